@@ -1,0 +1,73 @@
+"""The side of a benchmark that runs in a peer's own virtual environment.
+
+It takes orders on standard input, one JSON object a line, and answers each with one JSON line; arrays travel as .npz files.
+Needs numpy and nothing else, so that every environment can import it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+
+class Peer(Protocol):
+    """One library, loaded with a model and its data."""
+
+    versions: dict[str, str]
+
+    def load(self, initial: np.ndarray, transition: np.ndarray, emission: np.ndarray, symbols: np.ndarray) -> None:
+        """Takes probabilities (K,), (K, K), (K, V) and symbols (N, T)."""
+
+    def reset(self) -> None:
+        """Back to the parameters that were loaded. Not timed."""
+
+    def step(self) -> None:
+        """One Baum-Welch iteration, finished when this returns. Timed."""
+
+    def transition(self) -> np.ndarray:
+        """(K, K) the transition matrix now."""
+
+
+def mean_seconds(reset: Callable[[], object], run: Callable[[], object], calls: int) -> float:
+    """Seconds for one `run`, the mean of `calls`. Every call does the same work, because `reset` goes before each, untimed.
+
+    Where there are several calls, one more goes first, untimed: it wakes the threads and fills the caches.
+    """
+    if calls > 1:
+        reset()
+        run()
+    total = 0.0
+    for _ in range(calls):
+        reset()
+        start = time.perf_counter()
+        run()
+        total += time.perf_counter() - start
+    return total / calls
+
+
+def serve(peer: Peer) -> None:
+    """Answers orders until standard input ends."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints must not get between the answers
+    for line in sys.stdin:
+        order = json.loads(line)
+        answer: dict[str, object] = {}
+        if order["do"] == "load":
+            with np.load(order["file"]) as arrays:
+                peer.load(*(arrays[name] for name in ("initial", "transition", "emission", "symbols")))
+            answer["versions"] = peer.versions
+        elif order["do"] == "step":
+            peer.reset()
+            peer.step()
+            np.savez(order["file"], transition=peer.transition())
+        elif order["do"] == "time":
+            answer["seconds"] = mean_seconds(peer.reset, peer.step, order["calls"])
+        else:
+            raise ValueError(f"`do` must be load, step or time, but is {order['do']!r} instead.")
+        print(json.dumps(answer), file=answers, flush=True)

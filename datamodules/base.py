@@ -1,0 +1,279 @@
+"""What all data modules share: the split into parts, storage as Arrow, and loaders that visit each sequence once.
+
+A data module is a LightningDataModule with one method to write, `load_dataset`, and two numbers to know once it is
+constructed, `num_symbols` and `num_features`: the command line hands them to the model before any data is read.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import torch
+from lightning import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_hmm.loading import generator, loader
+from lightning_hmm.sequences import Sequences, Vocabulary
+
+Part = Literal["train", "val", "test"]
+PARTS: tuple[Part, ...] = get_args(Part)
+
+
+class SequenceDataModule(LightningDataModule, ABC):
+    """Sequences in three parts: train, val and test.
+
+    Args:
+        data_dir: folder of data and caches; if not given, the environment variable LIGHTNING_HMM_DATA, else "data".
+        batch_size: number of sequences in one batch of all ranks together; ``None`` makes the whole part one batch, which is
+            what batch EM wants.
+        seed: start of everything random here: the split, the order of training, and data that is drawn.
+        val_fraction: fraction of the sequences kept for validation, rounded down; a fixed validation part overrides it.
+        test_fraction: the same for the test part.
+        shuffle: train in a new order each epoch.
+        num_workers: processes that prepare batches.
+
+    Attributes:
+        num_symbols: size of the alphabet, or ``None`` for real vectors. Known once constructed.
+        num_features: entries of a vector, or ``None`` for symbols. Known once constructed.
+        vocabulary: the names of the symbols, if they have names.
+        state_names: the names of the true states, if they have names.
+    """
+
+    num_symbols: int | None = None
+    num_features: int | None = None
+    vocabulary: Vocabulary | None = None
+    state_names: list[str] | None = None
+
+    def __init__(
+        self,
+        data_dir: str | None = None,
+        batch_size: int | None = None,
+        seed: int = 0,
+        val_fraction: float = 0.1,
+        test_fraction: float = 0.1,
+        shuffle: bool = False,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__()
+        # Not to the logger: Lightning refuses to start when model and data have a word in common, such as `seed`, with two values.
+        self.save_hyperparameters(logger=False)
+        for name in [name for name, value in self.hparams.items() if not _is_plain(value)]:
+            del self.hparams[name]  # a checkpoint must load with `weights_only=True`
+        if batch_size is not None and batch_size < 1:
+            raise ValueError(f"`batch_size` must be positive, or None for the whole part in one batch, but is {batch_size} instead.")
+        if num_workers < 0:
+            raise ValueError(f"`num_workers` must not be negative, but is {num_workers} instead.")
+        for name, fraction in (("val_fraction", val_fraction), ("test_fraction", test_fraction)):
+            if not 0 <= fraction < 1:
+                raise ValueError(f"`{name}` must be at least 0 and less than 1, but is {fraction} instead.")
+        if Fraction(str(val_fraction)) + Fraction(str(test_fraction)) >= 1:
+            raise ValueError(f"`val_fraction` and `test_fraction` must leave something to train on, but {val_fraction} + {test_fraction} is not less than 1.")
+        self.data_dir = Path(data_dir if data_dir is not None else os.environ.get("LIGHTNING_HMM_DATA", "data"))
+        self.batch_size, self.seed, self.shuffle, self.num_workers = batch_size, seed, shuffle, num_workers
+        self.val_fraction, self.test_fraction = val_fraction, test_fraction
+        self._sources: dict[Part, tuple[Sequences, Sequences | None, Tensor | None]] = {}
+        self._gathered: dict[Part, Sequences] = {}
+
+    @abstractmethod
+    def load_dataset(self) -> datasets.Dataset | Mapping[str, datasets.Dataset]:
+        """Builds or opens the data: the one method of a subclass.
+
+        Gives a `datasets.Dataset` with a list column `values` (whole numbers are symbols, numbers or fixed-size lists of them
+        are vectors) and, where known, list column `states` and number column `weights`. Or gives several under "train", "val"
+        and "test" where these parts are fixed; "val" and "test" may be left out, and are then taken from "train".
+
+        Runs on every rank and must give the same on each. What is slow or writes files (a download, a conversion) belongs
+        into `prepare_data`, which Lightning runs once on each machine, or goes through `cached`.
+        """
+
+    def setup(self, stage: str | None = None) -> None:
+        """Reads the data and splits it, once, whatever the stage."""
+        if self._sources:
+            return
+        with _no_progress_bars():
+            loaded = self.load_dataset()
+        given = loaded if isinstance(loaded, Mapping) else {"train": loaded}
+        if "train" not in given or not set(given) <= set(PARTS):
+            raise ValueError(f"`load_dataset` must give the part 'train' and perhaps 'val' and 'test', but gives {sorted(given)} instead.")
+        if len(given["train"]) == 0:
+            raise ValueError(f"{type(self).__name__} must have at least one training sequence, but has none.")
+        if (self.num_symbols is None) == (self.num_features is None):
+            raise ValueError(
+                f"{type(self).__name__} must set one of `num_symbols` and `num_features`, but they are {self.num_symbols} and {self.num_features} instead."
+            )
+        opened = {part: _open(dataset) for part, dataset in given.items()}
+        for values, _ in opened.values():
+            values.check(self.num_symbols, self.num_features)
+        indices = self.split(len(given["train"]), [part for part in ("val", "test") if part not in given])
+        self._sources = {part: (*opened[part], None) if part in given and part != "train" else (*opened["train"], indices[part]) for part in PARTS}
+
+    def split(self, num_sequences: int, parts: list[str] | None = None) -> dict[str, Tensor | None]:
+        """The numbers of the sequences in "train" and in each of `parts` ("val" and "test"), drawn by `seed`, each in rising order.
+
+        A part of fraction f has exactly floor(f N) of the N sequences, so at least one is left to train on. ``None`` stands for
+        all of them in order, which needs no copy.
+        """
+        order = torch.randperm(num_sequences, generator=generator(self.seed, "split"))
+        indices: dict[str, Tensor | None] = {}
+        first = 0
+        for part in ["val", "test"] if parts is None else parts:
+            fraction = Fraction(str(self.val_fraction if part == "val" else self.test_fraction))  # 0.29 of 100 is 29, not floor(28.999...)
+            last = first + math.floor(fraction * num_sequences)
+            indices[part] = order[first:last].sort().values
+            first = last
+        return {"train": order[first:].sort().values if first else None, **indices}
+
+    # What a model or a user may ask for
+
+    @property
+    def train_sequences(self) -> Sequences:
+        return self._part("train")
+
+    @property
+    def val_sequences(self) -> Sequences:
+        return self._part("val")
+
+    @property
+    def test_sequences(self) -> Sequences:
+        return self._part("test")
+
+    @property
+    def symbol_names(self) -> list[str] | None:
+        """The names in `vocabulary`; the command line hands them to the model, whose checkpoint keeps them."""
+        return None if self.vocabulary is None else self.vocabulary.names
+
+    @property
+    def unknown_symbol(self) -> str | None:
+        return None if self.vocabulary is None else self.vocabulary.unknown
+
+    @property
+    def train_size(self) -> float:
+        """Number of training sequences, each counted with its weight."""
+        values, _, indices = self._source("train")
+        if values.weights is None:
+            return float(len(values) if indices is None else len(indices))
+        return float((values.weights if indices is None else values.weights[indices]).sum())
+
+    def true_states(self, part: Part) -> Sequences | None:
+        """The states that the sequences of a part ("train", "val" or "test") were drawn from or labelled with, if they are known."""
+        _, states, indices = self._source(part)
+        return states if states is None or indices is None else states[indices]
+
+    def _source(self, part: Part) -> tuple[Sequences, Sequences | None, Tensor | None]:
+        if part not in PARTS:
+            raise ValueError(f"`part` must be one of {', '.join(PARTS)}, but is {part!r} instead.")
+        if not self._sources:
+            raise RuntimeError(f"The sequences are not read yet. Call `setup()` of the {type(self).__name__} first.")
+        return self._sources[part]
+
+    def _part(self, part: Part) -> Sequences:
+        """The part as one batch, gathered once from wherever its sequences lie; without a copy if it is all of its source."""
+        values, _, indices = self._source(part)
+        if part not in self._gathered:
+            self._gathered[part] = values if indices is None else values[indices]
+            self._gathered[part].check(self.num_symbols, self.num_features)  # marks it as checked, so that no epoch checks it again
+        return self._gathered[part]
+
+    # Loaders
+
+    def train_dataloader(self) -> DataLoader[Sequences]:
+        return self._loader("train", self.shuffle)
+
+    def val_dataloader(self) -> DataLoader[Sequences]:
+        return self._loader("val")
+
+    def test_dataloader(self) -> DataLoader[Sequences]:
+        return self._loader("test")
+
+    def predict_dataloader(self) -> DataLoader[Sequences]:
+        """The test part, in order."""
+        return self._loader("test")
+
+    def _loader(self, part: Part, shuffle: bool = False) -> DataLoader[Sequences]:
+        values, _, indices = self._source(part)
+        if self.batch_size is None:  # then all of it is in memory at once anyway
+            values, indices = self._part(part), None
+        rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
+        return loader(values, self.batch_size, indices=indices, shuffle=shuffle, seed=self.seed, rank=rank, world_size=world_size, num_workers=self.num_workers)
+
+    # Storage, for subclasses
+
+    def cached(self, name: str, build: Callable[[], pa.Table]) -> tuple[datasets.Dataset, dict[str, str]]:
+        """The table that `build` makes, kept as ``<data_dir>/cache/<name>.arrow`` and memory-mapped, and its schema's metadata.
+
+        The name must tell apart whatever the table depends on. The file is one record batch, which is what can be read as
+        packed sequences without a copy, and appears in one move, so that several processes may build it at the same time.
+        """
+        path = self.data_dir / "cache" / f"{name}.arrow"
+        if not path.exists():
+            table = build().combine_chunks()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = path.with_suffix(f".{uuid.uuid4().hex}.part")
+            with pa.OSFile(str(unfinished), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+                writer.write_table(table, max_chunksize=max(1, len(table)))
+            unfinished.replace(path)
+        with pa.memory_map(str(path)) as source:
+            metadata = pa.ipc.open_stream(source).schema.metadata or {}
+        return datasets.Dataset.from_file(str(path)), {key.decode(): value.decode() for key, value in metadata.items()}
+
+
+def as_table(sequences: Sequences, states: Sequences | None = None) -> pa.Table:
+    """Sequences as an Arrow table with columns `values`, `states` and `weights`, without copying them; the way back from `Sequences.from_arrow`."""
+    columns = {"values": _as_column(sequences)}
+    if states is not None:
+        columns["states"] = _as_column(states)
+    if sequences.weights is not None:
+        columns["weights"] = pa.array(sequences.weights.numpy())
+    return pa.table(columns)
+
+
+def as_dataset(table: pa.Table) -> datasets.Dataset:
+    """An Arrow table in memory as a `datasets.Dataset`."""
+    return datasets.Dataset(datasets.table.InMemoryTable(table))
+
+
+def _as_column(sequences: Sequences) -> pa.Array:
+    values = np.ascontiguousarray(sequences.values.numpy())
+    flat = pa.array(values.reshape(-1))
+    steps = flat if sequences.num_features is None else pa.FixedSizeListArray.from_arrays(flat, sequences.num_features)
+    return pa.LargeListArray.from_arrays(pa.array(sequences.offsets.numpy()), steps)
+
+
+def _open(dataset: datasets.Dataset) -> tuple[Sequences, Sequences | None]:
+    """The values, with their weights, and the states, on the data set's own memory."""
+    table = dataset.with_format("arrow")[:]
+    weights = table["weights"].to_numpy().copy() if "weights" in table.column_names else None
+    values = Sequences.from_arrow(table["values"], weights)
+    return values, Sequences.from_arrow(table["states"]) if "states" in table.column_names else None
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_is_plain(item) for pair in value.items() for item in pair)
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (str, int, float))
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Silences the bars of `datasets`, which would run into Lightning's own."""
+    shown = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            datasets.enable_progress_bars()

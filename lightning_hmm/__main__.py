@@ -1,0 +1,6 @@
+"""``python -m lightning_hmm``."""
+
+from lightning_hmm.cli import run
+
+if __name__ == "__main__":
+    run()

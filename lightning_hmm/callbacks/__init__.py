@@ -1,0 +1,7 @@
+"""Callbacks: convergence, figures for TensorBoard, files of predictions."""
+
+from lightning_hmm.callbacks.convergence import Convergence
+from lightning_hmm.callbacks.figures import Figures
+from lightning_hmm.callbacks.predictions import PredictionWriter
+
+__all__ = ["Convergence", "Figures", "PredictionWriter"]

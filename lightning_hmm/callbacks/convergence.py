@@ -1,0 +1,67 @@
+"""When EM has done its work."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+
+class Convergence(Callback):
+    """Stops when an epoch's relative gain of the training likelihood is below `tolerance`, for all restarts, and says so.
+
+    Where the model trains by batch EM, a likelihood that falls by more than rounding can explain is warned about: EM with
+    exact steps never lets it (a prior may: it is the likelihood plus log prior that cannot fall).
+
+    Args:
+        tolerance: of ``(new - old) / |old|``; 0 never stops.
+        patience: how many such epochs in a row it takes.
+    """
+
+    def __init__(self, tolerance: float = 1e-6, patience: int = 1) -> None:
+        if not tolerance >= 0:
+            raise ValueError(f"`tolerance` must not be negative, but is {tolerance} instead.")
+        if patience < 1:
+            raise ValueError(f"`patience` must be at least 1, but is {patience} instead.")
+        self.tolerance, self.patience = tolerance, patience
+        self.previous: list[float] | None = None
+        self.calm_epochs = 0
+        self.stopping_reason: str | None = None
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Callbacks run before the module's own hook, which publishes this epoch's value; the metric has it already.
+        metric: Any = pl_module.train_likelihood
+        current = metric.compute().reshape(-1).tolist()
+        previous, self.previous = self.previous, current
+        if previous is None:
+            return
+        gains = [(new - old) / max(abs(old), torch.finfo(torch.float64).tiny) for old, new in zip(previous, current, strict=True)]
+        if min(new - old for old, new in zip(previous, current, strict=True)) < -1e-9 and self._must_not_fall(pl_module):
+            fall = max(old - new for old, new in zip(previous, current, strict=True))
+            warnings.warn(
+                f"The training likelihood fell by {fall:.3g} per symbol in epoch {trainer.current_epoch}, which exact batch EM never does.", stacklevel=2
+            )
+        if self.tolerance == 0:
+            return
+        self.calm_epochs = self.calm_epochs + 1 if max(gains) < self.tolerance else 0
+        if self.calm_epochs >= self.patience:
+            trainer.should_stop = True
+            self.stopping_reason = (
+                f"Converged after {trainer.current_epoch + 1} epochs: the training likelihood ({max(current):.6f} per symbol) "
+                f"gained {max(gains):.2g} relative, below the tolerance of {self.tolerance:g}."
+            )
+            rank_zero_info(self.stopping_reason)
+
+    @staticmethod
+    def _must_not_fall(pl_module: LightningModule) -> bool:
+        no_prior = not any(value for options in getattr(pl_module, "priors", {}).values() for value in options.values())
+        return getattr(pl_module, "discount", 0.0) is None and no_prior and getattr(pl_module, "arithmetic", "") == "float64"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"previous": self.previous, "calm_epochs": self.calm_epochs}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.previous, self.calm_epochs = state_dict["previous"], state_dict["calm_epochs"]

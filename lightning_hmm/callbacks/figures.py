@@ -1,0 +1,178 @@
+"""What a model has learnt, as pictures for TensorBoard."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from lightning_hmm import plots
+from lightning_hmm.sequences import Sequences
+
+_MAX_SEQUENCES = 256
+_MAX_POSTERIOR = 2_000_000  # entries, steps times states: 16 MB
+_MAX_STATIONARY = 1000  # states: beyond them the cubic cost shows
+
+
+class Figures(Callback):
+    """Draws the model after the first epoch, after every `every_n_epochs`, and after the last, for each TensorBoard logger.
+
+    - ``figures/transition_matrix`` and ``figures/emissions``: the parameters of the chosen restart.
+    - ``figures/state_usage``: the expected share of time in each state, given some of the validation data (of the training
+      data if there are none), and how long a visit lasts. The stationary distribution would be that share in an endless
+      sequence; it is drawn, and said to be, only where a model has no `posterior` for its batches.
+    - ``figures/convergence``: the likelihood of all epochs. The curve is in the checkpoint, and goes on after a resume.
+
+    A figure that a model has no numbers for is left out. The step is the number of EM updates.
+
+    Args:
+        every_n_epochs: a second or so is spent on each set of figures, which may be more than an epoch takes.
+        max_labels: how many symbols, states or features are labelled on an axis.
+    """
+
+    def __init__(self, every_n_epochs: int = 5, max_labels: int = 40) -> None:
+        for name, value in {"every_n_epochs": every_n_epochs, "max_labels": max_labels}.items():
+            if value < 1:
+                raise ValueError(f"`{name}` must be at least 1, but is {value} instead.")
+        self.every_n_epochs, self.max_labels = every_n_epochs, max_labels
+        # By epoch, counted from 1: training log-likelihoods of all restarts, validation log-likelihood of the chosen one.
+        self.train: dict[int, list[float]] = {}
+        self.val: dict[int, float] = {}
+        self._excerpts: dict[str, Sequences] = {}
+        self._drawn_epoch = 0
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._excerpts, self._drawn_epoch = {}, 0
+            if trainer.current_epoch == 0:
+                # Another run with the same callback; a checkpoint to go on from is loaded after this.
+                self.train, self.val = {}, {}
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._keep("training", trainer, pl_module, batch)
+
+    def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._keep("validation", trainer, pl_module, batch)
+
+    def _keep(self, part: str, trainer: Trainer, model: Any, batch: Any) -> None:
+        """The first batch, which then serves all figures of the run: they differ by the model alone."""
+        if part not in self._excerpts and isinstance(batch, Sequences) and _writers(trainer):
+            self._excerpts[part] = _excerpt(batch, max(1, _MAX_POSTERIOR // model.num_states))
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        value = trainer.callback_metrics.get("val/log_likelihood")
+        if trainer.state.fn == "fit" and not trainer.sanity_checking and value is not None:
+            self.val[trainer.current_epoch + 1] = float(value)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+        epoch = trainer.current_epoch + 1
+        # After a resume from between validation and the end of an epoch, that epoch ends without a batch.
+        if pl_module.train_likelihood.update_called:
+            # Callbacks run before the module's own hook, which publishes this epoch's value; the metric has it already. It
+            # is summed over the ranks, so all of them must ask.
+            self.train[epoch] = pl_module.train_likelihood.compute().reshape(-1).tolist()
+        if epoch == 1 or epoch % self.every_n_epochs == 0:
+            self._draw(trainer, pl_module, epoch)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.current_epoch > self._drawn_epoch:
+            self._draw(trainer, pl_module, trainer.current_epoch)
+
+    def _draw(self, trainer: Trainer, model: Any, epoch: int) -> None:
+        self._drawn_epoch = epoch
+        writers = _writers(trainer)
+        if not writers:
+            return
+        with warnings.catch_warnings():
+            # Names in scripts that the font lacks are drawn as boxes, which the reader sees without a warning.
+            warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+            for name, figure in self._figures(model):
+                for writer in writers:
+                    writer.add_figure(f"figures/{name}", figure, trainer.global_step)
+
+    def _figures(self, model: Any) -> Iterator[tuple[str, Figure]]:
+        transition = _matrix(model, "transition_probs")
+        share, source = self._share(model, transition)
+        if transition is not None:
+            yield "transition_matrix", plots.transition_matrix(transition, self.max_labels)
+        emissions = self._emissions(model, share)
+        if emissions is not None:
+            yield "emissions", emissions
+        if share is not None or transition is not None:
+            yield "state_usage", plots.state_usage(share, None if transition is None else plots.expected_dwell(transition), source)
+        epochs = sorted(self.train.keys() | self.val.keys())
+        if epochs:
+            unknown = [np.nan] * model.restarts
+            train, val = [self.train.get(epoch, unknown) for epoch in epochs], [self.val.get(epoch, np.nan) for epoch in epochs]
+            yield "convergence", plots.convergence(epochs, train, val, int(model.chosen))
+
+    def _emissions(self, model: Any, share: np.ndarray | None) -> Figure | None:
+        probs = _matrix(model, "emission_probs")
+        if probs is not None:
+            vocabulary = getattr(model, "vocabulary", None)
+            return plots.emission_matrix(probs, None if vocabulary is None else vocabulary.names, self.max_labels)
+        means, variances = _matrix(model, "means"), _matrix(model, "variances")
+        if means is None or variances is None:
+            return None
+        emission = getattr(model, "emission", None)
+        excerpt = self._excerpts.get("validation", self._excerpts.get("training"))
+        return plots.gaussian_emissions(
+            means,
+            variances,
+            share,
+            centre=getattr(emission, "centre", None),
+            variance=getattr(emission, "scale", None),
+            points=None if excerpt is None else excerpt.values,
+            max_labels=self.max_labels,
+        )
+
+    def _share(self, model: Any, transition: np.ndarray | None) -> tuple[np.ndarray | None, str]:
+        """The expected share of time in each state, and what it is of."""
+        for part in ("validation", "training"):
+            if part in self._excerpts and hasattr(model, "posterior"):
+                visits = _expected_visits(model, self._excerpts[part])
+                if visits.sum() > 0:
+                    return visits / visits.sum(), f"{self._excerpts[part].num_steps:,} steps of {part} data"
+        if transition is not None and len(transition) <= _MAX_STATIONARY:
+            return plots.stationary_distribution(transition), "stationary distribution"
+        return None, ""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"train": dict(self.train), "val": dict(self.val)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.train, self.val = dict(state_dict["train"]), dict(state_dict["val"])
+
+
+def _writers(trainer: Trainer) -> list[Any]:
+    """Where figures go: nowhere on other ranks than the first."""
+    return [logger.experiment for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)] if trainer.is_global_zero else []
+
+
+def _matrix(model: Any, name: str) -> np.ndarray | None:
+    """A matrix of the model's, if it has one by that name."""
+    value = getattr(model, name, None)
+    return value.detach().cpu().numpy() if isinstance(value, Tensor) and value.dim() == 2 else None
+
+
+def _excerpt(batch: Sequences, max_steps: int) -> Sequences:
+    """A copy of the first sequences, the last one cut where there are too many steps; small, and on the CPU."""
+    offsets = batch.offsets[: _MAX_SEQUENCES + 1].clamp(max=max_steps)
+    values = batch.values[: int(offsets[-1])].to("cpu", copy=True)
+    return Sequences(values, offsets, None if batch.weights is None else batch.weights[: len(offsets) - 1].to("cpu", copy=True))
+
+
+def _expected_visits(model: Any, sequences: Sequences) -> np.ndarray:
+    """(K,) expected steps in each state, each times its sequence's weight; impossible sequences have none."""
+    smoothed = model.posterior(sequences).smoothed.values.cpu()
+    weights = torch.ones(len(smoothed)) if sequences.weights is None else sequences.repeat_interleave(sequences.weights)
+    visits: np.ndarray = (smoothed * weights[:, None]).sum(0).double().numpy()
+    return visits

@@ -1,0 +1,44 @@
+"""What `predict` found, as a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+
+class PredictionWriter(BasePredictionWriter):
+    """Writes one JSON line for each sequence: its log-likelihood and its decoded states.
+
+    Args:
+        path: of the file; ``predictions.jsonl`` in the log folder if not given. Further ranks add ``.rank1`` and so on.
+    """
+
+    def __init__(self, path: str | None = None) -> None:
+        super().__init__(write_interval="batch")
+        self.path = path
+        self._file: Path | None = None
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        file = Path(self.path) if self.path else Path(trainer.log_dir or trainer.default_root_dir) / "predictions.jsonl"
+        if trainer.global_rank:
+            file = file.with_name(f"{file.name}.rank{trainer.global_rank}")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("")
+        self._file = file
+
+    def write_on_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, prediction: Any, batch_indices: Any, batch: Any, batch_idx: int, dataloader_idx: int
+    ) -> None:
+        assert self._file is not None
+        with self._file.open("a") as file:
+            for states, log_likelihood in zip(prediction["states"], prediction["log_likelihood"].tolist(), strict=True):
+                # JSON has no infinity: an impossible sequence has no log-likelihood.
+                file.write(json.dumps({"log_likelihood": log_likelihood if log_likelihood > float("-inf") else None, "states": states.tolist()}) + "\n")
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        rank_zero_info(f"Predictions: {self._file}")

@@ -1,0 +1,7 @@
+"""The parts a hidden Markov model is made of: parameters in natural form, sampling, and the maximiser of each."""
+
+from lightning_hmm.distributions.base import Distribution
+from lightning_hmm.distributions.categorical import CategoricalRows
+from lightning_hmm.distributions.gaussian import DiagonalGaussian
+
+__all__ = ["CategoricalRows", "DiagonalGaussian", "Distribution"]

@@ -1,0 +1,178 @@
+"""The dense HMM in plain torch: any device, no compiled code, and the oracle of the compiled kernels.
+
+Everything is in log space and nothing is read back to the host: no branch depends on a tensor's value, so a GPU is never
+made to wait. Sequences are padded to the longest of a chunk; chunks hold at most `_PAIR_ENTRIES` entries of
+(sequences x states x states), which is what one step needs.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_hmm.inference.kernels.cpu import SYMBOLS
+
+_PAIR_ENTRIES = 1 << 24
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """float64, where the device has it."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+class _Chunk(NamedTuple):
+    """Some sequences, padded: `rows` (T, n) are packed steps, `running` (T, n) says which of them are real."""
+
+    first: int
+    last: int
+    rows: Tensor
+    running: Tensor
+    ends: Tensor  # (n,) the packed step after the last one
+
+
+def _chunks(offsets: Tensor, num_states: int, device: torch.device) -> list[_Chunk]:
+    boundaries = offsets.numpy()
+    size = max(1, _PAIR_ENTRIES // (num_states * num_states))
+    chunks = []
+    for first in range(0, len(boundaries) - 1, size):
+        part = boundaries[first : first + size + 1]
+        steps = np.arange(int(np.diff(part).max(initial=0)))[:, None] + part[:-1]
+        running = steps < part[1:]
+        rows = np.where(running, steps, 0)
+        tensors = (torch.from_numpy(array).to(device, non_blocking=True) for array in (rows, running, part[1:].copy()))
+        chunks.append(_Chunk(first, first + len(part) - 1, *tensors))
+    return chunks
+
+
+def log_emissions(kind: int, parameters: list[Tensor], values: Tensor, dtype: torch.dtype) -> Tensor:
+    """(steps, K) log p(y_t | z_t = k)."""
+    if kind == SYMBOLS:
+        table = parameters[0].T.to(dtype)  # (V, K)
+        rows = table[values.clamp(min=0)]
+        return torch.where((values >= 0)[:, None], rows, rows.new_zeros(()))
+    if len(parameters) == 1:
+        return parameters[0].to(dtype)
+    eta1, eta2, log_norm, centre = parameters
+    u = values.to(centre.dtype) - centre  # (steps, D)
+    observed = ~u.isnan()
+    u = torch.where(observed, u, u.new_zeros(()))
+    return (u @ eta1.T + (u * u) @ eta2.T - observed.to(u.dtype) @ log_norm.T).to(dtype)
+
+
+def _safe(total: Tensor) -> Tensor:
+    """Zero in place of -inf, so that subtracting it leaves -inf rather than NaN."""
+    return torch.where(total == -torch.inf, torch.zeros_like(total), total)
+
+
+def e_step(
+    kind: int, initial: Tensor, transition: Tensor, parameters: list[Tensor], values: Tensor, offsets: Tensor, weights: Tensor, *, single: bool, smooth: bool
+) -> tuple[Tensor, ...]:
+    """As `cpu.e_step`: the same results, as tensors on the device of `initial`."""
+    device, num_states = initial.device, initial.shape[0]
+    wide = wide_dtype(device)
+    dtype = torch.float32 if single else wide
+    emissions = log_emissions(kind, parameters, values, dtype)
+    log_initial, log_transition = initial.to(dtype), transition.to(dtype)
+    num_sequences, num_steps = len(offsets) - 1, len(emissions)
+    log_likelihood = torch.zeros(num_sequences, dtype=wide, device=device)
+    impossible_step = torch.full((num_sequences,), -1, dtype=torch.int64, device=device)
+    last = torch.zeros(num_sequences, num_states, dtype=wide, device=device)
+    smoothed, filtered = (torch.zeros(num_steps if smooth else 0, num_states, dtype=wide, device=device) for _ in range(2))
+    initial_counts = torch.zeros(num_states, dtype=wide, device=device)
+    transition_counts = torch.zeros(num_states, num_states, dtype=wide, device=device)
+
+    for chunk in _chunks(offsets, num_states, device):
+        here = slice(chunk.first, chunk.last)
+        weight = weights[here].to(wide)
+        messages: list[Tensor] = []
+        for t in range(len(chunk.rows)):
+            row, running = emissions[chunk.rows[t]], chunk.running[t]
+            if t == 0:
+                joint = log_initial + row
+            else:
+                joint = torch.logsumexp(messages[-1][:, :, None] + log_transition, dim=1) + row
+            total = torch.where(running, torch.logsumexp(joint, dim=1), joint.new_zeros(()))
+            message = joint - _safe(total)[:, None]
+            messages.append(message if t == 0 else torch.where(running[:, None], message, messages[-1]))
+            log_likelihood[here] += total
+            newly_impossible = (impossible_step[here] < 0) & (total == -torch.inf)
+            impossible_step[here] = torch.where(newly_impossible, t, impossible_step[here])
+        if not messages:
+            continue
+        possible = impossible_step[here] < 0
+        has_steps = chunk.running[0]
+        last[here] = torch.where((possible & has_steps)[:, None], messages[-1].exp().to(wide), last.new_zeros(()))
+        if not smooth:
+            continue
+        back = torch.zeros_like(messages[0])
+        for t in range(len(messages) - 1, -1, -1):
+            counted = chunk.running[t] & possible
+            joint = messages[t] + back
+            gamma = (joint - _safe(torch.logsumexp(joint, dim=1))[:, None]).exp().to(wide)
+            gamma = torch.where(counted[:, None], gamma * weight[:, None], gamma.new_zeros(()))
+            # Padded places write to row 0, so results are added to zeros rather than stored.
+            smoothed.index_add_(0, chunk.rows[t], gamma)
+            kept = torch.where(counted[:, None], messages[t].exp().to(wide), gamma.new_zeros(()))
+            filtered.index_add_(0, chunk.rows[t], kept)
+            if t == 0:
+                initial_counts += gamma.sum(0)
+            else:
+                pair = messages[t - 1][:, :, None] + log_transition + (emissions[chunk.rows[t]] + back)[:, None, :]  # (n, K, K)
+                total = _safe(torch.logsumexp(pair.flatten(1), dim=1))
+                pair = pair - total[:, None, None]
+                share = torch.where(counted, weight, weight.new_zeros(()))
+                expected = torch.where(counted[:, None, None], pair.exp().to(wide), share.new_zeros(()))
+                transition_counts += torch.einsum("n,nij->ij", share, expected)
+                # Where alpha is zero the message back is of no use and may be infinite.
+                reachable = messages[t - 1] > -torch.inf
+                earlier = torch.where(reachable, torch.logsumexp(pair, dim=2) - _safe(messages[t - 1]), -torch.inf)
+                back = torch.where(chunk.running[t][:, None], earlier, back)
+    visits, sum1, sum2 = _emission_statistics(kind, parameters, values if smooth else values[:0], smoothed)
+    return log_likelihood, impossible_step, initial_counts, transition_counts, visits, sum1, sum2, smoothed, filtered, last
+
+
+def _emission_statistics(kind: int, parameters: list[Tensor], values: Tensor, smoothed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    none = [smoothed.new_zeros(0, smoothed.shape[1]) for _ in range(3)]  # three, as an operator must not return one tensor twice
+    if kind == SYMBOLS:
+        visits = smoothed.new_zeros(parameters[0].shape[1], smoothed.shape[1])
+        share = torch.where((values >= 0)[:, None], smoothed, smoothed.new_zeros(()))
+        return visits.index_add_(0, values.clamp(min=0), share), none[1], none[2]
+    if len(parameters) == 1:
+        return none[0], none[1], none[2]
+    u = values.to(smoothed.dtype) - parameters[3].to(smoothed.dtype)
+    observed = ~u.isnan()
+    u = torch.where(observed, u, u.new_zeros(()))
+    return observed.to(smoothed.dtype).T @ smoothed, u.T @ smoothed, (u * u).T @ smoothed
+
+
+def viterbi(kind: int, initial: Tensor, transition: Tensor, parameters: list[Tensor], values: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """As `cpu.viterbi`."""
+    device, dtype = initial.device, wide_dtype(initial.device)
+    initial, transition = initial.to(dtype), transition.to(dtype)
+    emissions = log_emissions(kind, parameters, values, dtype)
+    path = torch.zeros(len(emissions) + 1, dtype=torch.int64, device=device)  # one place more, for what padding writes
+    log_probability = torch.zeros(len(offsets) - 1, dtype=dtype, device=device)
+    for chunk in _chunks(offsets, initial.shape[0], device):
+        pointers: list[Tensor] = []
+        delta = initial.new_zeros(chunk.last - chunk.first, initial.shape[0])
+        for t in range(len(chunk.rows)):
+            row, running = emissions[chunk.rows[t]], chunk.running[t][:, None]
+            if t == 0:
+                delta = torch.where(running, initial + row, delta)
+            else:
+                best, pointer = (delta[:, :, None] + transition).max(dim=1)
+                pointers.append(pointer)
+                delta = torch.where(running, best + row, delta)
+        best, state = delta.max(dim=1)
+        log_probability[chunk.first : chunk.last] = best
+        for t in range(len(chunk.rows) - 1, -1, -1):
+            running = chunk.running[t]
+            shown = torch.where(best == -torch.inf, -1, state)
+            path[torch.where(running, chunk.rows[t], len(emissions))] = shown
+            if t > 0:
+                earlier = pointers[t - 1].gather(1, state[:, None]).squeeze(1)
+                state = torch.where(running, earlier, state)
+    return path[:-1], log_probability

@@ -1,0 +1,292 @@
+"""Vector instructions that numba code can call: a small matrix product, and a handful of row operations.
+
+Most of an E-step is products of small matrices: a tile of messages times the transition matrix. numba's own ``np.dot``
+brings a second BLAS with its own threads, and LLVM does not keep the accumulators of a plain loop in registers. So the
+innermost block is emitted here as LLVM vectors: `rows` x `vectors` accumulators stay in registers while the loop runs
+over the inner dimension. The same block with (max, +) in place of (+, x) is the step of Viterbi. It is addressed by
+element strides, so that one block serves ``X @ Y`` and ``X.T @ Y``.
+
+The rest is row operations on a few dozen numbers. There LLVM's own vector loops spend more time on proving that arrays
+do not overlap than on the numbers; for five states the row operations below made an E-step twice as fast.
+"""
+
+from __future__ import annotations
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+_HOST = llvm.get_host_cpu_features()
+_VECTOR_BYTES = 64 if _HOST.get("avx512f") else 32
+# The largest block whose accumulators fit into the registers: 4 x 4 of 32 with AVX-512, 4 x 2 of 16 otherwise.
+_WIDEST = 4 if _HOST.get("avx512f") else 2
+
+
+def padded_size(size: int, itemsize: int) -> int:
+    """The smallest multiple of the vector width that holds `size` numbers of `itemsize` bytes."""
+    lanes = _VECTOR_BYTES // itemsize
+    return -(-size // lanes) * lanes
+
+
+@intrinsic
+def lanes_of(typing_context, like):
+    """How many numbers of the type of `like` a vector holds."""
+
+    def codegen(context, builder, signature, args):
+        return ir.Constant(ir.IntType(64), _VECTOR_BYTES // (8 if like == types.float64 else 4))
+
+    return types.intp(like), codegen
+
+
+class _Emitter:
+    """Emits vector code for one precision into the function that numba is compiling."""
+
+    def __init__(self, builder: ir.IRBuilder, is_double: bool) -> None:
+        self.builder = builder
+        self.size = 8 if is_double else 4
+        self.lanes = _VECTOR_BYTES // self.size
+        self.scalar = ir.DoubleType() if is_double else ir.FloatType()
+        self.vector = ir.VectorType(self.scalar, self.lanes)
+
+    @staticmethod
+    def word(value: int) -> ir.Constant:
+        return ir.Constant(ir.IntType(64), value)
+
+    def constant(self, value: float) -> ir.Constant:
+        return ir.Constant(self.vector, [value] * self.lanes)
+
+    def address(self, base: ir.Value, *offsets: ir.Value) -> ir.Value:
+        """`base` plus `offsets` elements."""
+        for offset in offsets:
+            base = self.builder.add(base, self.builder.mul(offset, self.word(self.size)))
+        return base
+
+    def load(self, address: ir.Value, kind: ir.Type) -> ir.Value:
+        return self.builder.load(self.builder.inttoptr(address, kind.as_pointer()), align=self.size, typ=kind)
+
+    def store(self, value: ir.Value, address: ir.Value) -> None:
+        self.builder.store(value, self.builder.inttoptr(address, self.vector.as_pointer()), align=self.size)
+
+    def splat(self, value: ir.Value) -> ir.Value:
+        undefined = ir.Constant(self.vector, ir.Undefined)
+        single = self.builder.insert_element(undefined, value, ir.Constant(ir.IntType(32), 0))
+        mask = ir.Constant(ir.VectorType(ir.IntType(32), self.lanes), [0] * self.lanes)
+        return self.builder.shuffle_vector(single, undefined, mask)
+
+    def multiply_add(self, left: ir.Value, right: ir.Value, total: ir.Value) -> ir.Value:
+        name = f"llvm.fmuladd.v{self.lanes}f{8 * self.size}"
+        kind = ir.FunctionType(self.vector, [self.vector] * 3)
+        return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, name), [left, right, total])
+
+    def keep_where(self, comparison: str, left: ir.Value, right: ir.Value, value: ir.Value) -> ir.Value:
+        """`value` where ``left comparison right``, else zero."""
+        return self.builder.select(self.builder.fcmp_ordered(comparison, left, right), value, self.constant(0.0))
+
+    def sum_lanes(self, value: ir.Value) -> ir.Value:
+        name = f"llvm.vector.reduce.fadd.v{self.lanes}f{8 * self.size}"
+        kind = ir.FunctionType(self.scalar, [self.scalar, self.vector])
+        reduce = cgutils.get_or_insert_function(self.builder.module, kind, name)
+        return self.builder.call(reduce, [ir.Constant(self.scalar, 0.0), value], fastmath=("reassoc",))
+
+
+def _make_row_operation(num_arrays: int, num_scalars: int, body, *, sums: bool):
+    """Returns the intrinsic ``row(like, length, *addresses, *scalars)`` that runs `body` over vectors of the arrays.
+
+    ``body(emit, vectors, scalars)`` returns {array index: vector to store there} and, where `sums`, what to add up.
+    `length` must be a multiple of the vector width.
+    """
+
+    @intrinsic
+    def row(typing_context, like, length, *arguments):
+        is_double = like == types.float64
+        scalar_type = types.float64 if is_double else types.float32
+        result = scalar_type if sums else types.void
+        kinds = [types.intp] * num_arrays + [scalar_type] * num_scalars
+        signature = result(like, types.intp, types.StarArgTuple(tuple(kinds)))
+
+        def codegen(context, builder, signature, args):
+            emit = _Emitter(builder, is_double)
+            length = args[1]
+            given = cgutils.unpack_tuple(builder, args[2], num_arrays + num_scalars)
+            addresses, scalars = given[:num_arrays], [emit.splat(value) for value in given[num_arrays:]]
+            before, loop, after = builder.block, builder.append_basic_block("row"), builder.append_basic_block("row_done")
+            builder.branch(loop)  # a row has at least one vector
+            builder.position_at_end(loop)
+            k = builder.phi(ir.IntType(64))
+            k.add_incoming(emit.word(0), before)
+            total = builder.phi(emit.vector)
+            total.add_incoming(emit.constant(0.0), before)
+            places = [emit.address(address, k) for address in addresses]
+            stores, summand = body(emit, [emit.load(place, emit.vector) for place in places], scalars)
+            for index, value in stores.items():
+                emit.store(value, places[index])
+            new_total = builder.fadd(total, summand) if sums else total
+            k_next = builder.add(k, emit.word(emit.lanes))
+            k.add_incoming(k_next, loop)
+            total.add_incoming(new_total, loop)
+            builder.cbranch(builder.icmp_signed("<", k_next, length), loop, after)
+            builder.position_at_end(after)
+            return emit.sum_lanes(new_total) if sums else context.get_dummy_value()
+
+        return signature, codegen
+
+    return row
+
+
+def _weigh(emit, vectors, scalars):
+    joint = emit.keep_where(">=", vectors[0], scalars[0], emit.builder.fmul(vectors[0], vectors[1]))
+    return {0: joint}, joint
+
+
+def _rescale(emit, vectors, scalars):
+    value = emit.builder.fmul(vectors[0], scalars[0])
+    return {0: emit.keep_where(">=", value, scalars[1], value)}, None
+
+
+def _smooth(emit, vectors, scalars):
+    back = emit.keep_where(">", vectors[0], emit.constant(0.0), vectors[1])
+    gamma = emit.builder.fmul(vectors[0], back)
+    return {1: back, 2: gamma}, gamma
+
+
+@intrinsic
+def accumulate_row(typing_context, like, length, total, row, weight):
+    """total += weight * row, with `total` and `weight` in float64 whatever the precision of `row`."""
+    is_double = like == types.float64
+    signature = types.void(like, types.intp, types.intp, types.intp, types.float64)
+
+    def codegen(context, builder, signature, args):
+        emit, wide = _Emitter(builder, is_double), _Emitter(builder, True)
+        wide.vector, wide.lanes = ir.VectorType(wide.scalar, emit.lanes), emit.lanes
+        _, length, total, row, weight = args
+        factor = wide.splat(weight)
+        before, loop, after = builder.block, builder.append_basic_block("add"), builder.append_basic_block("add_done")
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        k = builder.phi(ir.IntType(64))
+        k.add_incoming(emit.word(0), before)
+        values = emit.load(emit.address(row, k), emit.vector)
+        values = values if is_double else builder.fpext(values, wide.vector)
+        place = wide.address(total, k)
+        wide.store(wide.multiply_add(factor, values, wide.load(place, wide.vector)), place)
+        k_next = builder.add(k, emit.word(emit.lanes))
+        k.add_incoming(k_next, loop)
+        builder.cbranch(builder.icmp_signed("<", k_next, length), loop, after)
+        builder.position_at_end(after)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+def _combine(emit, vectors, scalars):
+    return {0: emit.builder.fmul(emit.builder.fmul(vectors[1], vectors[2]), scalars[0])}, None
+
+
+# weigh_row(like, length, message, row, flush): message = message * row where message >= flush, else 0; returns the sum
+weigh_row = _make_row_operation(2, 1, _weigh, sums=True)
+# rescale_row(like, length, message, scale, flush): message *= scale, then 0 where below flush
+rescale_row = _make_row_operation(1, 2, _rescale, sums=False)
+# smooth_row(like, length, alpha, beta, gamma): beta = 0 where alpha is; gamma = alpha * beta; returns the sum of gamma
+smooth_row = _make_row_operation(3, 0, _smooth, sums=True)
+# combine_row(like, length, target, row, other, scale): target = row * other * scale
+combine_row = _make_row_operation(3, 1, _combine, sums=False)
+
+
+def _make_block(rows: int, vectors: int, *, max_plus: bool, accumulate: bool):
+    """Returns the intrinsic ``block(like, c, c_row, x, x_row, x_col, y, y_row, depth)`` on element addresses."""
+
+    @intrinsic
+    def block(typing_context, like, c, c_row, x, x_row, x_col, y, y_row, depth):
+        is_double = like == types.float64
+        signature = types.void(like, *[types.intp] * 8)
+
+        def codegen(context, builder, signature, args):
+            emit = _Emitter(builder, is_double)
+            _, c, c_row, x, x_row, x_col, y, y_row, depth = args
+            places = [(r, v) for r in range(rows) for v in range(vectors)]
+            c_at = {(r, v): emit.address(c, builder.mul(c_row, emit.word(r)), emit.word(v * emit.lanes)) for r, v in places}
+            neutral = emit.constant(float("-inf") if max_plus else 0.0)
+            start = {place: emit.load(c_at[place], emit.vector) if accumulate else neutral for place in places}
+
+            before, loop, after = builder.block, builder.append_basic_block("inner"), builder.append_basic_block("done")
+            builder.cbranch(builder.icmp_signed("<=", depth, emit.word(0)), after, loop)
+            builder.position_at_end(loop)
+            k, x_k, y_k = (builder.phi(ir.IntType(64)) for _ in range(3))
+            totals = {place: builder.phi(emit.vector) for place in places}
+            y_values = [emit.load(emit.address(y_k, emit.word(v * emit.lanes)), emit.vector) for v in range(vectors)]
+            sums = {}
+            for r in range(rows):
+                x_value = emit.splat(emit.load(emit.address(x_k, builder.mul(x_row, emit.word(r))), emit.scalar))
+                for v in range(vectors):
+                    if max_plus:
+                        candidate = builder.fadd(x_value, y_values[v])
+                        larger = builder.fcmp_ordered(">", candidate, totals[r, v])
+                        sums[r, v] = builder.select(larger, candidate, totals[r, v])
+                    else:
+                        sums[r, v] = emit.multiply_add(x_value, y_values[v], totals[r, v])
+            k_next = builder.add(k, emit.word(1))
+            steps = [(k, emit.word(0), k_next), (x_k, x, emit.address(x_k, x_col)), (y_k, y, emit.address(y_k, y_row))]
+            for phi, first, following in steps + [(totals[place], start[place], sums[place]) for place in places]:
+                phi.add_incoming(first, before)
+                phi.add_incoming(following, loop)
+            builder.cbranch(builder.icmp_signed("<", k_next, depth), loop, after)
+
+            builder.position_at_end(after)
+            results = {place: builder.phi(emit.vector) for place in places}
+            for place in places:
+                results[place].add_incoming(start[place], before)
+                results[place].add_incoming(sums[place], loop)
+            for place in places:
+                emit.store(results[place], c_at[place])
+            return context.get_dummy_value()
+
+        return signature, codegen
+
+    return block
+
+
+def make_product(*, max_plus: bool, accumulate: bool):
+    """Returns ``product(like, c, x, x_row, x_col, y, y_row, rows, columns, depth)``, compiled.
+
+    It computes ``C[r, j] (+)= sum_k X[r, k] Y[k, j]`` for numbers of the type of `like` at the addresses `c`, `x`, `y`:
+    the rows of C are `columns` elements apart, those of Y `y_row`, and X has the strides `x_row` and `x_col`.
+    `columns` must be a multiple of the vector width.
+    """
+    four_wide = _make_block(4, _WIDEST, max_plus=max_plus, accumulate=accumulate)
+    eight_one = _make_block(8, 1, max_plus=max_plus, accumulate=accumulate)  # a narrow product has to hide latency by rows
+    four_one = _make_block(4, 1, max_plus=max_plus, accumulate=accumulate)
+    one_wide = _make_block(1, _WIDEST, max_plus=max_plus, accumulate=accumulate)
+    one_one = _make_block(1, 1, max_plus=max_plus, accumulate=accumulate)
+
+    @njit(nogil=True, cache=True)
+    def product(like, c, x, x_row, x_col, y, y_row, rows, columns, depth):
+        lanes = lanes_of(like)
+        size = _VECTOR_BYTES // lanes
+        wide = _WIDEST * lanes
+        r = 0
+        while columns < wide and r + 8 <= rows:
+            for j in range(0, columns, lanes):
+                eight_one(like, c + (r * columns + j) * size, columns, x + r * x_row * size, x_row, x_col, y + j * size, y_row, depth)
+            r += 8
+        while r < rows:
+            four = r + 4 <= rows
+            c_row, x_first = c + r * columns * size, x + r * x_row * size
+            j = 0
+            while j < columns:
+                if four and j + wide <= columns:
+                    four_wide(like, c_row + j * size, columns, x_first, x_row, x_col, y + j * size, y_row, depth)
+                    j += wide
+                elif four:
+                    four_one(like, c_row + j * size, columns, x_first, x_row, x_col, y + j * size, y_row, depth)
+                    j += lanes
+                elif j + wide <= columns:
+                    one_wide(like, c_row + j * size, columns, x_first, x_row, x_col, y + j * size, y_row, depth)
+                    j += wide
+                else:
+                    one_one(like, c_row + j * size, columns, x_first, x_row, x_col, y + j * size, y_row, depth)
+                    j += lanes
+            r += 4 if four else 1
+
+    return product

@@ -1,0 +1,122 @@
+"""From `Sequences` to a `DataLoader` that visits every sequence exactly once, on any number of ranks.
+
+The order of the sequences, shuffled or not, is cut into *global* batches, and rank r of W takes every W-th sequence of each,
+from the r-th on. So all ranks have the same number of batches, the union over the ranks is the same whatever W is, and
+nothing is repeated to even things out: a repeated sequence would be counted twice. The last batch may leave a rank with no
+sequence at all; it then gets an empty batch, which adds nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from lightning_hmm.sequences import Sequences
+
+
+def generator(*words: int | str) -> torch.Generator:
+    """A random generator that depends on the words and nothing else, such as ``generator(seed, "shuffle", epoch)``.
+
+    Streams of different words are unrelated, which those of neighbouring seeds or of sums of numbers need not be.
+    """
+    digest = hashlib.blake2b(repr(words).encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+class SequenceDataset(Dataset[Sequences]):
+    """Map-style data set whose index is a whole batch: the numbers of its sequences.
+
+    Args:
+        sequences: where the sequences are, perhaps in a memory-mapped file.
+        indices: which of them belong to the data set, in order; all of them if not given. They are looked up batch by batch,
+            so that a part of a large file need not fit into memory.
+    """
+
+    def __init__(self, sequences: Sequences, indices: Tensor | None = None) -> None:
+        self.sequences, self.indices = sequences, indices
+
+    def __len__(self) -> int:
+        return len(self.sequences) if self.indices is None else len(self.indices)
+
+    def __getitem__(self, batch: Sequence[int]) -> Sequences:
+        if isinstance(batch, int):
+            raise TypeError(
+                f"The index must be a list of sequence numbers, but is {batch} instead. If you set `Trainer(overfit_batches=...)`, which puts its own "
+                "sampler in place of ours, use `limit_train_batches` and `limit_val_batches` instead."
+            )
+        if isinstance(batch, range) and batch.step == 1 and self.indices is None:
+            # A view; and the whole is the very same object, so what was checked once stays checked.
+            return self.sequences if len(batch) == len(self) else self.sequences[batch.start : batch.stop]
+        chosen = torch.as_tensor(batch, dtype=torch.int64)
+        part: Sequences = self.sequences[chosen if self.indices is None else self.indices[chosen]]
+        return part
+
+
+class GlobalBatchSampler(DistributedSampler[Sequence[int]]):
+    """Yields this rank's part of each global batch, as sequence numbers.
+
+    It is a `DistributedSampler` because that is what it does, and because Lightning leaves such a sampler alone: it would
+    otherwise wrap it in its own, which repeats items until all ranks have equally many.
+
+    Args:
+        dataset: anything with a length, the number of sequences.
+        batch_size: number of sequences in one batch of all ranks together; ``None`` makes one batch of everything.
+        shuffle: draw a new order for every epoch, from `seed` and the epoch that `set_epoch` was told; never from the rank.
+        seed: start of the random order.
+        rank: which of the processes this is.
+        world_size: how many processes share the work.
+    """
+
+    def __init__(
+        self, dataset: Dataset[Any], batch_size: int | None = None, *, shuffle: bool = False, seed: int = 0, rank: int = 0, world_size: int = 1
+    ) -> None:
+        if batch_size is not None and batch_size < 1:
+            raise ValueError(f"`batch_size` must be positive, or None for everything in one batch, but is {batch_size} instead.")
+        super().__init__(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle, seed=seed)
+        self.num_sequences: int = len(dataset)  # type: ignore[arg-type]
+        self.batch_size = batch_size or max(1, self.num_sequences)
+
+    def __iter__(self) -> Iterator[Sequence[int]]:
+        order: Sequence[int] = range(self.num_sequences)
+        if self.shuffle:
+            order = torch.randperm(self.num_sequences, generator=generator(self.seed, "shuffle", self.epoch)).tolist()
+        for first in range(0, self.num_sequences, self.batch_size):
+            yield order[first : first + self.batch_size][self.rank :: self.num_replicas]
+
+    def __len__(self) -> int:
+        """Number of batches, the same on every rank."""
+        return math.ceil(self.num_sequences / self.batch_size)
+
+
+def loader(
+    sequences: Sequences,
+    batch_size: int | None = None,
+    *,
+    indices: Tensor | None = None,
+    shuffle: bool = False,
+    seed: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+    num_workers: int = 0,
+) -> DataLoader[Sequences]:
+    """A `DataLoader` of `Sequences` batches; the arguments are those of `SequenceDataset` and `GlobalBatchSampler`.
+
+    Slicing a packed batch is cheap, so `num_workers` seldom helps; the workers share one copy of the sequences in shared memory.
+    """
+    dataset = SequenceDataset(sequences, indices)
+    sampler = GlobalBatchSampler(dataset, batch_size, shuffle=shuffle, seed=seed, rank=rank, world_size=world_size)
+    return DataLoader(
+        dataset,
+        batch_size=None,  # the sampler makes the batches: one index is one batch
+        sampler=sampler,
+        num_workers=num_workers,
+        multiprocessing_context="spawn" if num_workers else None,  # numba's threads do not survive a fork
+        persistent_workers=num_workers > 0,
+        generator=generator(seed, "workers"),  # a DataLoader draws a number each epoch: not from the global state, which no checkpoint holds
+    )

@@ -1,0 +1,47 @@
+"""How well a model predicts, per observed step.
+
+A mean of per-batch means is not the mean: batches hold different numbers of steps. Two sums are kept instead.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+
+class LogLikelihoodPerSymbol(Metric):
+    """Natural log-likelihood divided by the number of observed steps.
+
+    Args:
+        num_models: how many models are scored side by side; the value is a scalar for one, else (num_models,).
+    """
+
+    full_state_update = False
+    higher_is_better = True
+    log_likelihood: Tensor
+    num_symbols: Tensor
+
+    def __init__(self, num_models: int = 1) -> None:
+        super().__init__()
+        self.add_state("log_likelihood", torch.zeros(num_models, dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("num_symbols", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, log_likelihood: Tensor, num_symbols: Tensor | float) -> None:
+        """Adds log-likelihoods, summed over sequences: a scalar or (num_models,); and the observed steps they are of."""
+        self.log_likelihood += log_likelihood.double()
+        self.num_symbols += num_symbols
+
+    def compute(self) -> Tensor:
+        return (self.log_likelihood / self.num_symbols).squeeze()
+
+
+class BitsPerSymbol(LogLikelihoodPerSymbol):
+    """Negative base-2 log-likelihood per observed step: what a perfect coder would need."""
+
+    higher_is_better = False
+
+    def compute(self) -> Tensor:
+        return -super().compute() / math.log(2)

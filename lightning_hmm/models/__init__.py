@@ -1,0 +1,6 @@
+"""One LightningModule a file."""
+
+from lightning_hmm.models.base import HMM
+from lightning_hmm.models.standard import StandardHMM
+
+__all__ = ["HMM", "StandardHMM"]

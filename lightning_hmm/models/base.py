@@ -1,0 +1,389 @@
+"""What all models share: the questions one can ask, EM under the Lightning Trainer, checkpoints.
+
+A family says what its natural parameters are (`natural_parameters`), which inference module understands them
+(`inference`), and which distributions they belong to (`distributions`). Everything here follows from that.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from types import ModuleType
+from typing import Any, ClassVar
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from lightning_hmm.distributions import Distribution
+from lightning_hmm.inference import dense
+from lightning_hmm.metrics import LogLikelihoodPerSymbol, MatchedStateAccuracy
+from lightning_hmm.optim import BaumWelch
+from lightning_hmm.sequences import Sequences, Vocabulary
+
+
+class HMM(LightningModule):
+    """Base of the models.
+
+    Subclasses call ``super().__init__`` with what is common, make their distributions, and implement the abstract members.
+
+    Args:
+        num_states: hidden states.
+        num_symbols: different symbols, for symbol data; else ``None``.
+        num_features: entries of a vector, for real data; else ``None``.
+        restarts: starts trained side by side on the same pass over the data; the best on validation data (on training
+            data if there are none) is the one that answers.
+        discount: lambda of online EM; ``None`` for batch EM, which updates once an epoch from all batches.
+        sequences_per_update: online EM only: updates after each so many sequences inside a training batch, so that small
+            batches do not pay for a Lightning step each. ``None``: one update a batch.
+        priors: options of the distributions' priors by their names.
+        frozen: names of distributions that keep their parameters.
+        arithmetic: of the message passing; parameters and statistics are float64 in any case.
+        symbol_names: for data with a vocabulary.
+        unknown_symbol: the one of them that stands for all others.
+    """
+
+    inference: ClassVar[ModuleType] = dense
+
+    def __init__(
+        self,
+        *,
+        num_states: int,
+        num_symbols: int | None,
+        num_features: int | None,
+        restarts: int = 1,
+        discount: float | None = None,
+        sequences_per_update: int | None = None,
+        priors: Mapping[str, Mapping[str, float]] | None = None,
+        frozen: Sequence[str] = (),
+        arithmetic: str = "float64",
+        symbol_names: Sequence[str] | None = None,
+        unknown_symbol: str | None = None,
+    ) -> None:
+        super().__init__()
+        for name, value in {"num_states": num_states, "restarts": restarts, "sequences_per_update": sequences_per_update}.items():
+            if value is not None and value < 1:
+                raise ValueError(f"`{name}` must be at least 1, but is {value} instead.")
+        for name, value in {"num_symbols": num_symbols, "num_features": num_features}.items():
+            if value is not None and value < 1:
+                raise ValueError(f"`{name}` must be at least 1, but is {value} instead.")
+        if arithmetic not in ("float64", "float32"):
+            raise ValueError(f"`arithmetic` must be float64 or float32, but is {arithmetic!r} instead.")
+        if sequences_per_update is not None and discount is None:
+            raise ValueError("`sequences_per_update` is for online EM: give `discount` too.")
+        if symbol_names is not None and len(symbol_names) != num_symbols:
+            raise ValueError(f"`symbol_names` must name {num_symbols} symbols, but names {len(symbol_names)} instead.")
+        self.num_states, self.num_symbols, self.num_features = num_states, num_symbols, num_features
+        self.restarts, self.discount, self.sequences_per_update = restarts, discount, sequences_per_update
+        self.priors, self.frozen, self.arithmetic = {name: dict(options) for name, options in (priors or {}).items()}, tuple(frozen), arithmetic
+        self.vocabulary = None if symbol_names is None else Vocabulary(symbol_names, unknown_symbol)
+        self.automatic_optimization = sequences_per_update is None
+        self.chosen: Tensor
+        self.register_buffer("chosen", torch.zeros((), dtype=torch.int64))
+        self.train_likelihood, self.val_likelihood, self.test_likelihood = (LogLikelihoodPerSymbol(restarts) for _ in range(3))
+        # (restarts,) per symbol, of the last finished epoch, under the parameters that its batches met.
+        self.epoch_log_likelihood: Tensor | None = None
+        self._impossible: list[Tensor] = []
+        self._said: set[str] = set()
+
+    # What a family brings
+
+    @property
+    def distributions(self) -> dict[str, Distribution]:
+        """The model's parts by name, in the order of the arguments of the inference functions."""
+        raise NotImplementedError(f"{type(self).__name__} must say what its distributions are.")
+
+    def natural_parameters(self, restart: int) -> tuple[Any, ...]:
+        """The first arguments of the inference functions, for one restart."""
+        raise NotImplementedError(f"{type(self).__name__} must say what its natural parameters are.")
+
+    def emit(self, states: Sequences, generator: torch.Generator) -> Sequences:
+        """Observations of given states."""
+        raise NotImplementedError(f"{type(self).__name__} must say how states emit.")
+
+    def predict_emission(self, state_probs: Tensor) -> Any:
+        """The distribution of an observation whose state has the given probabilities."""
+        raise NotImplementedError(f"{type(self).__name__} must say how states emit.")
+
+    def initialise(self, sequences: Sequences) -> None:
+        """Sets what depends on the data before training; nothing by default."""
+
+    # Questions to ask a model
+
+    @property
+    def num_free_parameters(self) -> int:
+        """Degrees of freedom."""
+        return sum(distribution.num_free_parameters for distribution in self.distributions.values())
+
+    def as_sequences(self, data: Any) -> Sequences:
+        """`Sequences` as they are; lists of numbers, or of names where the model has a vocabulary, made into some."""
+        if isinstance(data, Sequences):
+            return data.to(self.device)
+        if self.vocabulary is not None and len(data) and (isinstance(data[0], str) or (len(data[0]) and isinstance(data[0][0], str))):
+            return Sequences.from_strings(data, self.vocabulary).to(self.device)
+        return Sequences.from_list(data).to(self.device)
+
+    def _chosen_parameters(self) -> tuple[Any, ...]:
+        return self.natural_parameters(int(self.chosen))
+
+    @torch.no_grad()
+    def score(self, sequences: Any) -> Tensor:
+        """(N,) the natural log-likelihood of each sequence; -inf, and a warning that names the step, where impossible."""
+        sequences = self.as_sequences(sequences)
+        plain = Sequences(sequences.values, sequences.offsets)
+        _, log_likelihood, impossible = self.inference.weighted_log_likelihood(*self._chosen_parameters(), plain, single=self.arithmetic == "float32")
+        self._warn_impossible(plain, impossible)
+        return log_likelihood
+
+    @torch.no_grad()
+    def decode(self, sequences: Any) -> Sequences:
+        """The most probable states (Viterbi), as `Sequences`; -1, and a warning, in impossible sequences."""
+        sequences = self.as_sequences(sequences)
+        path = self.inference.viterbi(*self._chosen_parameters(), sequences)
+        if bool((path.log_probability == -torch.inf).any()):
+            self._warn_impossible(sequences, self.inference.weighted_log_likelihood(*self._chosen_parameters(), sequences)[2])
+        return path.states
+
+    @torch.no_grad()
+    def posterior(self, sequences: Any) -> Any:
+        """Filtered and smoothed state probabilities and expected transitions; see `inference.dense.Posterior`."""
+        sequences = self.as_sequences(sequences)
+        return self.inference.posterior(*self._chosen_parameters(), Sequences(sequences.values, sequences.offsets))
+
+    @torch.no_grad()
+    def sample(self, num_sequences: int = 1, length: int | Sequence[int] = 100, seed: int = 0, return_states: bool = False) -> Any:
+        """Draws sequences of one length or of the given lengths; with `return_states`, also the hidden paths."""
+        lengths = torch.as_tensor(length).expand(num_sequences)
+        if num_sequences < 0 or bool((lengths < 0).any()):
+            raise ValueError(f"`num_sequences` and `length` must not be negative, but are {num_sequences} and {length} instead.")
+        generator = torch.Generator().manual_seed(seed)
+        states = self.inference.sample(*self._chosen_parameters()[:2], lengths, generator)
+        observations = self.emit(states, generator)
+        return (observations, states) if return_states else observations
+
+    @torch.no_grad()
+    def sample_posterior(self, sequences: Any, seed: int = 0) -> Sequences:
+        """One path of hidden states for each sequence, drawn from p(states | sequence)."""
+        sequences = self.as_sequences(sequences)
+        return self.inference.sample_posterior(*self._chosen_parameters(), sequences, torch.Generator().manual_seed(seed))
+
+    @torch.no_grad()
+    def predict_next(self, sequences: Any, steps: int = 1) -> Any:
+        """The distribution of the observation `steps` after the end of each sequence: (N, V) probabilities, or moments."""
+        return self.predict_emission(self.inference.predict_next(*self._chosen_parameters(), self.as_sequences(sequences), steps=steps))
+
+    def aic(self, sequences: Any) -> float:
+        """Akaike's criterion, 2 k - 2 log L; lower is better."""
+        return 2 * self.num_free_parameters - 2 * float(self.score(sequences).sum())
+
+    def bic(self, sequences: Any) -> float:
+        """Schwarz's criterion, k log n - 2 log L with n the observed steps; lower is better."""
+        sequences = self.as_sequences(sequences)
+        num_observed = float(Sequences(sequences.values, sequences.offsets).num_observed())
+        return self.num_free_parameters * math.log(max(num_observed, 1.0)) - 2 * float(self.score(sequences).sum())
+
+    @staticmethod
+    def _warn_impossible(sequences: Sequences, impossible: Tensor) -> None:
+        found = torch.nonzero(impossible >= 0).flatten().tolist()
+        if found:
+            more = f" ({len(found)} sequences in all.)" if len(found) > 1 else ""
+            warnings.warn(dense.impossible_message(sequences, found[0], int(impossible[found[0]])) + more, stacklevel=3)
+
+    # Training by EM
+
+    def setup(self, stage: str) -> None:
+        if stage != "fit":
+            return
+        self._refuse_unsuited_trainer()
+        datamodule = getattr(self.trainer, "datamodule", None)
+        if self.trainer.ckpt_path is None and datamodule is not None and hasattr(datamodule, "train_sequences"):
+            self.initialise(datamodule.train_sequences)
+
+    def _refuse_unsuited_trainer(self) -> None:
+        trainer = self.trainer
+        if trainer.gradient_clip_val is not None:
+            raise MisconfigurationException(
+                f"`trainer.gradient_clip_val` must not be set for EM, but is {trainer.gradient_clip_val} instead: "
+                "gradients are expected counts, and clipping them pulls rows together."
+            )
+        if trainer.precision not in ("32-true", "64-true"):
+            raise MisconfigurationException(
+                f"`trainer.precision` must be 32-true or 64-true for EM, but is {trainer.precision} instead: counts need more than 16 bits."
+            )
+        strategy = type(trainer.strategy).__name__
+        if any(name in strategy for name in ("FSDP", "DeepSpeed", "ModelParallel")):
+            raise MisconfigurationException(
+                f"`trainer.strategy` must be a single device or ddp for EM, but is {strategy} instead: an M-step needs whole rows of parameters."
+            )
+
+    def configure_optimizers(self) -> BaumWelch:
+        data_size = None
+        if self.discount is not None:
+            data_size = getattr(getattr(self.trainer, "datamodule", None), "train_size", None)
+            if data_size is None and any(value for options in self.priors.values() for value in options.values()):
+                raise MisconfigurationException(
+                    "Online EM with a prior needs to know how many sequences there are: train with a datamodule that has `train_size`."
+                )
+        return BaumWelch(self.distributions, self.discount, self.priors, self.frozen, data_size)
+
+    def on_train_start(self) -> None:
+        if self.discount is None:
+            # One M-step an epoch, from the gradients of all batches. Lightning steps at the last batch in any case.
+            batches = self.trainer.num_training_batches
+            self.trainer.accumulate_grad_batches = int(batches) if math.isfinite(batches) else 2**31
+
+    def training_step(self, batch: Sequences, batch_idx: int) -> Tensor | None:
+        if not self.automatic_optimization:
+            self._many_updates(batch)
+            return None
+        loss = self._negative_log_likelihood(batch)
+        # Lightning divides the loss by the number of batches it accumulates, and DDP takes the mean over ranks. Counts must
+        # be sums: the maximum likelihood does not notice the scale, a prior does.
+        return loss * (self.trainer.accumulate_grad_batches * self.trainer.world_size)
+
+    def _negative_log_likelihood(self, batch: Sequences) -> Tensor:
+        """Minus the weighted log-likelihood of all restarts, whose gradient is minus the expected statistics."""
+        totals = []
+        for restart in range(self.restarts):
+            parameters = self.natural_parameters(restart)
+            weighted, _, impossible = self.inference.weighted_log_likelihood(*parameters, batch, single=self.arithmetic == "float32")
+            totals.append(weighted.sum())
+            self._watch_impossible(batch, impossible)
+        total = torch.stack(totals)
+        self.train_likelihood.update(total.detach(), batch.num_observed())
+        return -total.sum()
+
+    def _many_updates(self, batch: Sequences) -> None:
+        """Online EM inside one training batch; in one compiled pass where that is possible."""
+        assert self.sequences_per_update is not None
+        optimizer: Any = self.optimizers()
+        if self.trainer.world_size == 1 and self.device.type == "cpu" and self.fused_kernel is not None:
+            scores = optimizer.optimizer.fused_pass(batch, self.sequences_per_update, self.fused_kernel)
+            weights = torch.ones_like(scores[0]) if batch.weights is None else batch.weights
+            self.train_likelihood.update((scores * weights).sum(1), batch.num_observed())
+            optimizer.zero_grad()
+            optimizer.step()  # moves nothing; it counts, and without a count no checkpoint would be written
+            return
+        # A global batch is dealt to the ranks one by one, so of its first n sequences a rank has every world_size-th.
+        rank, world_size = self.trainer.global_rank, self.trainer.world_size
+        total = int(self.trainer.strategy.reduce(torch.tensor(len(batch), device=self.device), reduce_op="sum"))
+        cuts = [-(-(n - rank) // world_size) for n in range(0, total, self.sequences_per_update)] + [len(batch)]
+        for first, last in pairwise(cuts):
+            optimizer.zero_grad()
+            self.manual_backward(self._negative_log_likelihood(batch[max(first, 0) : last]) * world_size)
+            optimizer.step()
+
+    @property
+    def fused_kernel(self) -> Any:
+        """The compiled pass of many online updates, or ``None`` where the family has none."""
+        return None
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self._raise_impossible()
+
+    def _watch_impossible(self, batch: Sequences, impossible: Tensor) -> None:
+        """An impossible sequence has no expected counts: training on it would ignore it in silence.
+
+        Looked at once on a CPU; elsewhere only before the M-step, so that the device is not made to wait for each batch.
+        """
+        if batch.weights is not None:
+            impossible = torch.where(batch.weights == 0, -1, impossible)
+        self._impossible.append(impossible)
+        if impossible.device.type == "cpu":
+            self._raise_impossible(batch)
+
+    def _raise_impossible(self, batch: Sequences | None = None) -> None:
+        pending, self._impossible = self._impossible, []
+        found = torch.nonzero(torch.cat(pending) >= 0).flatten().tolist() if pending else []
+        if found:
+            n, t = found[0], int(torch.cat(pending)[found[0]])
+            which = f"Sequence {n} has probability zero under the model at step {t}." if batch is None else dense.impossible_message(batch, n, t)
+            raise ValueError(
+                f"{which} (Sequences are counted inside the batch.) Training cannot use it: take it out, give it a weight of 0, "
+                "or add a pseudocount so that nothing becomes impossible."
+            )
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.restarts > 1 and self.trainer.is_last_batch and not self.trainer.enable_validation:
+            self.chosen.copy_(self.train_likelihood.compute().argmax())
+
+    def on_train_epoch_end(self) -> None:
+        self.epoch_log_likelihood = self.train_likelihood.compute().reshape(-1)
+        best = self.epoch_log_likelihood.max()
+        self.log("train/log_likelihood", best, prog_bar=True)
+        self.log("train/bits_per_symbol", -best / math.log(2))
+        optimizer = self.optimizers()
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+        if isinstance(optimizer, BaumWelch):
+            self._say_kept_rows(optimizer)
+        self.train_likelihood.reset()
+
+    def _say_kept_rows(self, optimizer: BaumWelch) -> None:
+        for name, kept in optimizer.kept_rows.items():
+            if name not in self._said and int(kept):
+                self._said.add(name)
+                warnings.warn(
+                    f"{int(kept)} rows of `{name}` got no counts and keep their values: fewer states, or a pseudocount, may suit the data better.", stacklevel=2
+                )
+
+    # Validation, test, prediction
+
+    def _update(self, metric: LogLikelihoodPerSymbol, batch: Sequences) -> None:
+        single = self.arithmetic == "float32"
+        with torch.no_grad():
+            scores = [self.inference.weighted_log_likelihood(*self.natural_parameters(r), batch, single=single)[0].sum() for r in range(self.restarts)]
+        metric.update(torch.stack(scores), batch.num_observed())
+
+    def validation_step(self, batch: Sequences, batch_idx: int) -> None:
+        self._update(self.val_likelihood, batch)
+
+    def on_validation_epoch_end(self) -> None:
+        values = self.val_likelihood.compute().reshape(-1)
+        if not self.trainer.sanity_checking and self.trainer.training:
+            self.chosen.copy_(values.argmax())
+        self._log_likelihood("val", values)
+        self.val_likelihood.reset()
+
+    def test_step(self, batch: Sequences, batch_idx: int) -> None:
+        self._update(self.test_likelihood, batch)
+
+    def on_test_epoch_end(self) -> None:
+        datamodule: Any = getattr(self.trainer, "datamodule", None)
+        truth = datamodule.true_states("test") if hasattr(datamodule, "true_states") else None
+        if truth is not None and truth.num_steps:
+            mine = torch.arange(self.trainer.global_rank, len(truth), self.trainer.world_size)
+            accuracy = MatchedStateAccuracy(self.num_states, int(truth.values.max()) + 1).to(self.device)
+            decoded = self.decode(datamodule.test_sequences[mine])
+            accuracy.update(decoded.values, truth[mine].values.to(self.device))
+            self.log("test/state_accuracy", accuracy.compute())
+        self._log_likelihood("test", self.test_likelihood.compute().reshape(-1))
+        self.test_likelihood.reset()
+
+    def _log_likelihood(self, part: str, values: Tensor) -> None:
+        value = values[int(self.chosen)]
+        self.log(f"{part}/log_likelihood", value)
+        self.log(f"{part}/bits_per_symbol", -value / math.log(2), prog_bar=part == "val")
+
+    def predict_step(self, batch: Sequences, batch_idx: int) -> dict[str, Any]:
+        """The most probable states and the log-likelihood of each sequence."""
+        return {"states": self.decode(batch), "log_likelihood": self.score(batch)}
+
+    # Checkpoints
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["lightning_hmm"] = {"model": type(self).__name__}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        made_by = checkpoint.get("lightning_hmm", {}).get("model")
+        if made_by is not None and made_by != type(self).__name__:
+            raise ValueError(f"The checkpoint must hold a {type(self).__name__}, but holds a {made_by} instead. `lightning_hmm.load` makes the right one.")
+        progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress")
+        fitting = self._trainer is not None and self._trainer.state.fn == "fit"
+        if fitting and progress and progress["current"]["ready"] and not progress["is_last_batch"]:
+            raise ValueError(
+                "The checkpoint was saved in the middle of an epoch: its expected counts are not whole. "
+                "Resume from one saved at the end of an epoch, such as last.ckpt."
+            )

@@ -1,0 +1,171 @@
+r"""Baum-Welch: the gradient is the E-step, the step is the M-step.
+
+With natural parameters the gradient of the log-likelihood is the expected sufficient statistics, so that
+
+>>> optimizer = BaumWelch({"transition": rows})
+>>> (-log_likelihood).sum().backward()      # E-step: rows.log_probs.grad = -counts
+>>> optimizer.step()                        # M-step
+
+Whatever adds gradients up (accumulation over batches, DDP over ranks) adds up statistics, and what saves an optimizer's
+state saves the count buffer of online EM. The optimizer knows no model: it gathers, discounts and adds priors; each
+`Distribution` brings its maximiser.
+
+The statistics must be exact sums: a maximum-likelihood estimate does not notice a scale, a prior does. Under Lightning the
+models see to that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_hmm.distributions import Distribution
+from lightning_hmm.sequences import Sequences
+
+# The initial-state counts add up to the (weighted) number of sequences they come from, after whatever sums gradients.
+_MEASURE = "initial"
+
+
+class BaumWelch(Optimizer):
+    r"""Batch EM, or online EM where `discount` is given.
+
+    Online EM keeps the lambda-discounted statistics of the batches,
+
+    .. math:: S \leftarrow \lambda S + (1 - \lambda) s, \qquad \hat\theta = \operatorname{argmax}(S / (1 - \lambda^n))
+
+    which hold about one batch's worth of counts; division by :math:`1 - \lambda^n` makes that exact from the first batch
+    on. Priors are given in counts of the whole data set, so here they enter with the share batch / data.
+
+    Args:
+        distributions: by name; each brings its parameters and its maximiser.
+        discount: lambda in [0, 1); ``None`` for batch EM.
+        priors: options of a distribution's prior by its name, such as ``{"transition": {"pseudocount": 0.1}}``.
+        frozen: names of distributions that keep their parameters.
+        data_size: the (weighted) number of sequences in the whole training set; needed for priors in online EM.
+    """
+
+    def __init__(
+        self,
+        distributions: Mapping[str, Distribution],
+        discount: float | None = None,
+        priors: Mapping[str, Mapping[str, float]] | None = None,
+        frozen: Collection[str] = (),
+        data_size: float | None = None,
+    ) -> None:
+        if discount is not None and not 0 <= discount < 1:
+            raise ValueError(f"`discount` must be at least 0 and below 1, but is {discount} instead.")
+        priors = dict(priors or {})
+        for kind, names in (("priors", priors), ("frozen", frozen)):
+            for name in names:
+                if name not in distributions:
+                    raise ValueError(f"`{kind}` must name one of {', '.join(distributions)}, but names {name!r} instead.")
+        for name, options in priors.items():
+            for option, value in options.items():
+                if not value >= 0:
+                    raise ValueError(f"`{option}` of `{name}` must not be negative, but is {value} instead.")
+        if discount is not None and data_size is None and any(value for options in priors.values() for value in options.values()):
+            raise ValueError("`data_size` must be given for online EM with a prior: priors are in counts of the whole data set.")
+        # Callables and modules stay out of the groups: these go into checkpoints, which hold plain values only.
+        self.distributions = dict(distributions)
+        self.kept_rows: dict[str, Tensor] = {}
+        groups = [
+            {"params": list(distribution.parameters()), "name": name, "prior": dict(priors.get(name, {})), "frozen": name in frozen, "updates": 0}
+            for name, distribution in distributions.items()
+        ]
+        super().__init__(groups, {"discount": discount, "data_size": data_size})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One M-step from the statistics in ``.grad``; `kept_rows` then tells how many rows had none."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if all(parameter.grad is None for group in self.param_groups for parameter in group["params"]):
+            return loss  # as with torch's own optimizers: without a gradient there is nothing to do
+        share = self._prior_share()
+        for group in self.param_groups:
+            statistics = [self._statistics(group, parameter) for parameter in group["params"]]
+            group["updates"] += 1
+            if not group["frozen"]:
+                correction = 1.0 if group["discount"] is None else 1.0 - group["discount"] ** group["updates"]
+                distribution = self.distributions[group["name"]]
+                self.kept_rows[group["name"]] = distribution.maximise([value / correction for value in statistics], share, **group["prior"])
+        return loss
+
+    def _statistics(self, group: dict[str, Any], parameter: Tensor) -> Tensor:
+        if parameter.grad is None:
+            raise RuntimeError(
+                f"`{group['name']}` has no gradient, so there are no counts to step from. Call `backward()` on the negative log-likelihood first."
+            )
+        counts = -parameter.grad
+        if group["discount"] is None:
+            return counts
+        return self._buffer(parameter, "statistics", counts).mul_(group["discount"]).add_(counts, alpha=1 - group["discount"])
+
+    def _prior_share(self) -> Tensor | float:
+        """How much of the data the statistics stand for: all in batch EM, the discounted batch size in online EM."""
+        group = next((group for group in self.param_groups if group["name"] == _MEASURE), self.param_groups[0])
+        if group["discount"] is None or group["data_size"] is None:
+            return 1.0
+        (parameter,) = group["params"]
+        if parameter.grad is None:
+            return 1.0
+        size = -parameter.grad.sum() / parameter.shape[:-1].numel()  # restarts see the same sequences
+        buffer = self._buffer(parameter, "size", size).mul_(group["discount"]).add_(size, alpha=1 - group["discount"])
+        return buffer / (1.0 - group["discount"] ** (group["updates"] + 1)) / group["data_size"]
+
+    def _buffer(self, parameter: Tensor, name: str, like: Tensor) -> Tensor:
+        """A tensor of the optimizer's state, zero at first."""
+        state = self.state[parameter]
+        if name not in state:
+            state[name] = torch.zeros_like(like)
+        return state[name]
+
+    @torch.no_grad()
+    def fused_pass(self, sequences: Sequences, batch_size: int, kernel: Callable[..., Tensor]) -> Tensor:
+        """Many online updates at once: one for each `batch_size` consecutive sequences, in one compiled pass.
+
+        The same as `backward` and `step` for each batch. `kernel` is the pass of the family, `inference.dense.online_em` for
+        the standard HMM; it is handed the groups' parameters in their order. Returns (restarts, N) log-likelihoods.
+        """
+        first = self.param_groups[0]
+        if first["discount"] is None:
+            raise ValueError("`discount` must be given for a pass of many updates: batch EM makes one update from all data.")
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        buffers = [self._buffer(parameter, "statistics", parameter) for parameter in parameters]
+        size = self._buffer(parameters[0], "size", parameters[0].new_zeros(()))
+        options = {
+            "discount": first["discount"],
+            "updates": first["updates"],
+            "data_size": 1.0 if first["data_size"] is None else first["data_size"],
+            "pseudocounts": [group["prior"].get("pseudocount", 0.0) for group in self.param_groups],
+            "frozen": [group["frozen"] for group in self.param_groups],
+        }
+        scores = []
+        size_before = size.clone()
+        for restart in range(parameters[0].shape[0]):
+            size.copy_(size_before)  # restarts see the same sequences
+            views = [parameter[restart] for parameter in parameters]
+            scores.append(kernel(*views, sequences, batch_size, size=size, buffers=[buffer[restart] for buffer in buffers], **options))
+        for group in self.param_groups:
+            group["updates"] += -(-len(sequences) // batch_size)
+        return torch.stack(scores)
+
+    def log_prior(self) -> Tensor:
+        """(restarts,) the logarithm of the prior density, up to a constant: what batch EM adds to the log-likelihood."""
+        terms = [self.distributions[group["name"]].log_prior(**group["prior"]) for group in self.param_groups]
+        return torch.stack(terms).sum(0)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As saved. (torch would cast the buffers to the parameters' precision, and resuming would not be exact.)"""
+        super().load_state_dict(state_dict)
+        saved = [key for group in state_dict["param_groups"] for key in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for key, parameter in zip(saved, parameters, strict=True):
+            for name, value in state_dict["state"].get(key, {}).items():
+                self.state[parameter][name] = value.to(parameter.device).clone() if isinstance(value, Tensor) else value

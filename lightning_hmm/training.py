@@ -1,0 +1,165 @@
+"""Training without a command line: `fit` for notebooks and scripts, `load` for what was trained."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from lightning.pytorch import Callback, LightningDataModule, Trainer
+from torch.utils.data import DataLoader
+
+from lightning_hmm.callbacks import Convergence
+from lightning_hmm.loading import loader
+from lightning_hmm.models.base import HMM
+from lightning_hmm.sequences import Sequences
+
+Model = TypeVar("Model", bound=HMM)
+
+# Hints of Lightning's that do not apply to a whole data set in memory and one EM step an epoch.
+_BESIDE_THE_POINT = (
+    "does not have many workers",
+    "have no `val_dataloader`",
+    "smaller than the logging interval",
+    "Starting from v1.9",
+    "exists and is not empty",
+)
+
+
+@contextmanager
+def quiet_lightning() -> Iterator[None]:
+    """Keeps Lightning's hints that do not apply here from the user's eyes."""
+    with warnings.catch_warnings():
+        for message in _BESIDE_THE_POINT:
+            warnings.filterwarnings("ignore", message=f".*{message}.*")
+        # Lightning's own use of a pytree class that torch has renamed.
+        warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
+        yield
+
+
+def _arithmetic(precision: str | int | None, default: str) -> str:
+    if precision is None:
+        return default
+    for arithmetic, spellings in {"float64": ("64", "64-true", "float64"), "float32": ("32", "32-true", "float32")}.items():
+        if str(precision) in spellings:
+            return arithmetic
+    raise ValueError(f"`precision` must be 64-true or 32-true, but is {precision!r} instead: counts need more than 16 bits.")
+
+
+class SequencesData(LightningDataModule):
+    """`Sequences` in memory as a datamodule: one batch of all of them, or global batches of `batch_size`."""
+
+    def __init__(self, train: Sequences, val: Sequences | None, batch_size: int | None, shuffle: bool, seed: int) -> None:
+        super().__init__()
+        self.train_sequences, self.val_sequences = train, val
+        self.batch_size, self.shuffle, self.seed = batch_size, shuffle, seed
+        self.train_size = float(len(train) if train.weights is None else train.weights.sum())
+
+    def _loader(self, sequences: Sequences, shuffle: bool) -> DataLoader:
+        assert self.trainer is not None
+        return loader(sequences, self.batch_size, shuffle=shuffle, seed=self.seed, rank=self.trainer.global_rank, world_size=self.trainer.world_size)
+
+    def train_dataloader(self) -> DataLoader:
+        return self._loader(self.train_sequences, self.shuffle)
+
+    def val_dataloader(self) -> DataLoader | list[Any]:
+        return [] if self.val_sequences is None else self._loader(self.val_sequences, False)
+
+
+def fit(
+    model: Model,
+    sequences: Any,
+    max_epochs: int = 100,
+    tolerance: float = 1e-6,
+    precision: str | int | None = None,
+    *,
+    val_sequences: Any = None,
+    batch_size: int | None = None,
+    shuffle: bool = False,
+    seed: int = 0,
+    ckpt_path: str | None = None,
+    callbacks: Sequence[Callback] = (),
+    logger: Any = False,
+    enable_checkpointing: bool = False,
+    enable_progress_bar: bool = False,
+    **trainer_options: Any,
+) -> Model:
+    """Trains `model` on `sequences` and returns it.
+
+    Args:
+        model: trained in place.
+        sequences: `Sequences`, or a list of sequences that `Sequences.from_list` takes.
+        max_epochs: passes over the data; in batch EM the number of EM iterations.
+        tolerance: stops when an epoch's relative gain of the training likelihood is below it; 0 never stops.
+        precision: "64-true" or "32-true" arithmetic of the message passing; the model's own if not given.
+        val_sequences: for choosing among restarts, and for callbacks that watch ``val/bits_per_symbol``.
+        batch_size: sequences in a batch; all if not given. Batch EM gives the same model for any.
+        shuffle: a new order of the batches each epoch, from `seed`.
+        ckpt_path: a checkpoint to go on from.
+        callbacks, logger, enable_checkpointing, enable_progress_bar, trainer_options: as `lightning.Trainer` takes them.
+    """
+    model.arithmetic = _arithmetic(precision, model.arithmetic)
+    train = model.as_sequences(sequences)
+    require_observations(train)
+    validation = None if val_sequences is None else model.as_sequences(val_sequences)
+    for part in (train, validation):
+        if part is not None:
+            part.check(model.num_symbols, model.num_features)
+    data = SequencesData(train, validation, batch_size, shuffle, seed)
+    announcements = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    level = announcements.level
+    with quiet_lightning():
+        announcements.setLevel(logging.WARNING)  # which devices there are is no news in a notebook
+        try:
+            trainer = Trainer(
+                max_epochs=max_epochs,
+                callbacks=[*callbacks] if any(isinstance(callback, Convergence) for callback in callbacks) else [Convergence(tolerance), *callbacks],
+                logger=logger,
+                enable_checkpointing=enable_checkpointing,
+                enable_progress_bar=enable_progress_bar,
+                enable_model_summary=False,
+                use_distributed_sampler=False,
+                **{
+                    "accelerator": "auto" if torch.cuda.is_available() else "cpu",
+                    "num_sanity_val_steps": 0,
+                    **({} if validation is not None else {"limit_val_batches": 0}),
+                    **trainer_options,
+                },
+            )
+            trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
+        finally:
+            announcements.setLevel(level)
+    return model.eval()
+
+
+def require_observations(sequences: Sequences) -> None:
+    """Raises where there is nothing to learn from."""
+    if not len(sequences) or not sequences.num_steps:
+        raise ValueError(f"`sequences` must hold at least one step, but holds {len(sequences)} sequences and {sequences.num_steps} steps instead.")
+    if not bool(sequences.observed.any()):
+        raise ValueError(f"`sequences` must have something observed, but all {sequences.num_steps} steps are missing.")
+
+
+def load(path: str | Path, map_location: Any = "cpu") -> HMM:
+    """The model in a checkpoint, of whatever family, ready to use. Reads tensors and plain values only."""
+    import lightning_hmm.models as models
+
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"There is no checkpoint at {path}.")
+    try:
+        checkpoint = torch.load(path, map_location=map_location, weights_only=True)
+    except Exception as error:
+        raise ValueError(f"{path} is not a checkpoint that can be read: {error}") from error
+    made_by = checkpoint.get("lightning_hmm", {}).get("model") if isinstance(checkpoint, dict) else None
+    family = getattr(models, made_by or "", None)
+    if family is None:
+        raise ValueError(f"{path} holds no model of lightning_hmm{f' known here: {made_by}' if made_by else ''}.")
+    hyperparameters = {name: value for name, value in checkpoint["hyper_parameters"].items() if not name.startswith("_")}
+    model = family(**hyperparameters)
+    model.load_state_dict(checkpoint["state_dict"])
+    return model.to(map_location).eval()

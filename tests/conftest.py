@@ -1,0 +1,20 @@
+"""Seeds that can be replayed: set LIGHTNING_HMM_SEED to the number that a failing run printed."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+SEED = int(os.environ.get("LIGHTNING_HMM_SEED", "0"))
+
+
+def pytest_report_header() -> str:
+    return f"LIGHTNING_HMM_SEED={SEED}, torch threads: {torch.get_num_threads()}"
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(SEED)

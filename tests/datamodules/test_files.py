@@ -1,0 +1,387 @@
+"""Reading one's own files: every format gives the same sequences, and every mistake a sentence that helps."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+import torch
+
+from datamodules import FileDataModule
+from lightning_hmm.sequences import MISSING, Vocabulary
+
+ALL = {"val_fraction": 0.0, "test_fraction": 0.0}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """An empty working directory; caches go to data/cache in it."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(name: str, text: str) -> str:
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    with gzip.open(name, "wb") if name.endswith(".gz") else open(name, "wb") as file:
+        file.write(text.encode())
+    return name
+
+
+def write_table(name: str, columns: dict[str, list]) -> str:
+    """The same table in any of the formats."""
+    kind = name.removesuffix(".gz").rsplit(".", 1)[1]
+    if kind == "parquet":
+        pa.parquet.write_table(pa.table(columns), name.removesuffix(".gz"))
+        return write(name, Path(name).read_bytes().decode("latin-1")) if name.endswith(".gz") else name
+    rows = list(zip(*columns.values(), strict=True))
+    if kind == "jsonl":
+        return write(name, "".join(json.dumps(dict(zip(columns, row, strict=True))) + "\n" for row in rows))
+    mark = "\t" if kind == "tsv" else ","
+    cells = [list(columns), *rows]
+    return write(name, "".join(mark.join("" if cell is None else str(cell) for cell in row) + "\n" for row in cells))
+
+
+def ready(path, **words) -> FileDataModule:
+    data = FileDataModule(path, **{**ALL, **words})
+    data.setup()
+    return data
+
+
+def train(path, **words) -> list:
+    return ready(path, **words).train_sequences.tolist()
+
+
+TABLES = ["x.csv", "x.tsv", "x.csv.gz", "x.tsv.gz", "x.parquet", "x.jsonl", "x.jsonl.gz"]
+
+
+@pytest.mark.parametrize("name", TABLES)
+class TestTables:
+    def test_names_become_numbers(self, folder, name):
+        write_table(name, {"id": ["b", "a", "b", "a", "c"], "word": ["so", "to", "be", "or", "so"]})
+        data = ready(name, sequence_column="id")
+        assert (data.num_symbols, data.num_features) == (4, None)
+        assert data.vocabulary == Vocabulary(["be", "or", "so", "to"])
+        # sequences in the order in which they begin, steps in the order of the file, ids scattered
+        assert data.train_sequences.tolist() == [[2, 0], [3, 1], [2]]
+
+    def test_whole_numbers_are_symbols(self, folder, name):
+        write_table(name, {"id": [1, 1, 2, 2, 2], "x": [0, 4, 2, None, 1]})
+        data = ready(name, sequence_column="id")
+        assert (data.num_symbols, data.num_features, data.vocabulary) == (5, None, None)
+        assert data.train_sequences.tolist() == [[0, 4], [2, MISSING, 1]]
+
+    def test_several_columns_are_vectors(self, folder, name):
+        write_table(name, {"x": [0.5, 1.5, None], "id": ["u", "v", "u"], "y": [1, 2, 3], "note": ["p", "q", "r"]})
+        data = ready(name, sequence_column="id", columns=["y", "x"])
+        assert (data.num_symbols, data.num_features, data.vocabulary) == (None, 2, None)
+        assert data.train_sequences.values.dtype == torch.float64
+        torch.testing.assert_close(
+            data.train_sequences.values, torch.tensor([[1, 0.5], [3, torch.nan], [2, 1.5]], dtype=torch.float64), equal_nan=True, rtol=0, atol=0
+        )
+        assert data.train_sequences.lengths.tolist() == [2, 1]
+
+    def test_a_file_is_one_sequence_without_ids(self, folder, name):
+        write_table(name, {"x": [0.5, 1.5]})
+        assert train(name) == [[[0.5], [1.5]]]
+
+    def test_kind_overrides_what_it_looks_like(self, folder, name):
+        write_table(name, {"x": [0, 2], "y": [1.0, None]})
+        assert train(name, columns=["x"], kind="vectors") == [[[0.0], [2.0]]]
+        assert train(name, columns=["y"], kind="symbols") == [[1, MISSING]]
+        data = ready(name, columns=["x"], vocabulary=["2", "1", "0"])
+        assert data.train_sequences.tolist() == [[2, 0]]
+        assert data.num_symbols == 3
+
+    def test_missing_token(self, folder, name):
+        write_table(name, {"w": ["a", "?", "b"], "x": [0, 9, 1], "y": [0.5, 9.0, 1.5]})
+        assert train(name, columns=["w"], missing_token="?") == [[0, MISSING, 1]]
+        assert train(name, columns=["x"], missing_token="9") == [[0, MISSING, 1]]
+        y = ready(name, columns=["y"], missing_token="9.0").train_sequences.values.flatten()
+        assert y[[0, 2]].tolist() == [0.5, 1.5]
+        assert y[1].isnan()
+
+
+@pytest.mark.parametrize("name", ["x.parquet", "x.jsonl", "x.jsonl.gz"])
+class TestLists:
+    def test_names(self, folder, name):
+        write_table(name, {"n": [1, 2, 3], "words": [["b", "a"], [], ["c", None]]})
+        assert train(name, columns=["words"]) == [[1, 0], [], [2, MISSING]]
+
+    def test_numbers(self, folder, name):
+        write_table(name, {"x": [[0, 3], [1]], "y": [[0.5], [1.0, 2.0]]})
+        assert train(name, columns=["x"]) == [[0, 3], [1]]
+        assert train(name, columns=["y"]) == [[[0.5]], [[1.0], [2.0]]]
+
+    def test_vectors(self, folder, name):
+        write_table(name, {"x": [[[1.0, 2.0], [3.0, None]], [None, [5.0, 6.0]]]})
+        data = ready(name)
+        nan = torch.nan
+        expected = torch.tensor([[1, 2], [3, nan], [nan, nan], [5, 6]], dtype=torch.float64)
+        torch.testing.assert_close(data.train_sequences.values, expected, equal_nan=True, rtol=0, atol=0)
+        assert data.num_features == 2
+
+    def test_mistakes(self, folder, name):
+        write_table(name, {"n": [1, 2], "x": [[[1.0, 2.0]], [[3.0]]], "y": [[1], None]})
+        with pytest.raises(ValueError, match=r"2 features like the first, but row 2 of x.* has one of 1 instead"):
+            FileDataModule(name, columns=["x"])
+        with pytest.raises(ValueError, match=r"Column 'y' must hold lists, but row 2 of x.* is null. Use an empty list"):
+            FileDataModule(name, columns=["y"])
+        with pytest.raises(ValueError, match=r"must be the only one, but 'x' .* Set `columns` to it alone"):
+            FileDataModule(name)
+        with pytest.raises(ValueError, match="Symbols must be in one column, but here are vectors"):
+            FileDataModule(name, columns=["x"], kind="symbols")
+
+
+@pytest.mark.parametrize("name", ["x.txt", "x.txt.gz"])
+class TestText:
+    TEXT = "so be\r\n\r\n  to  be é\n"
+
+    def words(self, name, **words) -> list:
+        data = ready(write(name, self.TEXT), **words)
+        return [data.vocabulary.decode(sequence) for sequence in data.train_sequences.tolist()]
+
+    def test_words(self, folder, name):
+        assert self.words(name) == [["so", "be"], ["to", "be", "é"]]
+        assert self.words(name, per="file") == [["so", "be", "to", "be", "é"]]
+
+    def test_characters(self, folder, name):
+        assert self.words(name, unit="char") == [list("so be"), list("  to  be é")]
+        assert self.words(name, unit="char", per="file") == [list("so be\n\n  to  be é\n")]
+
+    def test_a_line_is_a_token(self, folder, name):
+        assert self.words(name, unit="line-tokens") == [["so be"], ["to  be é"]]
+        assert self.words(name, unit="line-tokens", per="file") == [["so be", "to  be é"]]
+
+    def test_missing_token(self, folder, name):
+        assert self.words(name, missing_token="be") == [["so", None], ["to", None, "é"]]
+        assert self.words(name, unit="char", missing_token=" ")[0] == ["s", "o", None, "b", "e"]
+
+
+def test_several_files_a_folder_and_a_pattern(folder):
+    write("walks/b.csv", "x\n0.5\n1.5\n")
+    write("walks/a.csv.gz", "x\n2.5\n")
+    write("walks/notes.md", "nothing to read")
+    write("data/c.csv", "x\n3.5\n")
+    a, b, c = [[2.5]], [[0.5], [1.5]], [[3.5]]
+    assert train("walks") == train("walks/*.csv*") == train(str(folder / "walks")) == [a, b]
+    assert train(["walks/b.csv", "walks/a.csv.gz"]) == [b, a]
+    assert train("c.csv") == [c]  # found under data_dir
+    assert train(["walks", "c.csv"]) == [a, b, c]
+
+
+def test_ids_belong_to_their_file_and_types_to_all_files(folder):
+    write("a.csv", "id,x\n1,7\n1,8\n")
+    write("b.csv", "id,x\n1,9\n2,z\n")
+    data = ready(["a.csv", "b.csv"], sequence_column="id")
+    assert data.vocabulary.names == ["7", "8", "9", "z"]
+    assert data.train_sequences.tolist() == [[0, 1], [2], [3]]
+
+
+def test_ids_of_any_type(folder):
+    ids = pa.array([20, 10, 20], pa.date32()), pa.array(["q", "p", "q"]).dictionary_encode(), pa.DictionaryArray.from_arrays([1, 0, 1], ["p", "q"])
+    for column in ids:
+        pa.parquet.write_table(pa.table({"id": column, "x": [0, 1, 2]}), "x.parquet")
+        assert train("x.parquet", sequence_column="id") == [[0, 2], [1]]
+
+
+def test_own_paths_for_val_and_test(folder):
+    write("train.txt", "a b\nb c\n")
+    write("val.txt", "c\n")
+    write("test.txt", "b\na\n")
+    data = ready("train.txt", val_path="val.txt", test_path="test.txt", val_fraction=0.5)
+    assert data.train_sequences.tolist() == [[0, 1], [1, 2]]
+    assert data.val_sequences.tolist() == [[2]]
+    assert data.test_sequences.tolist() == [[1], [0]]
+    assert [batch.tolist() for batch in data.predict_dataloader()] == [[[1], [0]]]
+
+
+def test_vocabulary_is_that_of_the_training_part(folder):
+    write("train.txt", "b d\n")
+    write("val.txt", "d\na c\n")
+    with pytest.raises(ValueError, match=r"must be in the training part, but 'a' in line 2 of val.txt is not. Set `unknown`"):
+        FileDataModule("train.txt", val_path="val.txt")
+    data = ready("train.txt", val_path="val.txt", unknown="<unk>")
+    assert data.vocabulary == Vocabulary(["<unk>", "b", "d"], "<unk>")
+    assert data.num_symbols == 3
+    assert data.train_sequences.tolist() == [[1, 2]]
+    assert data.val_sequences.tolist() == [[2], [0, 0]]
+
+
+def test_vocabulary_of_a_random_split(folder):
+    write("x.txt", "".join(f"w{n}\n" for n in range(10)))
+    data = ready("x.txt", unknown="?", val_fraction=0.2, test_fraction=0.1)
+    assert data.num_symbols == 8  # 7 words in 7 training sequences, and the unknown one
+    assert sorted(data.train_sequences.values.tolist()) == [1, 2, 3, 4, 5, 6, 7]
+    assert set(data.val_sequences.values.tolist() + data.test_sequences.values.tolist()) == {0}
+    with pytest.raises(ValueError, match=r"in line [0-9]+ of x.txt is not"):
+        FileDataModule("x.txt", val_fraction=0.2)
+
+
+def test_given_vocabulary(folder):
+    write("x.csv", "x\nb\n\na\n")
+    data = ready("x.csv", vocabulary=["c", "b", "a"])
+    assert data.train_sequences.tolist() == [[1, MISSING, 2]]  # an empty line is an empty cell
+    assert data.vocabulary.names == ["c", "b", "a"]
+    assert data.num_symbols == 3
+    with pytest.raises(ValueError, match=r"must be in `vocabulary`, but 'b' in row 1 of x.csv is not"):
+        FileDataModule("x.csv", vocabulary=["a"])
+    assert train("x.csv", vocabulary=["a", "?"], unknown="?") == [[1, MISSING, 0]]
+    with pytest.raises(ValueError, match="`unknown` must be one of the names, but is '!'"):
+        FileDataModule("x.csv", vocabulary=["a"], unknown="!")
+
+
+def test_the_row_in_an_error_is_that_of_the_file_even_when_ids_are_scattered(folder):
+    write("a.csv", "id,x\n1,p\n2,p\n1,q\n")
+    write("b.csv", "id,x\n2,p\n1,p\n2,r\n1,r\n")
+    with pytest.raises(ValueError, match=r"'r' in row 3 of b.csv"):
+        FileDataModule(["a.csv", "b.csv"], sequence_column="id", vocabulary=["p", "q"])
+
+
+def test_names_that_look_like_missing_numbers_stay_names(folder):
+    write("x.csv", "x,y\nnull,nan\nNaN, 2\nok,null\n")
+    assert ready("x.csv", columns=["x"]).vocabulary.names == ["NaN", "null", "ok"]
+    assert train("x.csv", columns=["y"]) == [[MISSING, 2, MISSING]]
+
+
+def test_text_that_is_numbers_after_all(folder):
+    write_table("x.parquet", {"x": ["1", " 2.5 ", "nan"], "y": ["1", " 2", "x"]})
+    values = ready("x.parquet", columns=["x"], kind="vectors").train_sequences.values.flatten()
+    assert values[:2].tolist() == [1.0, 2.5]
+    assert values[2].isnan()
+    assert ready("x.parquet", columns=["x"]).vocabulary.names == [" 2.5 ", "1", "nan"]
+    with pytest.raises(ValueError, match=r"Vectors must be numbers, but row 3 of x.parquet has 'x' instead"):
+        FileDataModule("x.parquet", kind="vectors")
+
+
+def test_standardize(folder):
+    write("train.csv", "id,x,y\na,1,10\na,2,\nb,3,30\nb,6,50\n")
+    write("val.csv", "id,x,y\nc,3,70\n")
+    data = ready("train.csv", val_path="val.csv", sequence_column="id", columns=["x", "y"], standardize=True)
+    values = data.train_sequences.values
+    mean, std = torch.tensor([3.0, 30.0], dtype=torch.float64), torch.tensor([3.5, 800 / 3], dtype=torch.float64).sqrt()
+    torch.testing.assert_close(data.mean, mean)
+    torch.testing.assert_close(data.std, std)
+    torch.testing.assert_close(values.nanmean(0), torch.zeros(2, dtype=torch.float64), rtol=0, atol=1e-15)
+    torch.testing.assert_close(data.val_sequences.values, (torch.tensor([[3.0, 70.0]], dtype=torch.float64) - mean) / std)
+    assert values.isnan().nonzero().tolist() == [[1, 1]]
+    write("flat.csv", "x,y\n1,2\n1,3\n")
+    with pytest.raises(ValueError, match=r"feature 0 has no two different values in the training part. Leave it out of `columns`"):
+        ready("flat.csv", standardize=True)
+    write("words.txt", "a b\n")
+    with pytest.raises(ValueError, match=r"`standardize` is for vectors, but words.txt holds symbols"):
+        FileDataModule("words.txt", standardize=True)
+
+
+def test_standardize_looks_at_the_training_part_only(folder):
+    write("x.jsonl", "".join(json.dumps({"x": [float(n), n + 0.5]}) + "\n" for n in range(20)))
+    data = ready("x.jsonl", standardize=True, val_fraction=0.25, test_fraction=0.25)
+    torch.testing.assert_close(data.train_sequences.values.mean(), torch.zeros((), dtype=torch.float64), rtol=0, atol=1e-14)
+    torch.testing.assert_close(data.train_sequences.values.std(correction=0), torch.ones((), dtype=torch.float64))
+    assert data.val_sequences.values.mean().abs() > 1e-3
+
+
+def test_reads_again_only_if_file_or_options_change(folder, monkeypatch):
+    write("x.csv", "x,y\n1,2\n0,1\n")
+    assert train("x.csv", columns=["x"]) == [[1, 0]]
+    assert train("x.csv", columns=["y"]) == [[2, 1]]
+    write("x.csv", "x,y\n3,2\n0,1\n5,5\n")
+    assert train("x.csv", columns=["x"]) == [[3, 0, 5]]
+    monkeypatch.setattr("pyarrow.csv.read_csv", None)
+    data = ready("x.csv", columns=["x"], batch_size=1)
+    assert data.num_symbols == 6
+    assert data.train_sequences.tolist() == [[3, 0, 5]]
+    assert data._source("train")[0].values.data_ptr() == data._values().values.data_ptr()  # memory-mapped, not copied
+
+
+def test_long_lines_and_many_rows(folder):
+    write("x.jsonl", json.dumps({"x": list(range(300_000))}) + "\n" + '{"x": [0]}\n')  # a line of 2 MB, more than a block
+    assert ready("x.jsonl").train_sequences.lengths.tolist() == [300_000, 1]
+    write("x.csv", "id,x\n" + "".join(f"{n % 3},{n}\n" for n in range(100_000)))
+    values = ready("x.csv", sequence_column="id").train_sequences
+    assert values.lengths.tolist() == [33334, 33333, 33333]
+    assert torch.equal(values[1], torch.arange(1, 100_000, 3))
+
+
+def test_batches_of_a_text(folder):
+    data = ready(write("x.txt", "a b\nb\na a a\n"), batch_size=2)
+    assert [batch.tolist() for batch in data.train_dataloader()] == [[[0, 1], [1]], [[0, 0, 0]]]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"format": "xls"}, "`format` must be one of auto, csv, parquet, jsonl, text, but is 'xls' instead"),
+        ({"kind": "words"}, "`kind` must be one of auto, symbols, vectors, but is 'words' instead"),
+        ({"unit": "byte"}, "`unit` must be one of char, word, line-tokens, but is 'byte' instead"),
+        ({"per": "page"}, "`per` must be one of line, file, but is 'page' instead"),
+        ({"kind": "vectors", "unknown": "?"}, "`vocabulary` and `unknown` are for symbols, but `kind` is 'vectors'"),
+        ({"columns": ["z"]}, "`columns` must be in the file, but x.csv has no column 'z'. It has id, x, y, w, i"),
+        ({"sequence_column": "z"}, "`sequence_column` must be in the file, but x.csv has no column 'z'. It has id, x, y, w, i"),
+        ({"columns": ["w"], "kind": "vectors"}, "Vectors must be numbers, but row 2 of x.csv has 'two' instead. Set `columns`"),
+        ({"columns": ["x", "w"]}, "Vectors must be numbers, but row 2 of x.csv has 'two' instead"),
+        ({"columns": ["x", "y"], "kind": "symbols"}, "Symbols must be in one column, but here are 2. Choose it with `columns`"),
+        ({"columns": ["y"], "kind": "symbols"}, "whole numbers from 0, .* but row 3 of x.csv has 0.5 instead. To take them as names"),
+        ({"columns": ["x", "i"]}, "Vectors must be finite, but row 3 of x.csv has inf instead"),
+        ({"columns": ["i"], "kind": "symbols"}, "whole numbers from 0, .* but row 3 of x.csv has inf instead"),
+        ({"columns": ["x"]}, "whole numbers from 0, .* but row 3 of x.csv has -3 instead"),
+        ({"columns": ["x"], "format": "text"}, "`columns` and `sequence_column` are for tables, but a text has no columns"),
+        ({"columns": ["x"], "sequence_column": "id"}, "which sequence it belongs to, but row 2 of x.csv is empty"),
+    ],
+)
+def test_wrong_words(folder, words, message):
+    write("x.csv", "id,x,y,w,i\na,1,1,1,1\n,2,2,two,2\nb,-3,0.5,3,inf\n")
+    with pytest.raises(ValueError, match=message):
+        FileDataModule("x.csv", **words)
+
+
+def test_wrong_files(folder):
+    write("here/a.csv", "x\n1\n")
+    with pytest.raises(FileNotFoundError, match=r"`path` must lead to a file, but 'here/b.csv' does not, here or under data. here/ holds a.csv"):
+        FileDataModule("here/b.csv")
+    with pytest.raises(FileNotFoundError, match=r"`val_path` must lead to a file, but 'nowhere/b.csv' does not.* No such folder"):
+        FileDataModule("here/a.csv", val_path="nowhere/b.csv")
+    with pytest.raises(ValueError, match="`path` must name at least one file, but is an empty list"):
+        FileDataModule([])
+    for name, text in (
+        ("empty.csv", ""),
+        ("empty.txt", ""),
+        ("empty.jsonl", ""),
+        ("empty.csv.gz", ""),
+        ("head.csv", "x,y\n"),
+        ("blank.txt", "\n \n"),
+        ("none.jsonl", '{"x": []}\n'),
+    ):
+        with pytest.raises(ValueError, match=f"{name} must not be empty, but"):
+            FileDataModule(write(name, text))
+    write("all.csv", 'x,y\n"",1\n"",2\n')
+    with pytest.raises(ValueError, match=r"There must be some symbols, but all are missing from row 1 of all.csv on"):
+        FileDataModule("all.csv", columns=["x"])
+    with pytest.raises(ValueError, match=r"`format` must be given for x.dat, whose ending is none of .csv"):
+        FileDataModule(write("x.dat", "x\n1\n"))
+    assert train("x.dat", format="csv") == [[1]]
+    assert train(write("x.dat", "x;y\n1;2\n"), format="csv", delimiter=";", columns=["y"]) == [[2]]
+    write("mixed/a.csv", "x\n1\n")
+    write("mixed/a.txt", "x\n1\n")
+    with pytest.raises(ValueError, match=r"files of one format, but they are csv, text. Narrow it, or set `format`"):
+        FileDataModule("mixed")
+    with pytest.raises(ValueError, match=r"ragged.csv must be a csv file, but cannot be read as one"):
+        FileDataModule(write("ragged.csv", "x,y\n1\n1,2,3\n"))
+    with pytest.raises(ValueError, match=r"broken.jsonl must be a jsonl file, but cannot be read as one"):
+        FileDataModule(write("broken.jsonl", '{"x": 1}\n{"x": '))
+    with pytest.raises(ValueError, match=r"fake.parquet must be a parquet file, but cannot be read as one"):
+        FileDataModule(write("fake.parquet", "not parquet at all"))
+    Path("latin.txt").write_bytes("é".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"latin.txt must be a text file, but cannot be read as one"):
+        FileDataModule("latin.txt")
+    with pytest.raises(ValueError, match=r"dates.jsonl must be a jsonl file, .* a column of timestamp"):
+        FileDataModule(write("dates.jsonl", '{"x": "2020-01-01"}\n'))
+    write("one.csv", "x\n1\n")
+    write("two.csv", "x,y\n1,2\n")
+    with pytest.raises(ValueError, match=r"must have the same columns, but two.csv has 2 and one.csv has 1"):
+        FileDataModule(["one.csv", "two.csv"])
+    write("text.jsonl", '{"x": "a"}\n')
+    write("number.jsonl", '{"x": 1}\n')
+    with pytest.raises(ValueError, match=r"Columns must be of one type in all files, but those of text.jsonl, number.jsonl are not"):
+        FileDataModule(["text.jsonl", "number.jsonl"])

@@ -1,0 +1,141 @@
+"""Data drawn from a random HMM follows that HMM."""
+
+import pytest
+import torch
+
+from datamodules import SyntheticDataModule
+from datamodules.synthetic import stationary
+
+ALL = {"val_fraction": 0.0, "test_fraction": 0.0}
+
+
+def ready(**words) -> SyntheticDataModule:
+    data = SyntheticDataModule(**words)
+    data.setup()
+    return data
+
+
+def frequencies(rows: torch.Tensor, columns: torch.Tensor, shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Relative frequencies of the columns in each row, and how often the row was seen."""
+    counts = torch.bincount(rows * shape[1] + columns, minlength=shape[0] * shape[1]).reshape(shape).double()
+    return counts / counts.sum(1, keepdim=True), counts.sum(1)
+
+
+def assert_close_to(frequency: torch.Tensor, probs: torch.Tensor, total: torch.Tensor) -> None:
+    """Within five standard errors of a frequency, sqrt(p (1 - p) / n), plus one count."""
+    bound = 5 * (probs * (1 - probs) / total.unsqueeze(-1)).sqrt() + 1 / total.unsqueeze(-1)
+    assert bool(((frequency - probs).abs() <= bound).all())
+    assert bool((frequency[probs == 0] == 0).all())
+
+
+def test_stationary_start_is_exact():
+    for words in ({}, {"num_states": 40, "concentration": 0.02}, {"num_states": 1}, {"seed": 5, "num_states": 200}):
+        data = SyntheticDataModule(**words)
+        torch.testing.assert_close(data.initial_probs @ data.transition_probs, data.initial_probs, rtol=1e-12, atol=1e-15)
+        assert data.initial_probs.sum().item() == pytest.approx(1, abs=1e-14)
+        assert bool((data.initial_probs >= 0).all())
+
+
+def test_stationary_distribution_of_a_known_chain():
+    a, b = 1e-12, 3e-12  # pi = (b, a) / (a + b), however slow the chain
+    chain = torch.tensor([[1 - a, a], [b, 1 - b]], dtype=torch.float64)
+    torch.testing.assert_close(stationary(chain), torch.tensor([0.75, 0.25], dtype=torch.float64), rtol=1e-14, atol=0)
+
+
+def test_symbols_and_states_follow_the_true_parameters():
+    data = ready(num_states=4, num_symbols=6, num_sequences=2000, length=50, seed=1, **ALL)
+    states, symbols = data.true_states("train"), data.train_sequences
+    assert (data.num_symbols, data.num_features) == (6, None)
+    path = states.values.reshape(2000, 50)
+    assert_close_to(path[:, 0].bincount(minlength=4) / 2000, data.initial_probs, torch.tensor(2000.0))
+    assert_close_to(*_swap(frequencies(path[:, :-1].flatten(), path[:, 1:].flatten(), (4, 4)), data.transition_probs))
+    assert_close_to(*_swap(frequencies(states.values, symbols.values, (4, 6)), data.emission_probs))
+
+
+def _swap(pair: tuple[torch.Tensor, torch.Tensor], probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return pair[0], probs, pair[1]
+
+
+def test_vectors_follow_the_true_parameters():
+    data = ready(emission="gaussian", num_states=3, num_features=2, num_sequences=400, length=50, separation=4.0, seed=2, **ALL)
+    assert (data.num_symbols, data.num_features, data.emission_probs) == (None, 2, None)
+    states, values = data.true_states("train").values, data.train_sequences.values
+    for state in range(3):
+        visits = values[states == state]
+        error = (data.variances[state] / len(visits)).sqrt()
+        assert len(visits) > 500
+        assert bool(((visits.mean(0) - data.means[state]).abs() < 5 * error).all())
+        assert bool(((visits.var(0) / data.variances[state] - 1).abs() < 5 * (2 / len(visits)) ** 0.5).all())
+
+
+def test_separation_spreads_the_means_and_nothing_else():
+    near, far = (SyntheticDataModule(emission="gaussian", num_states=500, num_features=2, separation=s) for s in (1.0, 7.0))
+    torch.testing.assert_close(far.means, 7 * near.means)
+    assert far.means.std().item() == pytest.approx(7, rel=0.1)  # standard error of a standard deviation: 7 / sqrt(2000) = 0.16
+    assert bool((near.variances >= 0.25).all() and (near.variances <= 2.25).all())
+
+
+def test_concentration_is_that_of_a_dirichlet():
+    for concentration in (0.1, 0.5, 2.0):
+        probs = SyntheticDataModule(num_states=50, num_symbols=1000, concentration=concentration).emission_probs
+        # E[sum of p^2] = (c + 1) / (V c + 1) for V entries of concentration c; it varies by 2 % at most between draws of this size
+        assert probs.square().sum(1).mean().item() == pytest.approx((concentration + 1) / (1000 * concentration + 1), rel=0.06)
+    sharp, flat = (SyntheticDataModule(num_states=200, concentration=c).transition_probs for c in (0.005, 50.0))
+    assert sharp.isfinite().all()
+    assert sharp.sum(1).sub(1).abs().max() < 1e-14
+    # mean of the largest of 200 entries: most of the mass, or near 1 / 200
+    assert sharp.max(1).values.mean() > 0.5
+    assert flat.max(1).values.mean() < 0.01
+
+
+def test_same_seed_same_data():
+    first, again, other = (ready(num_sequences=20, length=7, seed=seed) for seed in (3, 3, 4))
+    assert torch.equal(first.train_sequences.values, again.train_sequences.values)
+    assert torch.equal(first.transition_probs, again.transition_probs)
+    assert torch.equal(first.true_states("test").values, again.true_states("test").values)
+    assert not torch.equal(first.transition_probs, other.transition_probs)
+    assert not torch.equal(first.train_sequences.values, other.train_sequences.values)
+
+
+def test_lengths():
+    assert set(ready(num_sequences=30, length=7).train_sequences.lengths.tolist()) == {7}
+    ragged = ready(num_sequences=300, min_length=0, max_length=5, **ALL).train_sequences.lengths
+    assert ragged.unique().tolist() == [0, 1, 2, 3, 4, 5]
+    assert set(ready(num_sequences=100, min_length=5, length=7, **ALL).train_sequences.lengths.tolist()) == {5, 6, 7}
+
+
+@pytest.mark.parametrize("emission", ["categorical", "gaussian"])
+def test_missing_values(emission):
+    data = ready(emission=emission, num_sequences=200, length=100, missing_fraction=0.2, **ALL)
+    observed = data.train_sequences.observed.double()
+    assert abs(observed.mean().item() - 0.8) < 5 * (0.2 * 0.8 / observed.numel()) ** 0.5
+    full = ready(emission=emission, num_sequences=200, length=100, **ALL).train_sequences
+    assert bool(full.observed.all())
+    seen = data.train_sequences.observed
+    assert torch.equal(data.train_sequences.values[seen], full.values[seen])
+
+
+def test_parts_have_their_states():
+    data = ready(num_sequences=40, min_length=1, max_length=9)
+    for part, sequences in (("train", data.train_sequences), ("val", data.val_sequences), ("test", data.test_sequences)):
+        assert torch.equal(data.true_states(part).offsets, sequences.offsets)
+    assert (len(data.train_sequences), len(data.val_sequences), len(data.test_sequences)) == (32, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"emission": "poisson"}, "`emission` must be 'categorical' or 'gaussian', but is 'poisson' instead"),
+        ({"num_states": 0}, "`num_states` must be positive, but is 0 instead"),
+        ({"num_sequences": 0}, "`num_sequences` must be positive, but is 0 instead"),
+        ({"concentration": 0.0}, "`concentration` must be positive, but is 0.0 instead"),
+        ({"concentration": 1e-6, "num_states": 50}, "`concentration` must be large enough.* Raise it"),
+        ({"separation": -1.0}, "`separation` must not be negative, but is -1.0 instead"),
+        ({"missing_fraction": 1.0}, "`missing_fraction` must be at least 0 and less than 1, but is 1.0 instead"),
+        ({"min_length": 9, "max_length": 3}, "from 9 to 3 instead"),
+        ({"length": -1}, "from -1 to -1 instead"),
+    ],
+)
+def test_wrong_words(words, message):
+    with pytest.raises(ValueError, match=message):
+        SyntheticDataModule(**words)

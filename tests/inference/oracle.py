@@ -1,0 +1,202 @@
+"""Slow answers that are right by inspection, for models of a few states.
+
+`enumerate_paths` adds up all K^T paths; `log_space` is the textbook recursion, one sequence at a time, in logarithms. Both
+take the log-likelihoods of the steps as a (T, K) array and know nothing of kernels, batches or emissions.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from scipy.special import logsumexp
+from scipy.stats import norm
+from torch import Tensor
+
+from lightning_hmm.inference import dense
+from lightning_hmm.sequences import Sequences
+
+
+class Answer(NamedTuple):
+    """log_likelihood, smoothed (T, K), filtered (T, K), pairs (K, K) summed over steps, path (T,) and its log-probability."""
+
+    log_likelihood: float
+    smoothed: np.ndarray
+    filtered: np.ndarray
+    pairs: np.ndarray
+    path: np.ndarray
+    score: float
+
+
+def _joint(log_initial: np.ndarray, log_transition: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """All K^T paths and log p(y, z) of each. The last state varies fastest."""
+    steps, num_states = rows.shape
+    paths = np.array(list(itertools.product(range(num_states), repeat=steps)), dtype=int).reshape(-1, steps)
+    scores = log_initial[paths[:, 0]] + rows[0, paths[:, 0]]
+    for t in range(1, steps):
+        scores = scores + log_transition[paths[:, t - 1], paths[:, t]] + rows[t, paths[:, t]]
+    return paths, scores
+
+
+def enumerate_paths(log_initial: np.ndarray, log_transition: np.ndarray, rows: np.ndarray) -> Answer:
+    steps, num_states = rows.shape
+    smoothed, filtered, pairs = np.zeros((steps, num_states)), np.zeros((steps, num_states)), np.zeros((num_states, num_states))
+    if steps == 0:
+        return Answer(0.0, smoothed, filtered, pairs, np.zeros(0, int), 0.0)
+    paths, scores = _joint(log_initial, log_transition, rows)
+    total = logsumexp(scores)
+    if total == -np.inf:
+        return Answer(total, smoothed, filtered, pairs, np.full(steps, -1), total)
+    weights = np.exp(scores - total)
+    for t in range(steps):
+        np.add.at(smoothed[t], paths[:, t], weights)
+        if t > 0:
+            np.add.at(pairs, (paths[:, t - 1], paths[:, t]), weights)
+        begun, begun_scores = _joint(log_initial, log_transition, rows[: t + 1])
+        np.add.at(filtered[t], begun[:, t], np.exp(begun_scores - logsumexp(begun_scores)))
+    # Of equally probable paths the one with the lowest numbers, compared from the end.
+    best = min((tuple(path[::-1]), n) for n, path in enumerate(paths) if scores[n] == scores.max())[1]
+    return Answer(total, smoothed, filtered, pairs, paths[best], scores[best])
+
+
+def enumerate_next(log_initial: np.ndarray, log_transition: np.ndarray, rows: np.ndarray, steps: int) -> np.ndarray:
+    """p(z_{T+steps} | y_1:T): the last state of all longer paths, whose last steps say nothing."""
+    longer = np.concatenate([rows, np.zeros((steps, rows.shape[1]))])
+    paths, scores = _joint(log_initial, log_transition, longer)
+    return np.array([np.exp(logsumexp(np.append(scores[paths[:, -1] == k], -np.inf)) - logsumexp(scores)) for k in range(rows.shape[1])])
+
+
+def log_space(log_initial: np.ndarray, log_transition: np.ndarray, rows: np.ndarray) -> Answer:
+    """Forward, backward and Viterbi in logarithms; -inf is met with nothing but sums and maxima."""
+    steps, num_states = rows.shape
+    pairs = np.zeros((num_states, num_states))
+    if steps == 0:
+        return Answer(0.0, np.zeros((0, num_states)), np.zeros((0, num_states)), pairs, np.zeros(0, int), 0.0)
+    alpha, beta, delta = np.empty(rows.shape), np.zeros(rows.shape), np.empty(rows.shape)
+    pointers = np.zeros(rows.shape, int)
+    alpha[0] = delta[0] = log_initial + rows[0]
+    for t in range(1, steps):
+        alpha[t] = logsumexp(alpha[t - 1][:, None] + log_transition, axis=0) + rows[t]
+        candidates = delta[t - 1][:, None] + log_transition
+        pointers[t], delta[t] = candidates.argmax(0), candidates.max(0) + rows[t]
+    for t in range(steps - 2, -1, -1):
+        beta[t] = logsumexp(log_transition + rows[t + 1] + beta[t + 1], axis=1)
+    total = logsumexp(alpha[-1])
+    if total == -np.inf:
+        return Answer(total, np.zeros(rows.shape), np.zeros(rows.shape), pairs, np.full(steps, -1), total)
+    for t in range(1, steps):
+        pairs += np.exp(alpha[t - 1][:, None] + log_transition + rows[t] + beta[t] - total)
+    path = np.empty(steps, int)
+    path[-1] = delta[-1].argmax()
+    for t in range(steps - 1, 0, -1):
+        path[t - 1] = pointers[t, path[t]]
+    filtered = np.exp(alpha - logsumexp(alpha, axis=1, keepdims=True))
+    return Answer(total, np.exp(alpha + beta - total), filtered, pairs, path, delta[-1].max())
+
+
+def differentiable(initial: Tensor, transition: Tensor, rows: Tensor) -> Tensor:
+    """log p(y) of one sequence as plain torch, for autograd to differentiate."""
+    if len(rows) == 0:
+        return initial.new_zeros(())
+    alpha = initial + rows[0]
+    for row in rows[1:]:
+        alpha = torch.logsumexp(alpha[:, None] + transition, dim=0) + row
+    return torch.logsumexp(alpha, dim=0)
+
+
+# Models and what they say of the steps
+
+
+class Model(NamedTuple):
+    """Parameters, an emission, sequences with missing values, and the (T, K) log-likelihoods of each sequence's steps."""
+
+    initial: Tensor
+    transition: Tensor
+    emission: dense.Emission
+    sequences: Sequences
+    rows: list[np.ndarray]
+
+    @property
+    def parameters(self) -> tuple[Tensor, Tensor, dense.Emission, Sequences]:
+        return self.initial, self.transition, self.emission, self.sequences
+
+    def answers(self, method: Any = log_space) -> list[Answer]:
+        return [method(self.initial.numpy(), self.transition.numpy(), rows) for rows in self.rows]
+
+    def with_weights(self, weights: Any) -> Model:
+        weights = torch.as_tensor(weights, dtype=torch.float64)
+        return self._replace(sequences=Sequences(self.sequences.values, self.sequences.offsets, weights))
+
+
+KINDS = ("symbols", "gaussian", "steps")
+
+
+def log_rows(rng: np.random.Generator, *shape: int, zeros: float = 0.0) -> Tensor:
+    """Random log-probabilities over the last axis; a share `zeros` of them, never a whole row, is -inf."""
+    weights = rng.gamma(0.7, size=shape) + 1e-3
+    weights = np.where((rng.random(shape) < zeros) & (np.arange(shape[-1]) != rng.integers(shape[-1])), 0, weights)
+    with np.errstate(divide="ignore"):
+        return torch.from_numpy(np.log(weights / weights.sum(-1, keepdims=True)))
+
+
+def natural(means: np.ndarray, variances: np.ndarray, centre: np.ndarray) -> dense.Gaussian:
+    """Natural parameters of Gaussians for y - centre."""
+    offset = means - centre
+    arrays = offset / variances, -0.5 / variances, offset**2 / (2 * variances) + 0.5 * np.log(2 * np.pi * variances), centre
+    return dense.Gaussian(*(torch.from_numpy(np.ascontiguousarray(array, np.float64)) for array in arrays))
+
+
+def gaussian_rows(means: np.ndarray, variances: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """(T, K): the sum over the features that are not missing."""
+    densities = norm.logpdf(values[:, None, :], means, np.sqrt(variances))
+    return np.nansum(densities, axis=2)
+
+
+def symbol_rows(log_probs: np.ndarray, symbols: np.ndarray) -> np.ndarray:
+    return np.where(symbols[:, None] < 0, 0.0, log_probs.T[symbols])
+
+
+def make(kind: str, num_states: int, lengths: Any, *, seed: int = 0, zeros: float = 0.0, missing: float = 0.2) -> Model:
+    """A random model and data for it; `missing` of the values are, and some vectors are in part."""
+    rng = np.random.default_rng(seed)
+    lengths = np.asarray(lengths)
+    steps = int(lengths.sum())
+    initial, transition = log_rows(rng, num_states, zeros=zeros), log_rows(rng, num_states, num_states, zeros=zeros)
+    symbols = np.where(rng.random(steps) < missing, -1, rng.integers(0, 4, steps))
+    if kind == "symbols":
+        emission = dense.Symbols(log_rows(rng, num_states, 4, zeros=zeros))
+        values, rows = torch.from_numpy(symbols), symbol_rows(emission.log_probs.numpy(), symbols)
+    elif kind == "gaussian":
+        means, variances, centre = rng.normal(0, 2, (num_states, 3)), rng.gamma(2, size=(num_states, 3)) + 0.1, rng.normal(size=3)
+        features = rng.normal(0, 2, (steps, 3))
+        features[rng.random((steps, 3)) < missing] = np.nan
+        features[rng.random(steps) < missing / 2] = np.nan
+        emission, values = natural(means, variances, centre), torch.from_numpy(features)
+        rows = gaussian_rows(means, variances, features)
+    else:
+        rows = rng.normal(0, 2, (steps, num_states))
+        rows[rng.random(rows.shape) < zeros / 2] = -np.inf
+        emission, values = dense.Steps(torch.from_numpy(rows)), torch.from_numpy(symbols)
+    sequences = Sequences.from_lengths(values, lengths)
+    return Model(initial, transition, emission, sequences, np.split(rows, sequences.offsets[1:-1].numpy()))
+
+
+def statistics(model: Model, answers: list[Answer], weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+    """Expected initial counts, transition counts and emission statistics, each answer times its weight."""
+    num_states = len(model.initial)
+    shares = [answer.smoothed * weight for answer, weight in zip(answers, weights, strict=True)]
+    initial = sum((share[0] for share in shares if len(share)), np.zeros(num_states))
+    transition = sum((answer.pairs * weight for answer, weight in zip(answers, weights, strict=True)), np.zeros((num_states, num_states)))
+    packed, values = np.concatenate([np.zeros((0, num_states)), *shares]), model.sequences.values.numpy()
+    if isinstance(model.emission, dense.Symbols):
+        visits = np.zeros((num_states, model.emission.log_probs.shape[1]))
+        np.add.at(visits.T, values[values >= 0], packed[values >= 0])
+        return initial, transition, [visits]
+    if isinstance(model.emission, dense.Steps):
+        return initial, transition, [packed]
+    u = values.astype(float) - model.emission.centre.numpy()
+    present = ~np.isnan(u)
+    u = np.where(present, u, 0)
+    return initial, transition, [packed.T @ u, packed.T @ u**2, packed.T @ present]

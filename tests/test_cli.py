@@ -1,0 +1,225 @@
+"""The command line as a person uses it: shipped configs, what it prints and writes, and what it says when something is wrong."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+import lightning_hmm
+from lightning_hmm.cli import main, run
+
+ROOT = Path(__file__).parent.parent
+CONFIGS = sorted((ROOT / "configs").glob("*/*.yaml"))
+SMALL = ["--data.init_args.num_sequences=40", "--data.init_args.max_length=40", "--trainer.enable_progress_bar=false"]
+
+
+@pytest.fixture(autouse=True)
+def _no_arguments_of_pytest(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["lightning_hmm"])
+
+
+def fit_small(folder: Path, *more: str) -> Path:
+    """Trains a small model; returns the log folder."""
+    main(["fit", f"--config={ROOT / 'configs/standard/synthetic.yaml'}", f"--trainer.default_root_dir={folder}", "--trainer.max_epochs=3", *SMALL, *more])
+    return max((folder / "standard/synthetic").glob("version_*"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_every_config_runs_two_steps(path, tmp_path):
+    assert path.read_text().startswith(f"# python -m lightning_hmm fit --config {path.relative_to(ROOT)}\n")
+    main(["fit", f"--config={path}", "--trainer.fast_dev_run=2", f"--trainer.default_root_dir={tmp_path}"])
+
+
+def test_fit_logs_saves_and_says_where(tmp_path, capsys):
+    logs = fit_small(tmp_path)
+    printed = capsys.readouterr().out
+    best = next(logs.glob("checkpoints/epoch=*.ckpt"))
+    for line in (f"Best checkpoint:  {best}", f"tensorboard --logdir {logs}", "test/bits_per_symbol", "test/state_accuracy"):
+        assert line in printed
+    assert (logs / "checkpoints/last.ckpt").exists()
+    assert list(logs.glob("events.out.tfevents.*"))
+    with (logs / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {"epoch", "step", "train/log_likelihood", "train/bits_per_symbol", "val/log_likelihood", "val/bits_per_symbol", "test/bits_per_symbol"} <= set(
+        rows[0]
+    )
+    likelihoods = [float(row["train/log_likelihood"]) for row in rows if row["train/log_likelihood"]]
+    assert len(likelihoods) == 3
+    assert likelihoods == sorted(likelihoods)
+    model = lightning_hmm.load(best)
+    assert model.num_symbols == 12  # handed over by the data
+
+
+def test_the_saved_config_reruns_the_run(tmp_path):
+    first = fit_small(tmp_path / "a", "--model.init_args.num_states=3")
+    main(["fit", f"--config={first / 'config.yaml'}", f"--trainer.default_root_dir={tmp_path / 'b'}"])
+    second = max((tmp_path / "b/standard/synthetic").glob("version_*"))
+    states = [torch.load(logs / "checkpoints/last.ckpt", weights_only=True)["state_dict"] for logs in (first, second)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert len(states[0]["transition.log_probs"][0]) == 3
+
+
+def test_validate_test_and_predict_use_the_checkpoint(tmp_path, capsys):
+    logs = fit_small(tmp_path)
+    best = next(logs.glob("checkpoints/epoch=*.ckpt"))
+    common = [f"--config={logs / 'config.yaml'}", f"--ckpt_path={best}", f"--trainer.default_root_dir={tmp_path / 'more'}"]
+    assert main(["validate", *common]).trainer.callback_metrics["val/bits_per_symbol"] > 0
+    tested = main(["test", *common])
+    model, sequences = lightning_hmm.load(best), tested.datamodule.test_sequences
+    expected = -float(model.score(sequences).sum()) / float(sequences.num_observed()) / 0.6931471805599453
+    assert float(tested.trainer.callback_metrics["test/bits_per_symbol"]) == pytest.approx(expected, rel=1e-10)
+    main(["predict", *common, f"--predictions.path={tmp_path / 'states.jsonl'}"])
+    lines = [json.loads(line) for line in (tmp_path / "states.jsonl").read_text().splitlines()]
+    assert [line["states"] for line in lines] == model.decode(sequences).tolist()
+    assert [line["log_likelihood"] for line in lines] == pytest.approx(model.score(sequences).tolist())
+
+
+def test_own_data_from_a_file_keep_their_names(tmp_path):
+    (tmp_path / "weather.csv").write_text("day,seen\n" + "\n".join(f"{n // 8},{['rain', 'sun', 'cloud'][(n * n) % 3]}" for n in range(160)))
+    options = [
+        "--model=StandardHMM",
+        "--model.init_args.num_states=2",
+        "--data=datamodules.FileDataModule",
+        f"--data.init_args.path={tmp_path / 'weather.csv'}",
+    ]
+    options += ["--data.init_args.columns=[seen]", "--data.init_args.sequence_column=day", f"--data.init_args.data_dir={tmp_path / 'cache'}"]
+    main(["fit", *options, "--trainer.max_epochs=3", f"--trainer.default_root_dir={tmp_path}", "--trainer.enable_progress_bar=false"])
+    model = lightning_hmm.load(next(tmp_path.glob("standard/files/version_0/checkpoints/last.ckpt")))
+    assert model.vocabulary.names == ["rain", "sun"] or model.vocabulary.names == sorted(set(model.vocabulary.names))
+    assert model.decode([["rain", "sun"]])[0].shape == (2,)
+
+
+def test_a_resumed_run_brings_its_best_epoch_along(tmp_path):
+    """Also where no later epoch is better; and the folder of the first run stays as it was."""
+    first = fit_small(tmp_path / "a", "--trainer.max_epochs=2")
+    best = next(first.glob("checkpoints/epoch=*.ckpt"))
+    content = torch.load(first / "checkpoints/last.ckpt", weights_only=True)
+    state = next(state for name, state in content["callbacks"].items() if name.startswith("BestCheckpoint"))
+    state["best_model_score"] = torch.tensor(0.001)  # nothing will beat this
+    torch.save(content, tmp_path / "last.ckpt")
+    second = fit_small(tmp_path / "b", "--trainer.max_epochs=4", f"--ckpt_path={tmp_path / 'last.ckpt'}")
+    assert [path.name for path in second.glob("checkpoints/epoch=*.ckpt")] == [best.name]
+    assert best.exists()
+
+
+# What it says when something is wrong
+
+
+def test_a_wrong_key_is_pointed_at(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["fit", f"--config={ROOT / 'configs/standard/synthetic.yaml'}", "--model.init_args.num_stats=4"])
+    printed = capsys.readouterr().err
+    assert stopped.value.code == 2
+    assert "num_stats" in printed
+    assert len(printed.splitlines()) < 12
+
+
+def test_a_wrong_key_in_a_file_is_pointed_at(tmp_path, capsys):
+    config = yaml.safe_load((ROOT / "configs/standard/synthetic.yaml").read_text())
+    config["model"]["init_args"]["num_stats"] = 4
+    (tmp_path / "wrong.yaml").write_text(yaml.safe_dump(config))
+    with pytest.raises(SystemExit):
+        main(["fit", f"--config={tmp_path / 'wrong.yaml'}"])
+    assert "num_stats" in capsys.readouterr().err
+
+
+def test_zero_states_are_refused():
+    with pytest.raises(ValueError, match="`num_states` must be at least 1, but is 0"):
+        main(["fit", f"--config={ROOT / 'configs/standard/synthetic.yaml'}", "--model.init_args.num_states=0"])
+
+
+def test_an_unreadable_checkpoint_is_named(tmp_path):
+    (tmp_path / "torn.ckpt").write_bytes(b"PK\x03\x04 not really")
+    with pytest.raises(ValueError, match=r"`--ckpt_path` must be a checkpoint, but .*torn\.ckpt cannot be read"):
+        main(["fit", f"--config={ROOT / 'configs/standard/synthetic.yaml'}", f"--ckpt_path={tmp_path / 'torn.ckpt'}"])
+    with pytest.raises(FileNotFoundError, match=r"there is no file .*none\.ckpt"):
+        main(["fit", f"--config={ROOT / 'configs/standard/synthetic.yaml'}", f"--ckpt_path={tmp_path / 'none.ckpt'}"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_an_absent_gpu_is_said_in_a_line(monkeypatch, capsys):
+    arguments = ["fit", f"--config={ROOT / 'configs/standard/synthetic.yaml'}", "--trainer.accelerator=gpu"]
+    with pytest.raises(MisconfigurationException, match=r"(?i)gpu"):
+        main(arguments)
+    monkeypatch.setattr(sys, "argv", ["lightning_hmm", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        run()
+    assert stopped.value.code == 1
+    assert capsys.readouterr().err.splitlines()[-2].startswith("error: ")
+
+
+# Interrupted runs, as processes of their own
+
+
+def start(folder: Path, *more: str) -> subprocess.Popen:
+    options = ["--trainer.max_epochs=60", "--model.init_args.discount=0.9", "--model.init_args.transition_pseudocount=1", "--model.init_args.restarts=2"]
+    options += ["--data.init_args.batch_size=50", "--data.init_args.shuffle=true", "--convergence.tolerance=0", "--trainer.enable_progress_bar=false"]
+    command = [
+        sys.executable,
+        "-m",
+        "lightning_hmm",
+        "fit",
+        "--config=configs/standard/synthetic.yaml",
+        f"--trainer.default_root_dir={folder}",
+        *options,
+        *more,
+    ]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+
+
+def wait_for_epochs(process: subprocess.Popen, folder: Path, epochs: int) -> Path:
+    """Waits until the run has finished some epochs; returns its last checkpoint."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        for path in folder.glob("standard/synthetic/version_0/checkpoints/last.ckpt"):
+            if any(folder.glob(f"standard/synthetic/version_0/checkpoints/epoch={epochs}*")) or torch.load(path, weights_only=True)["epoch"] >= epochs:
+                return path
+        time.sleep(0.02)
+    raise AssertionError(f"The run ended before epoch {epochs}: {process.stdout.read()}")
+
+
+def test_killed_and_resumed_equals_never_killed(tmp_path):
+    """Bit for bit: parameters, count buffers, and the history that convergence goes by."""
+    whole = start(tmp_path / "whole")
+    whole.communicate(timeout=240)
+    assert whole.returncode == 0
+    process = start(tmp_path / "killed")
+    last = wait_for_epochs(process, tmp_path / "killed", 3)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert torch.load(last, weights_only=True)["epoch"] < 59
+    resumed = start(tmp_path / "resumed", f"--ckpt_path={last}")
+    printed, _ = resumed.communicate(timeout=240)
+    assert resumed.returncode == 0, printed
+    contents = [torch.load(tmp_path / name / "standard/synthetic/version_0/checkpoints/last.ckpt", weights_only=True) for name in ("whole", "resumed")]
+    assert contents[0]["epoch"] == contents[1]["epoch"] == 59
+    for name, value in contents[0]["state_dict"].items():
+        assert torch.equal(value, contents[1]["state_dict"][name]), name
+    for key, state in contents[0]["optimizer_states"][0]["state"].items():
+        for name, value in state.items():
+            assert torch.equal(value, contents[1]["optimizer_states"][0]["state"][key][name]), name
+    histories = [next(state for name, state in content["callbacks"].items() if name.startswith("Convergence")) for content in contents]
+    assert histories[0] == histories[1]
+
+
+def test_ctrl_c_keeps_the_last_checkpoint_and_says_how_to_go_on(tmp_path):
+    process = start(tmp_path, "--trainer.max_epochs=100000")
+    last = wait_for_epochs(process, tmp_path, 2)
+    process.send_signal(signal.SIGINT)
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert f"The last finished epoch is in {last}" in printed
+    assert f"fit --config {tmp_path / 'standard/synthetic/version_0/config.yaml'} --ckpt_path {last}" in printed
+    assert "Traceback" not in printed
+    assert torch.load(last, weights_only=True)["epoch"] >= 2

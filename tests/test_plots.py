@@ -1,0 +1,216 @@
+"""What is drawn is what was given; and it can be drawn, at every size, without a warning."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from matplotlib import pyplot
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Ellipse
+
+from lightning_hmm import plots
+
+
+def rows(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.dirichlet(np.full(shape[-1], 0.3), size=shape[:-1])
+
+
+def render(figure: Figure) -> np.ndarray:
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())
+
+
+def written(figure: Figure) -> dict[tuple[int, int], float]:
+    """The numbers in the cells of a heat map, by row and column."""
+    return {(round(text.get_position()[1]), round(text.get_position()[0])): float(text.get_text()) for text in figure.axes[0].texts}
+
+
+def integral(x: np.ndarray, y: np.ndarray) -> float:
+    return float((np.diff(x) * (y[1:] + y[:-1]) / 2).sum())
+
+
+def labels(axis) -> list[str]:
+    return [text.get_text() for text in axis.get_ticklabels()]
+
+
+# Heat maps
+
+
+@pytest.mark.parametrize("num_states", [1, 3, 12])
+def test_small_transition_matrix_has_its_numbers_in_the_cells(rng, num_states):
+    probs = rows(rng, num_states, num_states)
+    figure = plots.transition_matrix(torch.from_numpy(probs))
+    assert written(figure) == {cell: float(f"{value:.2f}") for cell, value in np.ndenumerate(probs)}
+    axes = figure.axes[0]
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("to state", "from state")
+    assert labels(axes.xaxis) == labels(axes.yaxis) == [str(state) for state in range(num_states)]
+
+
+def test_rows_of_the_picture_are_rows_of_the_matrix(rng):
+    probs = rows(rng, 20, 20)
+    figure = plots.transition_matrix(probs)
+    image = figure.axes[0].images[0]
+    np.testing.assert_array_equal(image.get_array(), probs)
+    assert image.get_extent() == [-0.5, 19.5, 19.5, -0.5]
+    assert not figure.axes[0].texts
+    assert (image.norm.vmin, image.norm.vmax) == (0, 1)
+
+
+def test_large_matrix_is_drawn_as_means_of_blocks_and_says_so(rng):
+    probs = rows(rng, 1003, 30)
+    figure = plots.emission_matrix(probs)
+    axes, drawn = figure.axes[0], np.asarray(figure.axes[0].images[0].get_array())
+    np.testing.assert_allclose(drawn[:334], probs[:1002].reshape(334, 3, 30).mean(1), rtol=1e-12)
+    np.testing.assert_allclose(drawn[334], probs[1002], rtol=1e-12)
+    assert axes.get_title(loc="left") == "Emission probabilities (means of blocks of 3 x 1)"
+    assert axes.get_ylim() == (1002.5, -0.5)
+    assert axes.images[0].norm.vmin == 0
+
+
+def test_symbols_have_their_names_up_to_a_number(rng):
+    names = [" ", "\n", "$a$", "", "a very long name", *(f"w{i}" for i in range(35))]
+    shown = ["␣", "\\n", "$a$", "", "a very long…", *names[5:]]
+    axes = plots.emission_matrix(rows(rng, 3, 40), names, max_labels=40).axes[0]
+    assert labels(axes.xaxis) == shown
+    assert not any(text.get_parse_math() for text in axes.get_xticklabels())
+    axes = plots.emission_matrix(rows(rng, 3, 40), names, max_labels=10).axes[0]
+    assert labels(axes.xaxis) == shown[::5]
+    assert list(axes.get_xticks()) == list(range(0, 40, 5))
+
+
+# Gaussian emissions
+
+
+def test_densities_are_weighted_by_the_share_of_time(rng):
+    means, variances, share = np.array([[-2.0], [0.0], [5.0]]), np.array([[0.5], [2.0], [1e-4]]), np.array([0.2, 0.5, 0.3])
+    axes = plots.gaussian_emissions(means, variances, share, points=rng.normal(size=(50, 1))).axes[0]
+    *states, total = axes.lines
+    for state, line in enumerate(states):
+        x, y = line.get_data()
+        assert integral(x, y) == pytest.approx(share[state], rel=1e-3)
+        assert x[y.argmax()] == pytest.approx(means[state, 0], abs=1e-9)
+        assert line.get_label() == f"state {state} ({share[state]:.0%})"
+    assert integral(*total.get_data()) == pytest.approx(1, rel=1e-2)
+
+
+def test_ellipses_have_one_and_two_standard_deviations():
+    means, variances = np.array([[0.0, 1.0], [5.0, -3.0]]), np.array([[4.0, 9.0], [0.25, 1.0]])
+    axes = plots.gaussian_emissions(means, variances, points=np.array([[np.nan, 0.0], [1.0, 2.0]])).axes[0]
+    ellipses = [patch for patch in axes.patches if isinstance(patch, Ellipse)]
+    found = [(*ellipse.center, ellipse.width, ellipse.height) for ellipse in ellipses]
+    assert found == [(0, 1, 8, 12), (0, 1, 4, 6), (5, -3, 2, 4), (5, -3, 1, 2)]
+    assert axes.lines[0].get_xydata().tolist() == [[1.0, 2.0]]
+
+
+def test_means_of_many_features_are_in_units_of_the_data(rng):
+    means, centre, variance = rng.normal(size=(4, 5)), rng.normal(size=5), rng.gamma(2, size=5)
+    figure = plots.gaussian_emissions(means, np.ones((4, 5)), centre=centre, variance=variance)
+    image = figure.axes[0].images[0]
+    np.testing.assert_allclose(image.get_array(), (means - centre) / np.sqrt(variance), rtol=1e-12)
+    assert image.norm.vmin == -image.norm.vmax
+    assert "standard deviations" in figure.axes[1].get_ylabel()
+    np.testing.assert_allclose(plots.gaussian_emissions(means, np.ones((4, 5))).axes[0].images[0].get_array(), means, rtol=1e-12)
+
+
+# Usage of states
+
+
+def test_bars_are_the_share_and_points_the_dwell_time():
+    share, probs = np.array([0.5, 0.3, 0.2]), np.array([[0.9, 0.1, 0.0], [0.0, 1.0, 0.0], [0.5, 0.5, 0.0]])
+    figure = plots.state_usage(share, plots.expected_dwell(probs), "data")
+    above, below = figure.axes
+    assert [bar.get_height() for bar in above.patches] == share.tolist()
+    assert [bar.get_x() + bar.get_width() / 2 for bar in above.patches] == pytest.approx([0, 1, 2])
+    finite, infinite = below.lines
+    assert finite.get_xdata().tolist() == [0, 2]
+    assert finite.get_ydata() == pytest.approx([10, 1])
+    assert infinite.get_xdata().tolist() == [1]
+    assert infinite.get_label() == "never left"
+
+
+def test_many_bars_become_an_outline(rng):
+    share = rng.dirichlet(np.ones(150))
+    (axes,) = plots.state_usage(share).axes
+    (outline,) = axes.patches
+    np.testing.assert_array_equal(outline.get_data().values, share)
+
+
+def test_dwell_alone():
+    (axes,) = plots.state_usage(None, [1.0, 2.0]).axes
+    assert axes.lines[0].get_ydata().tolist() == [1, 2]
+
+
+def test_stationary_distribution():
+    np.testing.assert_allclose(plots.stationary_distribution([[0.9, 0.1], [0.3, 0.7]]), [0.75, 0.25], rtol=1e-10)
+    apart = plots.stationary_distribution([[0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [0.0, 0.0, 1.0]])
+    assert apart.sum() == pytest.approx(1)
+    assert apart[0] == pytest.approx(apart[1])
+    absorbed = plots.stationary_distribution([[0.5, 0.5], [0.0, 1.0]])
+    np.testing.assert_allclose(absorbed, [0, 1], atol=1e-12)
+
+
+# Convergence
+
+
+def test_curves_and_gains():
+    figure = plots.convergence([1, 2, 3, 5], [[-4.0, -3.0], [-2.0, -2.5], [-1.0, np.nan], [-1.5, -2.0]], [-3.0, np.nan, -2.0, -2.5], chosen=0)
+    above, below = figure.axes
+    curves = {line.get_label(): line for line in above.lines}
+    assert curves["training"].get_xydata().tolist() == [[1, -4], [2, -2], [3, -1], [5, -1.5]]
+    assert curves["validation"].get_xydata().tolist() == [[1, -3], [3, -2], [5, -2.5]]
+    np.testing.assert_array_equal(curves["other restarts"].get_ydata(), [-3, -2.5, np.nan, -2])
+    assert curves["training"].get_linewidth() > 2 * curves["other restarts"].get_linewidth()
+    train_gain, train_fall, val_gain, val_fall = below.lines
+    np.testing.assert_array_equal(train_gain.get_xydata(), [[2, 2], [3, 1], [5, np.nan]])
+    np.testing.assert_array_equal(val_gain.get_xydata(), [[3, 0.5], [5, np.nan]])
+    # Per epoch, although two have passed.
+    assert train_fall.get_xydata().tolist() == [[5, 0.25]]
+    assert val_fall.get_label() == "validation fell by"
+    assert below.get_yscale() == "log"
+
+
+@pytest.mark.parametrize("chosen", [0, 3])
+def test_the_chosen_restart_is_the_thick_one(rng, chosen):
+    train = rng.normal(size=(6, 4)).cumsum(0)
+    *thin, thick = plots.convergence(range(1, 7), train, chosen=chosen).axes[0].lines
+    np.testing.assert_array_equal(thick.get_ydata(), train[:, chosen])
+    assert len(thin) == 3
+    assert sum(not line.get_label().startswith("_") for line in thin) == 1
+
+
+# All of them
+
+
+def every_figure(rng: np.random.Generator, size: int) -> list[Figure]:
+    share, epochs = rng.dirichlet(np.ones(size)), np.arange(1, size + 1)
+    gaussian = [plots.gaussian_emissions(rng.normal(size=(size, d)), rng.gamma(2, size=(size, d)), share, points=rng.normal(size=(99, d))) for d in (1, 2, 5)]
+    return [
+        plots.transition_matrix(rows(rng, size, size)),
+        plots.emission_matrix(rows(rng, size, 27)),
+        *gaussian,
+        plots.state_usage(share, plots.expected_dwell(rows(rng, size, size))),
+        plots.convergence(epochs, rng.normal(size=(size, 4))),
+        plots.convergence(epochs, np.full(size, -np.inf)),
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 8, 50])
+def test_every_figure_can_be_drawn(rng, size):
+    for figure in every_figure(rng, size):
+        image = render(figure)
+        assert image.shape == (550, 770, 4)
+        assert image.std() > 0
+
+
+def test_figures_leave_nothing_behind(rng):
+    before = pyplot.get_fignums()
+    figures = [weakref.ref(figure) for figure in every_figure(rng, 3)]
+    gc.collect()
+    assert not any(figure() for figure in figures)
+    assert pyplot.get_fignums() == before
