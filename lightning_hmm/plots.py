@@ -266,8 +266,9 @@ def _draw_dwell(axes: Axes, dwell: np.ndarray) -> None:
     axes.plot(states[finite], dwell[finite], linestyle="", marker="o", markersize=size, color=_BLUE)
     top = max(float(dwell[finite].max(initial=1.0)), 2.0) * 1.5
     if not finite.all():
-        # At the upper edge, in place of the height they have not.
-        axes.plot(states[~finite], np.full((~finite).sum(), top), linestyle="", marker="^", markersize=7, color=_VERMILION, clip_on=False, label="never left")
+        # Above all others, in place of the height they have not.
+        axes.plot(states[~finite], np.full((~finite).sum(), top), linestyle="", marker="^", markersize=7, color=_VERMILION, label="never left")
+        top *= 1.5
     axes.set_yscale("log")
     axes.set(ylabel="steps", ylim=(0.9, top))
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if top < 200 else (1,)))

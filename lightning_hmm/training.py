@@ -27,6 +27,7 @@ _BESIDE_THE_POINT = (
     "smaller than the logging interval",
     "Starting from v1.9",
     "exists and is not empty",
+    "sync_dist=True",  # what is logged is already the sum over ranks
 )
 
 
@@ -144,10 +145,14 @@ def require_observations(sequences: Sequences) -> None:
         raise ValueError(f"`sequences` must have something observed, but all {sequences.num_steps} steps are missing.")
 
 
+def _families(family: type[HMM]) -> Iterator[type[HMM]]:
+    for subclass in family.__subclasses__():
+        yield subclass
+        yield from _families(subclass)
+
+
 def load(path: str | Path, map_location: Any = "cpu") -> HMM:
     """The model in a checkpoint, of whatever family, ready to use. Reads tensors and plain values only."""
-    import lightning_hmm.models as models
-
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"There is no checkpoint at {path}.")
@@ -156,9 +161,11 @@ def load(path: str | Path, map_location: Any = "cpu") -> HMM:
     except Exception as error:
         raise ValueError(f"{path} is not a checkpoint that can be read: {error}") from error
     made_by = checkpoint.get("lightning_hmm", {}).get("model") if isinstance(checkpoint, dict) else None
-    family = getattr(models, made_by or "", None)
+    if made_by is None:
+        raise ValueError(f"{path} holds no model of lightning_hmm.")
+    family = next((family for family in _families(HMM) if family.__name__ == made_by), None)
     if family is None:
-        raise ValueError(f"{path} holds no model of lightning_hmm{f' known here: {made_by}' if made_by else ''}.")
+        raise ValueError(f"{path} holds a {made_by}, which is not known here. Import the module that defines it first.")
     hyperparameters = {name: value for name, value in checkpoint["hyper_parameters"].items() if not name.startswith("_")}
     model = family(**hyperparameters)
     model.load_state_dict(checkpoint["state_dict"])

@@ -34,6 +34,8 @@ class Convergence(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Callbacks run before the module's own hook, which publishes this epoch's value; the metric has it already.
         metric: Any = pl_module.train_likelihood
+        if not metric.update_called:  # an epoch that was resumed from its very end
+            return
         current = metric.compute().reshape(-1).tolist()
         previous, self.previous = self.previous, current
         if previous is None:

@@ -22,7 +22,7 @@ _MAX_STATIONARY = 1000  # states: beyond them the cubic cost shows
 
 
 class Figures(Callback):
-    """Draws the model after the first epoch, after every `every_n_epochs`, and after the last, for each TensorBoard logger.
+    """Draws the model after epochs 1, 2, 4, 8 and so on, or after every `every_n_epochs`, and after the last, for each TensorBoard logger.
 
     - ``figures/transition_matrix`` and ``figures/emissions``: the parameters of the chosen restart.
     - ``figures/state_usage``: the expected share of time in each state, given some of the validation data (of the training
@@ -33,13 +33,14 @@ class Figures(Callback):
     A figure that a model has no numbers for is left out. The step is the number of EM updates.
 
     Args:
-        every_n_epochs: a second or so is spent on each set of figures, which may be more than an epoch takes.
+        every_n_epochs: about half a second is spent on each set of figures, which may be far more than an epoch takes. If
+            not given, the epochs double: EM changes most in its first steps.
         max_labels: how many symbols, states or features are labelled on an axis.
     """
 
-    def __init__(self, every_n_epochs: int = 5, max_labels: int = 40) -> None:
+    def __init__(self, every_n_epochs: int | None = None, max_labels: int = 40) -> None:
         for name, value in {"every_n_epochs": every_n_epochs, "max_labels": max_labels}.items():
-            if value < 1:
+            if value is not None and value < 1:
                 raise ValueError(f"`{name}` must be at least 1, but is {value} instead.")
         self.every_n_epochs, self.max_labels = every_n_epochs, max_labels
         # By epoch, counted from 1: training log-likelihoods of all restarts, validation log-likelihood of the chosen one.
@@ -79,7 +80,7 @@ class Figures(Callback):
             # Callbacks run before the module's own hook, which publishes this epoch's value; the metric has it already. It
             # is summed over the ranks, so all of them must ask.
             self.train[epoch] = pl_module.train_likelihood.compute().reshape(-1).tolist()
-        if epoch == 1 or epoch % self.every_n_epochs == 0:
+        if epoch & (epoch - 1) == 0 if self.every_n_epochs is None else epoch == 1 or epoch % self.every_n_epochs == 0:
             self._draw(trainer, pl_module, epoch)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

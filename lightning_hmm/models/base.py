@@ -1,7 +1,8 @@
 """What all models share: the questions one can ask, EM under the Lightning Trainer, checkpoints.
 
-A family says what its natural parameters are (`natural_parameters`), which inference module understands them
-(`inference`), and which distributions they belong to (`distributions`). Everything here follows from that.
+A family says which distributions it is made of (`distributions`), what its natural parameters are (`chain`, `evidence`),
+which inference module understands them (`inference`), and how states emit (`emit`, `predict_emission`). Everything here
+follows from that.
 """
 
 from __future__ import annotations
@@ -96,9 +97,13 @@ class HMM(LightningModule):
         """The model's parts by name, in the order of the arguments of the inference functions."""
         raise NotImplementedError(f"{type(self).__name__} must say what its distributions are.")
 
-    def natural_parameters(self, restart: int) -> tuple[Any, ...]:
-        """The first arguments of the inference functions, for one restart."""
-        raise NotImplementedError(f"{type(self).__name__} must say what its natural parameters are.")
+    def chain(self, restart: int) -> tuple[Any, ...]:
+        """The natural parameters of the hidden chain, for one restart: the first arguments of the inference functions."""
+        raise NotImplementedError(f"{type(self).__name__} must say what its chain is.")
+
+    def evidence(self, restart: int, sequences: Sequences) -> Any:
+        """The natural parameters of the emissions, or what they make of the sequences: the next argument."""
+        raise NotImplementedError(f"{type(self).__name__} must say how it sees its data.")
 
     def emit(self, states: Sequences, generator: torch.Generator) -> Sequences:
         """Observations of given states."""
@@ -126,15 +131,17 @@ class HMM(LightningModule):
             return Sequences.from_strings(data, self.vocabulary).to(self.device)
         return Sequences.from_list(data).to(self.device)
 
-    def _chosen_parameters(self) -> tuple[Any, ...]:
-        return self.natural_parameters(int(self.chosen))
+    def inference_arguments(self, sequences: Sequences, restart: int | None = None) -> tuple[Any, ...]:
+        """The arguments of the inference functions, for the chosen restart or another."""
+        restart = int(self.chosen) if restart is None else restart
+        return *self.chain(restart), self.evidence(restart, sequences), sequences
 
     @torch.no_grad()
     def score(self, sequences: Any) -> Tensor:
         """(N,) the natural log-likelihood of each sequence; -inf, and a warning that names the step, where impossible."""
         sequences = self.as_sequences(sequences)
         plain = Sequences(sequences.values, sequences.offsets)
-        _, log_likelihood, impossible = self.inference.weighted_log_likelihood(*self._chosen_parameters(), plain, single=self.arithmetic == "float32")
+        _, log_likelihood, impossible = self.inference.weighted_log_likelihood(*self.inference_arguments(plain), single=self.arithmetic == "float32")
         self._warn_impossible(plain, impossible)
         return log_likelihood
 
@@ -142,16 +149,16 @@ class HMM(LightningModule):
     def decode(self, sequences: Any) -> Sequences:
         """The most probable states (Viterbi), as `Sequences`; -1, and a warning, in impossible sequences."""
         sequences = self.as_sequences(sequences)
-        path = self.inference.viterbi(*self._chosen_parameters(), sequences)
+        path = self.inference.viterbi(*self.inference_arguments(sequences))
         if bool((path.log_probability == -torch.inf).any()):
-            self._warn_impossible(sequences, self.inference.weighted_log_likelihood(*self._chosen_parameters(), sequences)[2])
+            self._warn_impossible(sequences, self.inference.weighted_log_likelihood(*self.inference_arguments(sequences))[2])
         return path.states
 
     @torch.no_grad()
     def posterior(self, sequences: Any) -> Any:
         """Filtered and smoothed state probabilities and expected transitions; see `inference.dense.Posterior`."""
         sequences = self.as_sequences(sequences)
-        return self.inference.posterior(*self._chosen_parameters(), Sequences(sequences.values, sequences.offsets))
+        return self.inference.posterior(*self.inference_arguments(Sequences(sequences.values, sequences.offsets)))
 
     @torch.no_grad()
     def sample(self, num_sequences: int = 1, length: int | Sequence[int] = 100, seed: int = 0, return_states: bool = False) -> Any:
@@ -160,7 +167,7 @@ class HMM(LightningModule):
         if num_sequences < 0 or bool((lengths < 0).any()):
             raise ValueError(f"`num_sequences` and `length` must not be negative, but are {num_sequences} and {length} instead.")
         generator = torch.Generator().manual_seed(seed)
-        states = self.inference.sample(*self._chosen_parameters()[:2], lengths, generator)
+        states = self.inference.sample(*self.chain(int(self.chosen)), lengths, generator)
         observations = self.emit(states, generator)
         return (observations, states) if return_states else observations
 
@@ -168,12 +175,12 @@ class HMM(LightningModule):
     def sample_posterior(self, sequences: Any, seed: int = 0) -> Sequences:
         """One path of hidden states for each sequence, drawn from p(states | sequence)."""
         sequences = self.as_sequences(sequences)
-        return self.inference.sample_posterior(*self._chosen_parameters(), sequences, torch.Generator().manual_seed(seed))
+        return self.inference.sample_posterior(*self.inference_arguments(sequences), torch.Generator().manual_seed(seed))
 
     @torch.no_grad()
     def predict_next(self, sequences: Any, steps: int = 1) -> Any:
         """The distribution of the observation `steps` after the end of each sequence: (N, V) probabilities, or moments."""
-        return self.predict_emission(self.inference.predict_next(*self._chosen_parameters(), self.as_sequences(sequences), steps=steps))
+        return self.predict_emission(self.inference.predict_next(*self.inference_arguments(self.as_sequences(sequences)), steps=steps))
 
     def aic(self, sequences: Any) -> float:
         """Akaike's criterion, 2 k - 2 log L; lower is better."""
@@ -248,8 +255,8 @@ class HMM(LightningModule):
         """Minus the weighted log-likelihood of all restarts, whose gradient is minus the expected statistics."""
         totals = []
         for restart in range(self.restarts):
-            parameters = self.natural_parameters(restart)
-            weighted, _, impossible = self.inference.weighted_log_likelihood(*parameters, batch, single=self.arithmetic == "float32")
+            arguments = self.inference_arguments(batch, restart)
+            weighted, _, impossible = self.inference.weighted_log_likelihood(*arguments, single=self.arithmetic == "float32")
             totals.append(weighted.sum())
             self._watch_impossible(batch, impossible)
         total = torch.stack(totals)
@@ -311,10 +318,9 @@ class HMM(LightningModule):
             self.chosen.copy_(self.train_likelihood.compute().argmax())
 
     def on_train_epoch_end(self) -> None:
-        self.epoch_log_likelihood = self.train_likelihood.compute().reshape(-1)
-        best = self.epoch_log_likelihood.max()
-        self.log("train/log_likelihood", best, prog_bar=True)
-        self.log("train/bits_per_symbol", -best / math.log(2))
+        if self.train_likelihood.update_called:  # not where an epoch was resumed from its very end
+            self.epoch_log_likelihood = self.train_likelihood.compute().reshape(-1)
+            self._log_likelihood("train", self.epoch_log_likelihood)
         optimizer = self.optimizers()
         optimizer = getattr(optimizer, "optimizer", optimizer)
         if isinstance(optimizer, BaumWelch):
@@ -334,7 +340,7 @@ class HMM(LightningModule):
     def _update(self, metric: LogLikelihoodPerSymbol, batch: Sequences) -> None:
         single = self.arithmetic == "float32"
         with torch.no_grad():
-            scores = [self.inference.weighted_log_likelihood(*self.natural_parameters(r), batch, single=single)[0].sum() for r in range(self.restarts)]
+            scores = [self.inference.weighted_log_likelihood(*self.inference_arguments(batch, r), single=single)[0].sum() for r in range(self.restarts)]
         metric.update(torch.stack(scores), batch.num_observed())
 
     def validation_step(self, batch: Sequences, batch_idx: int) -> None:
@@ -342,7 +348,7 @@ class HMM(LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         values = self.val_likelihood.compute().reshape(-1)
-        if not self.trainer.sanity_checking and self.trainer.training:
+        if self.trainer.state.fn == "fit" and not self.trainer.sanity_checking:
             self.chosen.copy_(values.argmax())
         self._log_likelihood("val", values)
         self.val_likelihood.reset()
@@ -364,7 +370,7 @@ class HMM(LightningModule):
 
     def _log_likelihood(self, part: str, values: Tensor) -> None:
         value = values[int(self.chosen)]
-        self.log(f"{part}/log_likelihood", value)
+        self.log(f"{part}/log_likelihood", value, prog_bar=part == "train")
         self.log(f"{part}/bits_per_symbol", -value / math.log(2), prog_bar=part == "val")
 
     def predict_step(self, batch: Sequences, batch_idx: int) -> dict[str, Any]:

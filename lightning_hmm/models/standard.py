@@ -21,6 +21,13 @@ class GaussianPrediction(NamedTuple):
     variance: Tensor
 
 
+_OF_OTHER_EMISSIONS = {
+    "emission_probs": "`emission_probs` is of categorical emissions; a Gaussian model has `means` and `variances`.",
+    "means": "`means` is of Gaussian emissions; a categorical model has `emission_probs`.",
+    "variances": "`variances` is of Gaussian emissions; a categorical model has `emission_probs`.",
+}
+
+
 class StandardHMM(HMM):
     r"""K states, a full transition matrix, categorical or Gaussian emissions, trained by Baum-Welch.
 
@@ -114,9 +121,17 @@ class StandardHMM(HMM):
     def distributions(self) -> dict[str, Distribution]:
         return {"initial": self.initial, "transition": self.transition, "emission": self.emission}
 
-    def natural_parameters(self, restart: int) -> tuple[Tensor, Tensor, dense.Emission]:
-        emission = dense.Symbols(self.emission.log_probs[restart]) if isinstance(self.emission, CategoricalRows) else self.emission.natural(restart)
-        return self.initial.log_probs[restart], self.transition.log_probs[restart], emission
+    def chain(self, restart: int) -> tuple[Tensor, Tensor]:
+        return self.initial.log_probs[restart], self.transition.log_probs[restart]
+
+    def evidence(self, restart: int, sequences: Sequences) -> dense.Emission:
+        return dense.Symbols(self.emission.log_probs[restart]) if isinstance(self.emission, CategoricalRows) else self.emission.natural(restart)
+
+    def __getattr__(self, name: str) -> Any:
+        # torch replaces the message of an AttributeError that a property raises.
+        if name in _OF_OTHER_EMISSIONS:
+            raise AttributeError(_OF_OTHER_EMISSIONS[name])
+        return super().__getattr__(name)
 
     @property
     def initial_probs(self) -> Tensor:
@@ -132,12 +147,12 @@ class StandardHMM(HMM):
     def emission_probs(self) -> Tensor:
         """(K, V) p(symbol | state)."""
         if isinstance(self.emission, DiagonalGaussian):
-            raise AttributeError("`emission_probs` is of categorical emissions; a Gaussian model has `means` and `variances`.")
+            raise AttributeError(_OF_OTHER_EMISSIONS["emission_probs"])
         return self.emission.probs[self.chosen]
 
     def _gaussian(self, name: str) -> DiagonalGaussian:
         if isinstance(self.emission, CategoricalRows):
-            raise AttributeError(f"`{name}` is of Gaussian emissions; a categorical model has `emission_probs`.")
+            raise AttributeError(_OF_OTHER_EMISSIONS[name])
         return self.emission
 
     @property

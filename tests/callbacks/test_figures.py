@@ -68,6 +68,11 @@ def test_first_epoch_every_n_and_the_last(rng, tmp_path):
     assert steps(tmp_path) == at(1, 3, 4)
 
 
+def test_by_default_the_epochs_double(rng, tmp_path):
+    fit(categorical(), random_symbols(rng), max_epochs=9, tolerance=0, logger=logger(tmp_path), callbacks=[Figures()])
+    assert steps(tmp_path) == at(1, 2, 4, 8, 9)
+
+
 def test_the_step_is_the_number_of_updates(rng, tmp_path):
     model = categorical(discount=0.9)
     fit(model, random_symbols(rng), max_epochs=2, tolerance=0, batch_size=6, logger=logger(tmp_path), callbacks=[Figures(every_n_epochs=2)])
@@ -155,7 +160,7 @@ def test_arguments_are_checked(name):
 def test_matrices_are_those_of_the_model(rng, tmp_path, drawn):
     model = categorical(symbol_names=list("abcde"))
     fit(model, random_symbols(rng), max_epochs=3, tolerance=0, logger=logger(tmp_path), callbacks=[Figures()])
-    assert len(drawn) == 2
+    assert len(drawn) == 3
     np.testing.assert_array_equal(drawn[-1]["transition_matrix"].axes[0].images[0].get_array(), model.transition_probs)
     emissions = drawn[-1]["emissions"].axes[0]
     np.testing.assert_array_equal(emissions.images[0].get_array(), model.emission_probs)

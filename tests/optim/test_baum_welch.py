@@ -15,7 +15,7 @@ from tests.helpers import assert_same_parameters, random_symbols, random_vectors
 
 def backward(model: StandardHMM, sequences: Sequences) -> float:
     """Leaves minus the expected statistics in ``.grad``; returns the weighted log-likelihood."""
-    total = sum(dense.weighted_log_likelihood(*model.natural_parameters(r), sequences)[0].sum() for r in range(model.restarts))
+    total = sum(dense.weighted_log_likelihood(*model.inference_arguments(sequences, r))[0].sum() for r in range(model.restarts))
     (-total).backward()
     return float(total.detach())
 
@@ -26,7 +26,7 @@ def categorical(**options) -> StandardHMM:
 
 def test_step_normalises_the_counts(rng):
     sequences, model = random_symbols(rng), categorical()
-    counts = dense.e_step(*model.natural_parameters(0), sequences)
+    counts = dense.e_step(*model.inference_arguments(sequences, 0))
     backward(model, sequences)
     torch.testing.assert_close(-model.transition.log_probs.grad[0], counts.transition, rtol=1e-12, atol=0)
     BaumWelch(model.distributions).step()
@@ -37,7 +37,7 @@ def test_step_normalises_the_counts(rng):
 
 def test_pseudocounts_are_added_to_the_counts(rng):
     sequences, model = random_symbols(rng), categorical()
-    counts = dense.e_step(*model.natural_parameters(0), sequences)
+    counts = dense.e_step(*model.inference_arguments(sequences, 0))
     backward(model, sequences)
     BaumWelch(model.distributions, priors={"transition": {"pseudocount": 0.7}}).step()
     expected = counts.transition + 0.7
@@ -60,7 +60,7 @@ def test_objective_never_falls(rng, kind):
     objectives = []
     for _ in range(40):
         optimizer.zero_grad()
-        scores = torch.stack([dense.weighted_log_likelihood(*model.natural_parameters(r), sequences)[0].sum() for r in range(3)])
+        scores = torch.stack([dense.weighted_log_likelihood(*model.inference_arguments(sequences, r))[0].sum() for r in range(3)])
         objectives.append((scores.detach() + optimizer.log_prior()) / float(sequences.num_observed()))
         (-scores.sum()).backward()
         optimizer.step()
@@ -176,7 +176,7 @@ def online_by_hand(model: StandardHMM, batches: list[Sequences], discount: float
     buffer, size = torch.zeros(3, 3, dtype=torch.float64), 0.0
     buffers = {"initial": torch.zeros(3, dtype=torch.float64), "emission": torch.zeros(3, 5, dtype=torch.float64)}
     for n, batch in enumerate(batches, start=1):
-        counts = dense.e_step(*model.natural_parameters(0), batch)
+        counts = dense.e_step(*model.inference_arguments(batch, 0))
         buffer = discount * buffer + (1 - discount) * counts.transition
         buffers["initial"] = discount * buffers["initial"] + (1 - discount) * counts.initial
         buffers["emission"] = discount * buffers["emission"] + (1 - discount) * counts.emission[0]

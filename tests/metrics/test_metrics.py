@@ -1,0 +1,50 @@
+"""Metrics are sums: the same for any split."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_hmm.metrics import BitsPerSymbol, LogLikelihoodPerSymbol, MatchedStateAccuracy
+
+
+def test_likelihood_is_the_ratio_of_sums_not_the_mean_of_ratios():
+    nats, bits = LogLikelihoodPerSymbol(), BitsPerSymbol()
+    for metric in (nats, bits):
+        metric.update(torch.tensor(-10.0), 5)
+        metric.update(torch.tensor(-2.0), 20)
+    assert float(nats.compute()) == pytest.approx(-12 / 25, rel=1e-12)
+    assert float(bits.compute()) == pytest.approx(12 / 25 / math.log(2), rel=1e-12)
+
+
+def test_sums_do_not_stop_growing_at_two_to_the_24():
+    metric = LogLikelihoodPerSymbol()
+    metric.update(torch.tensor(-1.0), 2.0**24)
+    for _ in range(10):
+        metric.update(torch.tensor(-1.0), 1.0)
+    assert float(metric.num_symbols) == 2**24 + 10
+
+
+def test_several_models_side_by_side():
+    metric = LogLikelihoodPerSymbol(2)
+    metric.update(torch.tensor([-4.0, -8.0]), torch.tensor(4.0))
+    assert metric.compute().tolist() == [-1.0, -2.0]
+
+
+def test_accuracy_is_that_of_the_best_matching(rng):
+    truth, decoded = torch.from_numpy(rng.integers(0, 4, 300)), torch.from_numpy(rng.integers(0, 4, 300))
+    metric = MatchedStateAccuracy(4)
+    for first in range(0, 300, 70):
+        metric.update(decoded[first : first + 70], truth[first : first + 70])
+    best = max(np.mean([order[d] == t for d, t in zip(decoded.tolist(), truth.tolist(), strict=True)]) for order in itertools.permutations(range(4)))
+    assert float(metric.compute()) == pytest.approx(best, rel=1e-12)
+
+
+def test_accuracy_with_other_numbers_of_states_and_unknown_steps():
+    metric = MatchedStateAccuracy(2, 3)
+    metric.update(torch.tensor([0, 0, 1, 1, -1, 0]), torch.tensor([2, 2, 0, 1, 1, -1]))
+    assert float(metric.compute()) == pytest.approx(3 / 4)

@@ -1,0 +1,59 @@
+"""What the README says can be done, is done here."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_hmm.cli import main
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def test_the_python_example_runs(capsys):
+    (code,) = blocks("python")
+    exec(compile(code, "README.md", "exec"), {})
+    assert len(capsys.readouterr().out.splitlines()) > 8
+
+
+def test_the_python_example_is_short():
+    (code,) = blocks("python")
+    assert len([line for line in code.splitlines() if line.strip()]) <= 10
+
+
+def test_the_make_targets_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"^make (\w+)", "\n".join(blocks("bash")), re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+@pytest.mark.parametrize(
+    "command", [line.split("      #")[0] for block in blocks("bash") for line in block.splitlines() if "lightning_hmm fit --config" in line]
+)
+def test_the_fit_commands_run(command, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["lightning_hmm"])
+    monkeypatch.chdir(ROOT)
+    arguments = command.split("lightning_hmm ")[1].split()
+    main([*arguments, "--trainer.max_epochs=2", f"--trainer.default_root_dir={tmp_path}", "--trainer.enable_progress_bar=false"])
+
+
+def test_the_command_for_own_data_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["lightning_hmm"])
+    (tmp_path / "weather.csv").write_text((ROOT / "configs/standard/weather.csv").read_text())
+    monkeypatch.chdir(tmp_path)
+    command = next(block for block in blocks("bash") if "FileDataModule" in block).replace("\\\n", " ").replace("'", "")
+    main([*command.split()[3:], "--trainer.max_epochs=2", "--trainer.enable_progress_bar=false"])
+    assert list(tmp_path.glob("logs/standard/files/version_0/checkpoints/last.ckpt"))
+
+
+def test_links_lead_somewhere():
+    for link in re.findall(r"\]\((?!http)([^)]+)\)", README):
+        assert (ROOT / link).exists(), link
