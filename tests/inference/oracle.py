@@ -180,7 +180,8 @@ def make(kind: str, num_states: int, lengths: Any, *, seed: int = 0, zeros: floa
         rows[rng.random(rows.shape) < zeros / 2] = -np.inf
         emission, values = dense.Steps(torch.from_numpy(rows)), torch.from_numpy(symbols)
     sequences = Sequences.from_lengths(values, lengths)
-    return Model(initial, transition, emission, sequences, np.split(rows, sequences.offsets[1:-1].numpy()))
+    bounds = sequences.offsets.tolist()
+    return Model(initial, transition, emission, sequences, [rows[first:last] for first, last in itertools.pairwise(bounds)])
 
 
 def statistics(model: Model, answers: list[Answer], weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:

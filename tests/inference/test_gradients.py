@@ -93,7 +93,7 @@ def test_nothing_observed_leaves_gradients_of_zero():
             leaves = free(model)
             loss = dense.log_likelihood(*rebuilt(model, leaves)).sum()
             loss.backward()
-            assert float(loss) == 0
+            assert loss.item() == 0
             assert all(leaf.grad is not None and not leaf.grad.any() for leaf in leaves)
         leaves = free(model := oracle.make(kind, 3, [1]))
         dense.log_likelihood(*rebuilt(model, leaves)).sum().backward()
