@@ -32,8 +32,20 @@ _BESIDE_THE_POINT = (
 
 
 @contextmanager
-def quiet_lightning() -> Iterator[None]:
-    """Keeps Lightning's hints that do not apply here from the user's eyes."""
+def quiet_lightning(announcements: bool = True) -> Iterator[None]:
+    """Keeps Lightning's hints that do not apply here from the user's eyes; without `announcements`, also which devices there are."""
+    log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    kept = [lambda record: "Tip" not in record.getMessage()] if announcements else [lambda record: record.levelno >= logging.WARNING]
+    log.filters, filters = log.filters + kept, log.filters
+    try:
+        with _without_hints():
+            yield
+    finally:
+        log.filters = filters
+
+
+@contextmanager
+def _without_hints() -> Iterator[None]:
     with warnings.catch_warnings():
         for message in _BESIDE_THE_POINT:
             warnings.filterwarnings("ignore", message=f".*{message}.*")
@@ -96,14 +108,14 @@ def fit(
         sequences: `Sequences`, or a list of sequences that `Sequences.from_list` takes.
         max_epochs: passes over the data; in batch EM the number of EM iterations.
         tolerance: stops when an epoch's relative gain of the training likelihood is below it; 0 never stops.
-        precision: "64-true" or "32-true" arithmetic of the message passing; the model's own if not given.
+        precision: "64-true" or "32-true" arithmetic of the message passing in this training; the model's own if not given.
         val_sequences: for choosing among restarts, and for callbacks that watch ``val/bits_per_symbol``.
         batch_size: sequences in a batch; all if not given. Batch EM gives the same model for any.
         shuffle: a new order of the batches each epoch, from `seed`.
         ckpt_path: a checkpoint to go on from.
         callbacks, logger, enable_checkpointing, enable_progress_bar, trainer_options: as `lightning.Trainer` takes them.
     """
-    model.arithmetic = _arithmetic(precision, model.arithmetic)
+    arithmetic = _arithmetic(precision, model.arithmetic)
     train = model.as_sequences(sequences)
     require_observations(train)
     validation = None if val_sequences is None else model.as_sequences(val_sequences)
@@ -111,29 +123,28 @@ def fit(
         if part is not None:
             part.check(model.num_symbols, model.num_features)
     data = SequencesData(train, validation, batch_size, shuffle, seed)
-    announcements = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    level = announcements.level
-    with quiet_lightning():
-        announcements.setLevel(logging.WARNING)  # which devices there are is no news in a notebook
+    model.train()  # a model that was trained before comes back in evaluation mode
+    with quiet_lightning(announcements=False):
+        trainer = Trainer(
+            max_epochs=max_epochs,
+            callbacks=[*callbacks] if any(isinstance(callback, Convergence) for callback in callbacks) else [Convergence(tolerance), *callbacks],
+            logger=logger,
+            enable_checkpointing=enable_checkpointing,
+            enable_progress_bar=enable_progress_bar,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+            **{
+                "accelerator": "auto" if torch.cuda.is_available() else "cpu",
+                "num_sanity_val_steps": 0,
+                **({} if validation is not None else {"limit_val_batches": 0}),
+                **trainer_options,
+            },
+        )
+        model.arithmetic, own_arithmetic = arithmetic, model.arithmetic
         try:
-            trainer = Trainer(
-                max_epochs=max_epochs,
-                callbacks=[*callbacks] if any(isinstance(callback, Convergence) for callback in callbacks) else [Convergence(tolerance), *callbacks],
-                logger=logger,
-                enable_checkpointing=enable_checkpointing,
-                enable_progress_bar=enable_progress_bar,
-                enable_model_summary=False,
-                use_distributed_sampler=False,
-                **{
-                    "accelerator": "auto" if torch.cuda.is_available() else "cpu",
-                    "num_sanity_val_steps": 0,
-                    **({} if validation is not None else {"limit_val_batches": 0}),
-                    **trainer_options,
-                },
-            )
             trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
         finally:
-            announcements.setLevel(level)
+            model.arithmetic = own_arithmetic
     return model.eval()
 
 

@@ -130,6 +130,7 @@ def test_float32_arithmetic_is_close_and_counts_stay_float64(rng):
     sequences = random_symbols(rng)
     exact, fast = fit(categorical(), sequences, 10, 0), fit(categorical(), sequences, 10, 0, precision="32-true")
     assert fast.transition_probs.dtype == torch.float64
+    assert fast.arithmetic == "float64"  # for this training only
     torch.testing.assert_close(fast.transition_probs, exact.transition_probs, rtol=0, atol=1e-4)
     assert not torch.equal(fast.transition_probs, exact.transition_probs)
 

@@ -316,8 +316,8 @@ def _editable(tensor: Tensor, name: str) -> np.ndarray:
 
 def _data_arrays(sequences: Sequences) -> Any:
     """Values, offsets and weights as arrays."""
-    weights = torch.ones(len(sequences), dtype=torch.float64) if sequences.weights is None else sequences.weights
-    return _values_numpy(sequences.values), sequences.offsets.numpy(), weights.numpy()
+    weights = np.ones(len(sequences)) if sequences.weights is None else sequences.weights.numpy()
+    return _values_numpy(sequences.values), sequences.offsets.numpy(), weights
 
 
 @torch.no_grad()
@@ -368,7 +368,6 @@ def impossible_message(sequences: Sequences, n: int, t: int) -> str:
     return f"Sequence {n} has probability zero under the model: step {t} ({value}) cannot follow what is before it."
 
 
-@torch.no_grad()
 def em_step(initial: Tensor, transition: Tensor, emission: Symbols, sequences: Sequences, *, single: bool = False) -> Tensor:
     """One bare Baum-Welch iteration without priors, in place; returns (N,) log p(y) under the parameters before it.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from types import ModuleType
@@ -26,7 +27,7 @@ from lightning_hmm.optim import BaumWelch
 from lightning_hmm.sequences import Sequences, Vocabulary
 
 
-class HMM(LightningModule):
+class HMM(LightningModule, ABC):
     """Base of the models.
 
     Subclasses call ``super().__init__`` with what is common, make their distributions, and implement the abstract members.
@@ -93,25 +94,25 @@ class HMM(LightningModule):
     # What a family brings
 
     @property
+    @abstractmethod
     def distributions(self) -> dict[str, Distribution]:
         """The model's parts by name, in the order of the arguments of the inference functions."""
-        raise NotImplementedError(f"{type(self).__name__} must say what its distributions are.")
 
+    @abstractmethod
     def chain(self, restart: int) -> tuple[Any, ...]:
         """The natural parameters of the hidden chain, for one restart: the first arguments of the inference functions."""
-        raise NotImplementedError(f"{type(self).__name__} must say what its chain is.")
 
+    @abstractmethod
     def evidence(self, restart: int, sequences: Sequences) -> Any:
         """The natural parameters of the emissions, or what they make of the sequences: the next argument."""
-        raise NotImplementedError(f"{type(self).__name__} must say how it sees its data.")
 
+    @abstractmethod
     def emit(self, states: Sequences, generator: torch.Generator) -> Sequences:
         """Observations of given states."""
-        raise NotImplementedError(f"{type(self).__name__} must say how states emit.")
 
+    @abstractmethod
     def predict_emission(self, state_probs: Tensor) -> Any:
         """The distribution of an observation whose state has the given probabilities."""
-        raise NotImplementedError(f"{type(self).__name__} must say how states emit.")
 
     def initialise(self, sequences: Sequences) -> None:
         """Sets what depends on the data before training; nothing by default."""

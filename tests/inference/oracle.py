@@ -1,6 +1,6 @@
 """Slow answers that are right by inspection, for models of a few states.
 
-`enumerate_paths` adds up all K^T paths; `log_space` is the textbook recursion, one sequence at a time, in logarithms. Both
+`enumerate_paths` adds up all K^T paths; `log_space` is the textbook recursion in logarithms, one sequence at a time. Both
 take the log-likelihoods of the steps as a (T, K) array and know nothing of kernels, batches or emissions.
 """
 
@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from scipy.special import logsumexp
 from scipy.stats import norm
 from torch import Tensor
 
@@ -28,6 +27,18 @@ class Answer(NamedTuple):
     pairs: np.ndarray
     path: np.ndarray
     score: float
+
+
+def logsumexp(values: np.ndarray, axis: int | None = None) -> Any:
+    largest = values.max(axis, keepdims=True)
+    largest = np.where(largest == -np.inf, 0, largest)
+    with np.errstate(divide="ignore"):
+        return (np.log(np.exp(values - largest).sum(axis, keepdims=True)) + largest).squeeze(axis)[()]
+
+
+def softmax(values: np.ndarray) -> np.ndarray:
+    weights = np.exp(values - values.max())
+    return weights / weights.sum()
 
 
 def _joint(log_initial: np.ndarray, log_transition: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -69,31 +80,40 @@ def enumerate_next(log_initial: np.ndarray, log_transition: np.ndarray, rows: np
 
 
 def log_space(log_initial: np.ndarray, log_transition: np.ndarray, rows: np.ndarray) -> Answer:
-    """Forward, backward and Viterbi in logarithms; -inf is met with nothing but sums and maxima."""
+    """Forward, backward and Viterbi in logarithms; each step is normalised, so that numbers stay near those of one step."""
     steps, num_states = rows.shape
-    pairs = np.zeros((num_states, num_states))
+    pairs, nothing = np.zeros((num_states, num_states)), np.zeros(rows.shape)
     if steps == 0:
-        return Answer(0.0, np.zeros((0, num_states)), np.zeros((0, num_states)), pairs, np.zeros(0, int), 0.0)
-    alpha, beta, delta = np.empty(rows.shape), np.zeros(rows.shape), np.empty(rows.shape)
-    pointers = np.zeros(rows.shape, int)
-    alpha[0] = delta[0] = log_initial + rows[0]
-    for t in range(1, steps):
-        alpha[t] = logsumexp(alpha[t - 1][:, None] + log_transition, axis=0) + rows[t]
-        candidates = delta[t - 1][:, None] + log_transition
-        pointers[t], delta[t] = candidates.argmax(0), candidates.max(0) + rows[t]
-    for t in range(steps - 2, -1, -1):
-        beta[t] = logsumexp(log_transition + rows[t + 1] + beta[t + 1], axis=1)
-    total = logsumexp(alpha[-1])
-    if total == -np.inf:
-        return Answer(total, np.zeros(rows.shape), np.zeros(rows.shape), pairs, np.full(steps, -1), total)
-    for t in range(1, steps):
-        pairs += np.exp(alpha[t - 1][:, None] + log_transition + rows[t] + beta[t] - total)
+        return Answer(0.0, nothing, nothing, pairs, np.zeros(0, int), 0.0)
+    alpha, delta, pointers = np.empty(rows.shape), np.empty(rows.shape), np.zeros(rows.shape, int)
+    total, score = 0.0, 0.0
+    for t in range(steps):
+        joint = rows[t] + (log_initial if t == 0 else logsumexp(alpha[t - 1][:, None] + log_transition, axis=0))
+        best = rows[t] + (log_initial if t == 0 else (delta[t - 1][:, None] + log_transition).max(0))
+        if joint.max() == -np.inf:
+            return Answer(-np.inf, nothing, nothing, pairs, np.full(steps, -1), -np.inf)
+        pointers[t] = 0 if t == 0 else (delta[t - 1][:, None] + log_transition).argmax(0)
+        alpha[t], delta[t] = joint - logsumexp(joint), best - best.max()
+        total, score = total + logsumexp(joint), score + best.max()
+    smoothed, back = np.empty(rows.shape), np.zeros(num_states)
+    for t in range(steps - 1, -1, -1):
+        smoothed[t] = softmax(alpha[t] + back)
+        if t > 0:
+            pairs += softmax(alpha[t - 1][:, None] + log_transition + rows[t] + back)
+            back = logsumexp(log_transition + rows[t] + back, axis=1)
+            back = back - max(back[alpha[t - 1] > -np.inf].max(), -1e300)
     path = np.empty(steps, int)
     path[-1] = delta[-1].argmax()
     for t in range(steps - 1, 0, -1):
         path[t - 1] = pointers[t, path[t]]
-    filtered = np.exp(alpha - logsumexp(alpha, axis=1, keepdims=True))
-    return Answer(total, np.exp(alpha + beta - total), filtered, pairs, path, delta[-1].max())
+    return Answer(total, smoothed, np.exp(alpha), pairs, path, score)
+
+
+def path_score(log_initial: np.ndarray, log_transition: np.ndarray, rows: np.ndarray, path: np.ndarray) -> float:
+    """log p(y, z) of one path."""
+    if len(rows) == 0:
+        return 0.0
+    return log_initial[path[0]] + log_transition[path[:-1], path[1:]].sum() + rows[np.arange(len(rows)), path].sum()
 
 
 def differentiable(initial: Tensor, transition: Tensor, rows: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ class TestAgainstAllPaths:
         model, answers = small(kind, num_states, zeros)
         posterior = dense.posterior(*model.parameters)
         assert_allclose(posterior.log_likelihood, gathered(answers, "log_likelihood"), **EXACT)
-        assert_allclose(posterior.filtered.values, np.concatenate([a.filtered if a.log_likelihood > -np.inf else 0 * a.smoothed for a in answers]), **EXACT)
+        assert_allclose(posterior.filtered.values, gathered(answers, "filtered"), **EXACT)
         assert_allclose(posterior.smoothed.values, gathered(answers, "smoothed"), **EXACT)
         assert_allclose(posterior.transition_counts, sum(answer.pairs for answer in answers), **EXACT)
 
@@ -80,6 +80,15 @@ class TestAgainstAllPaths:
         assert_allclose(weighted, [0 if w == 0 else w * a.log_likelihood for w, a in zip(weights, answers, strict=True)], **EXACT)
 
 
+@pytest.mark.parametrize("zeros", [0.0, 0.4])
+def test_the_two_oracles_agree(zeros):
+    for kind in KINDS:
+        model, answers = small(kind, 3, zeros)
+        for slow, fast in zip(answers, model.answers(oracle.log_space), strict=True):
+            for left, right in zip(slow, fast, strict=True):
+                assert_allclose(left, right, **EXACT)
+
+
 def test_empty_batches():
     for kind in KINDS:
         model = oracle.make(kind, 3, [])
@@ -92,7 +101,7 @@ def test_empty_batches():
 
 # (sequences, longest): one tile, a last tile in part, several lanes, one sequence a tile, tiles of eight. The work of the
 # last three is large enough for the plan that spreads it over threads.
-BATCHES = [(33, 9), (300, 9), (300, 40), (5, 900), (45, 200)]
+BATCHES = [(33, 9), (300, 9), (300, 25), (5, 2600), (45, 170)]
 
 
 @pytest.mark.parametrize("single", [False, True])
@@ -105,6 +114,7 @@ def test_tiles_lanes_and_vector_tails(num_states, single):
         kind = KINDS[(num_states + index) % 3]
         lengths = np.concatenate([[0, 1, longest], rng.integers(0, longest + 1, num_sequences - 3)])
         model = oracle.make(kind, num_states, lengths, seed=index)
+        assert model.sequences.num_steps * num_states**2 > 1_000_000 or index < 2
         answers = model.answers()
         weights = rng.gamma(1, size=num_sequences)
         step = dense.e_step(*model.with_weights(weights).parameters, single=single)
@@ -115,8 +125,10 @@ def test_tiles_lanes_and_vector_tails(num_states, single):
         assert int(step.impossible_step.max()) == -1
         if not single:
             path = dense.viterbi(*model.parameters)
-            assert_array_equal(path.states.values, gathered(answers, "path"))
-            assert_allclose(path.log_probability, gathered(answers, "score"), rtol=1e-11, atol=1e-14)
+            assert_allclose(path.log_probability, gathered(answers, "score"), rtol=1e-11, atol=1e-13)
+            for n, rows in enumerate(model.rows):  # of equally probable paths, which there are where steps are missing, any
+                score = oracle.path_score(model.initial.numpy(), model.transition.numpy(), rows, path.states[n].numpy())
+                assert score == pytest.approx(float(path.log_probability[n]), rel=1e-11, abs=1e-13)
             assert_allclose(dense.posterior(*model.parameters).filtered.values, gathered(answers, "filtered"), rtol=1e-9, atol=1e-12)
 
 

@@ -39,10 +39,10 @@ def test_finite_differences(kind):
 @pytest.mark.parametrize("zeros", [0.0, 0.3])
 @pytest.mark.parametrize("num_states", [1, 4])
 def test_autograd_through_plain_torch(num_states, zeros):
-    """Incoming gradients of both signs, and a zero."""
+    """Incoming gradients of both signs, and a zero: as weights they are not what a user could give."""
     model = oracle.make("steps", num_states, LENGTHS, seed=22, zeros=0)
     model = model._replace(transition=oracle.log_rows(np.random.default_rng(1), num_states, num_states, zeros=zeros).clamp(min=-1e30))
-    factors = torch.tensor([2.0, 1.0, -1.5, 0.0, 0.25], dtype=torch.float64)
+    factors = torch.tensor([-2.0, 1.0, -1.5, 0.25, 0.0], dtype=torch.float64)
     ours, theirs = free(model), free(model)
     (factors * dense.log_likelihood(*rebuilt(model, ours))).sum().backward()
     bounds = model.sequences.offsets.tolist()

@@ -65,7 +65,7 @@ def test_a_rare_transition_that_must_be_used(single, probability):
 
 
 @PRECISIONS
-@pytest.mark.parametrize("favour", [0.7, 5.0, 40.0])
+@pytest.mark.parametrize("favour", [1.0, 5.0, 40.0])
 @pytest.mark.parametrize("log_probability", [-20, -46, -60, -68.5, -90, -460, -667, -690, -1000])
 def test_a_rare_transition_that_pays_off_slowly(single, favour, log_probability):
     """No step is a catastrophe: the rare state is better by a little each time, and wins in the end.
@@ -73,8 +73,6 @@ def test_a_rare_transition_that_pays_off_slowly(single, favour, log_probability)
     Seen from two sources, of which one cannot go there, so that the probability of being there falls below any floor.
     """
     steps = 4 + int(2 * -log_probability / favour)
-    if steps > 1500:
-        pytest.skip("long for an oracle in Python")
     rare = log([0.5, 0.5, 0], [0.5, 0.5, 0], [0, 0, 1])
     rare[0, 2] = log_probability
     rows = np.zeros((steps, 3))

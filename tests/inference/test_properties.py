@@ -53,7 +53,7 @@ def test_names_of_states_mean_nothing(model, random):
     assert_allclose(after.transition, before.transition[order][:, order], **CLOSE)
     axis = 1 if isinstance(model.emission, dense.Steps) else 0
     for left, right in zip(after.emission, before.emission, strict=True):
-        assert_allclose(left, np.take(right, order, axis=axis), **CLOSE)
+        assert_allclose(left, right.index_select(axis, torch.from_numpy(order)), **CLOSE)
     assert_allclose(dense.viterbi(*other.parameters).log_probability, dense.viterbi(*model.parameters).log_probability, **CLOSE)
     assert_allclose(dense.predict_next(*other.parameters), dense.predict_next(*model.parameters)[:, order], **CLOSE)
     assert_allclose(dense.posterior(*other.parameters).filtered.values, dense.posterior(*model.parameters).filtered.values[:, order], **CLOSE)
@@ -168,6 +168,8 @@ def test_evidence_is_relative(model, shift):
 def test_one_em_step_does_not_lower_the_likelihood(model, single):
     """Counts normalised into rows, emissions kept: the law that makes expected counts worth having."""
     step = dense.e_step(*model.parameters, single=single)
-    initial, transition = (torch.where(c.sum(-1, keepdim=True) > 0, c / c.sum(-1, keepdim=True), p.exp()).log() for c, p in zip(step[2:4], model[:2], strict=True))
+    initial, transition = (
+        torch.where(c.sum(-1, keepdim=True) > 0, c / c.sum(-1, keepdim=True), p.exp()).log() for c, p in zip(step[2:4], model[:2], strict=True)
+    )
     after = dense.log_likelihood(initial, transition, *model.parameters[2:])
     assert float(after.sum()) >= float(dense.log_likelihood(*model.parameters).sum()) - (1e-3 if single else 1e-9)

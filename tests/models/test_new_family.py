@@ -59,6 +59,9 @@ class PoissonHMM(HMM):
     def emit(self, states: Sequences, generator: torch.Generator) -> Sequences:
         return states.with_values(torch.poisson(self.emission.rate.detach()[0][states.values], generator=generator)[:, None])
 
+    def predict_emission(self, state_probs: Tensor) -> Tensor:
+        return state_probs @ self.emission.rate.detach()[0]
+
 
 def test_it_learns_samples_decodes_saves_and_loads(tmp_path):
     truth = PoissonHMM(2)
@@ -72,6 +75,7 @@ def test_it_learns_samples_decodes_saves_and_loads(tmp_path):
     assert (model.decode(sequences).values == states.values).double().mean() > 0.99
     assert torch.equal(lightning_hmm.load(tmp_path / "last.ckpt").score(sequences), model.score(sequences))
     assert model.num_free_parameters == 1 + 2 + 2
+    assert 2.0 < float(model.predict_next(sequences[:1])) < 30.0
 
 
 def test_its_objective_never_falls():

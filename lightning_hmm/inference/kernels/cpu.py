@@ -35,6 +35,7 @@ SYMBOLS, STEPS, GAUSSIAN = 0, 1, 2
 
 # A message entry below FLUSH is taken as zero, which keeps every quotient of the backward pass inside the float range
 # with room for sequence weights. A step that keeps less than COLLAPSE of its mass sends the sequence to log space.
+_DOUBLE = np.dtype(np.float64)
 FLUSH = {np.dtype(np.float32): 1e-30, np.dtype(np.float64): 1e-290}
 COLLAPSE = {np.dtype(np.float32): 1e-20, np.dtype(np.float64): 1e-200}
 # Where every transition is at least this probable, each state gets at least this much mass from what is kept at the step
@@ -118,7 +119,10 @@ def _forward_tile(members, lengths, starts, keep, kind, symbols, table, shifts, 
                 for k in range(padded):
                     alpha[0, b, k] = initial[k]
         else:
-            _multiply(zero, alpha_at + now * tile * row_bytes, alpha_at + before * tile * row_bytes, padded, 1, transition_at, padded, active, padded, num_states)
+            # Whole blocks of four rows are cheaper than single ones. What this writes into ended sequences, the backward pass
+            # clears; without one, their last rows must stay.
+            rows_done = min(tile, 4 * ((active + 3) // 4)) if keep else active
+            _multiply(zero, alpha_at + now * tile * row_bytes, alpha_at + before * tile * row_bytes, padded, 1, transition_at, padded, rows_done, padded, num_states)
         if leak > 0:
             for b in range(active):
                 for k in range(num_states):
@@ -175,7 +179,7 @@ def _backward_tile(members, lengths, starts, ids, num_states, kind, symbols, tab
             # Where alpha is zero the message back is of no use, and may be beyond any bound: it is made zero.
             total = smooth_row(zero, padded, alpha_at + here, back, share)
             scale = zero  # where the forward pass gave up: such a sequence adds nothing here
-            if total > zero:
+            if total != zero:  # negative where the weight is, which an incoming gradient may be
                 scale = alpha.dtype.type(weight) / (total * totals[t, b])
                 weight /= total
             emission_at = rows_at + here
@@ -204,7 +208,8 @@ def _backward_tile(members, lengths, starts, ids, num_states, kind, symbols, tab
                 for k in range(num_states):
                     filtered[row, k] = alpha[t, b, k]
         if t > 0:
-            _multiply(zero, beta_at, rows_at + t * tile * row_bytes, padded, 1, transposed_at, padded, active, padded, num_states)
+            rows_done = min(tile, 4 * ((active + 3) // 4))
+            _multiply(zero, beta_at, rows_at + t * tile * row_bytes, padded, 1, transposed_at, padded, rows_done, padded, num_states)
         for b in range(active, tile):  # ended sequences take no part in the pair counts of this step
             for k in range(padded):
                 rows[t, b, k] = zero
@@ -506,12 +511,6 @@ def _normalise_rows(log_probs, counts, correction, pseudocount):
 
 
 @_kernel
-def _workspace_size(longest, tile, padded):
-    """Numbers that `_e_step_lane` works with: alpha, rows, beta, gamma, partial sums."""
-    return 2 * (longest + 1) * tile * padded + padded * padded
-
-
-@_kernel
 def _aligned(size):
     """`aligned_zeros` of float64, inside a kernel."""
     raw = np.zeros(size + 8)
@@ -522,7 +521,7 @@ def _aligned(size):
 @_kernel
 def _online_em(batch_offsets, order, offsets, symbols, weights, tile, flush, collapse, fed, negligible, discount, step, sizes, total_size,
                pseudocounts, frozen, log_initial, log_transition, log_emission, initial_buffer, transition_buffer, emission_buffer,
-               log_likelihood, impossible_step):
+               longest, workspace, log_likelihood, impossible_step):
     """EM updates for consecutive batches of sequences, parameters and count buffers changed in place.
 
     One update is E-step, ``buffer = discount * buffer + (1 - discount) * counts``, M-step. `sizes` is the buffer of batch
@@ -535,10 +534,6 @@ def _online_em(batch_offsets, order, offsets, symbols, weights, tile, flush, col
     log_table = np.zeros((num_symbols, num_states))
     initial_counts, transition_counts, visits = np.zeros(padded), np.zeros((num_states, num_states)), _aligned(num_symbols * padded).reshape(num_symbols, padded)
     none, no_centre, bound = np.zeros((0, 0)), np.zeros(0), np.zeros(offsets.shape[0] - 1)
-    longest = 0
-    for n in order:
-        longest = max(longest, offsets[n + 1] - offsets[n])
-    workspace = _aligned(_workspace_size(longest, tile, padded))
     for batch in range(batch_offsets.shape[0] - 1):
         ids = order[batch_offsets[batch] : batch_offsets[batch + 1]]
         for i in range(num_states):
@@ -605,7 +600,7 @@ def _plan(offsets: np.ndarray, num_states: int) -> tuple[np.ndarray, int]:
     order = np.argsort(-lengths, kind="stable") if np.any(lengths[1:] != lengths[:-1]) else np.arange(lengths.shape[0])
     order = order[: np.count_nonzero(lengths)]
     if int(offsets[-1]) * num_states * num_states < _SMALL_WORK:
-        return order, min(_TILE, max(1, order.shape[0]))
+        return order, min(_TILE, 4 * max(1, -(-order.shape[0] // 4)))
     if order.shape[0] < 8:
         return order, 1
     return order, min(_TILE, -(-order.shape[0] // 32) * 4)
@@ -635,6 +630,11 @@ def _run(lanes: int, work: Any) -> None:
 
 
 _scratch = threading.local()
+
+
+def _workspace_size(longest: int, tile: int, padded: int) -> int:
+    """Numbers that `_e_step_lane` works with: alpha, rows, beta, gamma, partial sums."""
+    return 2 * (longest + 1) * tile * padded + padded * padded
 
 
 def _workspace(dtype: np.dtype, size: int) -> np.ndarray:
@@ -805,19 +805,25 @@ def online_em(
     *, batch_size, discount, updates, data_size, pseudocounts, frozen,
 ):  # fmt: skip
     """See `inference.dense.online_em`. Returns log-likelihoods, and (sequence, step) where one is impossible, else None."""
-    lengths = np.diff(offsets)
-    batches = np.arange(lengths.shape[0]) // batch_size
-    order = np.lexsort((-lengths, batches))
-    order = order[lengths[order] > 0]
-    batch_offsets = np.searchsorted(batches[order], np.arange(-(-lengths.shape[0] // batch_size) + 1))
-    log_likelihood, impossible_step = np.zeros(lengths.shape[0]), np.full(lengths.shape[0], -1)
-    dtype = np.dtype(np.float64)
+    lengths = offsets[1:] - offsets[:-1]
+    num_sequences, longest = lengths.shape[0], int(lengths.max(initial=0))
+    if num_sequences <= batch_size and lengths.min(initial=longest) == longest > 0:  # nothing to sort
+        order, batch_offsets = np.arange(num_sequences), np.array([0, num_sequences])
+    else:
+        batches = np.arange(num_sequences) // batch_size
+        order = np.lexsort((-lengths, batches))
+        order = order[lengths[order] > 0]
+        batch_offsets = np.searchsorted(batches[order], np.arange(-(-num_sequences // batch_size) + 1))
+    log_likelihood, impossible_step = np.zeros(num_sequences), np.full(num_sequences, -1)
+    tile = min(_TILE, 4 * -(-min(batch_size, num_sequences) // 4))
+    padded = 8 * -(-log_initial.shape[0] // 8)
     _online_em(
-        batch_offsets, order, offsets, symbols, weights, min(_TILE, batch_size), FLUSH[dtype], COLLAPSE[dtype], ALWAYS_FED[dtype], NEGLIGIBLE[dtype],
-        float(discount), int(updates), size, float(data_size), np.asarray(pseudocounts, np.float64), np.asarray(frozen, np.bool_), log_initial, log_transition, log_emission,
-        initial_buffer, transition_buffer, emission_buffer, log_likelihood, impossible_step,
+        batch_offsets, order, offsets, symbols, weights, tile, FLUSH[_DOUBLE], COLLAPSE[_DOUBLE], ALWAYS_FED[_DOUBLE], NEGLIGIBLE[_DOUBLE],
+        float(discount), int(updates), size, float(data_size), np.asarray(pseudocounts, np.float64), np.asarray(frozen, np.bool_),
+        log_initial, log_transition, log_emission, initial_buffer, transition_buffer, emission_buffer,
+        longest, _workspace(_DOUBLE, _workspace_size(longest, tile, padded)), log_likelihood, impossible_step,
     )  # fmt: skip
-    impossible = np.flatnonzero((impossible_step >= 0) & (weights != 0))
+    impossible = np.flatnonzero((impossible_step >= 0) & (weights != 0)) if impossible_step.max(initial=-1) >= 0 else _NO_IDS
     return log_likelihood, (int(impossible[0]), int(impossible_step[impossible[0]])) if impossible.shape[0] else None
 
 

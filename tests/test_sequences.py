@@ -1,0 +1,453 @@
+"""Ragged batches: every way in, every way of taking parts, and errors that say where."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from lightning_hmm.sequences import Sequences, Vocabulary
+
+NAN = float("nan")
+
+
+def same(left: torch.Tensor, right) -> bool:
+    """Equal, where a NaN equals a NaN."""
+    return np.array_equal(left.numpy(), np.asarray(right), equal_nan=left.is_floating_point())
+
+
+def vectors() -> Sequences:
+    return Sequences.from_list([[[1.0, 2.0], [3.0, NAN]], np.zeros((0, 2)), [[5.0, 6.0]]], weights=[1.0, 2.0, 0.5])
+
+
+class TestFromList:
+    def test_symbols(self):
+        batch = Sequences.from_list([[0, 1], [], (2,), np.array([3, 4], np.int8), torch.tensor([5])])
+        assert batch.values.dtype == torch.int64
+        assert batch.values.tolist() == [0, 1, 2, 3, 4, 5]
+        assert batch.offsets.tolist() == [0, 2, 2, 3, 5, 6]
+        assert batch.lengths.tolist() == [2, 0, 1, 2, 1]
+        assert (len(batch), batch.num_steps, batch.is_discrete, batch.num_features, batch.weights) == (5, 6, True, None, None)
+
+    def test_numbers_are_vectors_of_one(self):
+        batch = Sequences.from_list([[1.5, 2.0], [3]])
+        assert same(batch.values, [[1.5], [2.0], [3.0]])
+        assert (batch.is_discrete, batch.num_features) == (False, 1)
+
+    def test_vectors_keep_float32(self):
+        batch = Sequences.from_list([np.ones((2, 3), np.float32), torch.zeros(1, 3)])
+        assert batch.values.dtype == torch.float32
+        assert batch.values.shape == (3, 3)
+        assert Sequences.from_list([np.ones((2, 3), np.float16)]).values.dtype == torch.float64
+
+    @pytest.mark.parametrize(
+        ("given", "values"),
+        [
+            ([[0, None, 2], [None]], [0, -1, 2, -1]),
+            ([[0.5, None], [None]], [[0.5], [NAN], [NAN]]),
+            ([[1.5], [None, 3]], [[1.5], [NAN], [3.0]]),  # whole numbers among real ones are real, and so is what is missing there
+            ([[None, 3], [1.5]], [[NAN], [3.0], [1.5]]),
+            ([[[1.0, None], [2.0, 3.0]]], [[1.0, NAN], [2.0, 3.0]]),
+            ([[[1.0, 2.0], None]], [[1.0, 2.0], [NAN, NAN]]),
+            ([[None, [1.0, 2.0]], [None, None, [3.0, None]]], [[NAN, NAN], [1.0, 2.0], [NAN, NAN], [NAN, NAN], [3.0, NAN]]),
+            ([np.array([1, None], object)], [1, -1]),
+        ],
+    )
+    def test_none_is_missing(self, given, values):
+        batch = Sequences.from_list(given)
+        assert same(batch.values, values)
+        assert same(batch.observed, np.asarray(values) >= 0 if batch.is_discrete else ~np.isnan(values))
+
+    def test_nothing(self):
+        assert len(Sequences.from_list([])) == 0
+        assert Sequences.from_list([[], []]).is_discrete
+        empty = Sequences.from_list([np.zeros((0, 3)), np.zeros((0, 3))])
+        assert (len(empty), empty.num_features) == (2, 3)
+
+    def test_what_is_given_is_not_changed_later(self):
+        source = np.array([1, 2, 3])
+        batch = Sequences.from_list([source])
+        source[0] = 9
+        assert batch.values.tolist() == [1, 2, 3]
+
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [
+            ([[0], ["a", "b"]], "sequence 1 holds .*from_strings"),
+            ([[0, 1], np.zeros((2, 2), int)], "sequence 1 holds vectors"),
+            ([[[1.0, 2.0]], [[1.0], [2.0]]], "2 features like the first, but sequence 1 has 1"),
+            ([[[1.0, 2.0]], [[1.0, 2.0], [3.0]]], "2 features.*position 1 of sequence 1 has 1"),
+            ([[[1.0, 2.0], 3.0]], "2 features.*position 1 of sequence 0 has 1"),
+            ([1, 2], "item 0 is a single number"),
+        ],
+    )
+    def test_errors(self, given, message):
+        with pytest.raises(ValueError, match=message):
+            Sequences.from_list(given)
+
+
+class TestFromLengths:
+    def test_as_hmmlearn_takes_them(self):
+        batch = Sequences.from_lengths(np.arange(5), [2, 0, 3])
+        assert batch.tolist() == [[0, 1], [], [2, 3, 4]]
+        assert Sequences.from_lengths(torch.ones(2, 3), torch.tensor([2])).num_features == 3
+
+    def test_shares_memory(self):
+        values = np.arange(6.0).reshape(3, 2)
+        assert Sequences.from_lengths(values, [3]).values.data_ptr() == values.ctypes.data
+
+    def test_read_only_memory_needs_no_warning(self):
+        """A mapped file, for example. torch warns once in a process: the check is that it is not even asked."""
+        values = np.arange(6.0).reshape(3, 2)
+        values.flags.writeable = False
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            torch.set_warn_always(True)
+            try:
+                assert Sequences.from_lengths(values, [3]).tolist() == [values.tolist()]
+            finally:
+                torch.set_warn_always(False)
+
+    @pytest.mark.parametrize(("lengths", "message"), [([2, 2], "`lengths` must sum to 5.*sums to 4"), ([6, -1], "must rise from 0 to 5.*6, 5")])
+    def test_errors(self, lengths, message):
+        with pytest.raises(ValueError, match=message):
+            Sequences.from_lengths(np.arange(5), lengths)
+
+
+class TestConstructor:
+    @pytest.mark.parametrize("offsets", [[0, 2], [1, 3], [0, 2, 1, 3], [], [[0, 3]], [0, 4, 3]])
+    def test_offsets_must_rise_over_all_steps(self, offsets):
+        with pytest.raises(ValueError, match="`offsets` must rise from 0 to 3"):
+            Sequences(torch.arange(3), torch.tensor(offsets, dtype=torch.int64))
+
+    def test_shapes(self):
+        with pytest.raises(ValueError, match=r"\(steps,\) for symbols.*\(3, 1\)"):
+            Sequences(torch.zeros(3, 1, dtype=torch.int64), torch.tensor([0, 3]))
+        with pytest.raises(ValueError, match=r"\(steps, features\).*\(3, 1, 1\)"):
+            Sequences(torch.zeros(3, 1, 1), torch.tensor([0, 3]))
+        assert Sequences(torch.zeros(3), torch.tensor([0, 3])).values.shape == (3, 1)
+        assert Sequences(torch.zeros(3, dtype=torch.bool), torch.tensor([0, 3], dtype=torch.int32)).offsets.dtype == torch.int64
+
+    @pytest.mark.parametrize(
+        ("weights", "message"),
+        [
+            ([1.0], r"each of the 2 sequences.*\(1,\)"),
+            ([1.0, -1.0], "sequence 1 is -1.0"),
+            ([NAN, 1.0], "sequence 0 is nan"),
+            ([1.0, float("inf")], "1 is inf"),
+        ],
+    )
+    def test_weights(self, weights, message):
+        with pytest.raises(ValueError, match=message):
+            Sequences.from_list([[0], [1]], weights=weights)
+
+    def test_weights_are_float64(self):
+        assert Sequences.from_list([[0], [1]], weights=[1, 2]).weights.dtype == torch.float64
+
+
+class TestFromArrow:
+    @pytest.mark.parametrize(("kind", "torch_type"), [(pa.int64(), torch.int64), (pa.float32(), torch.float32), (pa.float64(), torch.float64)])
+    def test_no_copy(self, kind, torch_type):
+        """The values are Arrow's own memory, also of a slice; and nobody is warned."""
+        column = pa.array([[9], [0, 1], [], [2, 3, 4]], pa.list_(kind))
+        address = column.values.buffers()[1].address
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            torch.set_warn_always(True)
+            try:
+                batch, part = Sequences.from_arrow(column), Sequences.from_arrow(column.slice(1))
+            finally:
+                torch.set_warn_always(False)
+        assert batch.values.dtype == torch_type
+        assert batch.values.data_ptr() == address
+        assert part.values.data_ptr() == address + batch.values.element_size()
+        assert [np.ravel(each).tolist() for each in part] == [[0, 1], [], [2, 3, 4]]
+
+    def test_the_memory_outlives_the_column(self):
+        batch = Sequences.from_arrow(pa.array([list(range(1000))], pa.list_(pa.int64())))
+        pa.default_memory_pool().release_unused()
+        pa.array(np.zeros(1000, np.int64)).sum()
+        assert batch.values.tolist() == list(range(1000))
+
+    def test_vectors_of_fixed_size_without_a_copy(self):
+        column = pa.array([[[1.0, 2.0]], [], [[3.0, 4.0], [5.0, 6.0]]], pa.list_(pa.list_(pa.float64(), 2)))
+        batch = Sequences.from_arrow(column)
+        assert batch.tolist() == [[[1.0, 2.0]], [], [[3.0, 4.0], [5.0, 6.0]]]
+        assert batch.values.data_ptr() == column.values.values.buffers()[1].address
+        assert Sequences.from_arrow(column.slice(2)).tolist() == [[[3.0, 4.0], [5.0, 6.0]]]
+        assert Sequences.from_arrow(column.slice(1, 1)).values.shape == (0, 2)
+
+    @pytest.mark.parametrize("outer", [pa.list_, pa.large_list])
+    def test_vectors_as_lists(self, outer):
+        column = pa.array([[[0.0, 0.0]], [[1.0, 2.0]], [[3.0, 4.0], [5.0, 6.0]]], outer(outer(pa.float32())))
+        assert Sequences.from_arrow(column.slice(1)).tolist() == [[[1.0, 2.0]], [[3.0, 4.0], [5.0, 6.0]]]
+
+    def test_chunks(self):
+        column = pa.chunked_array([[[0, 1]], [], [[2], []]], pa.list_(pa.int64()))
+        assert Sequences.from_arrow(column).tolist() == [[0, 1], [2], []]
+        assert Sequences.from_arrow(column.slice(1)).tolist() == [[2], []]
+        one = pa.chunked_array([[[0, 1], [2]]], pa.list_(pa.int64()))
+        assert Sequences.from_arrow(one).values.data_ptr() == one.chunk(0).values.buffers()[1].address
+
+    @pytest.mark.parametrize("kind", [pa.int8(), pa.uint8(), pa.int32(), pa.uint32(), pa.bool_(), pa.null()])
+    def test_whole_numbers_of_any_type_with_nulls(self, kind):
+        first = None if kind == pa.null() else True if kind == pa.bool_() else 1
+        batch = Sequences.from_arrow(pa.array([[first, None], []], pa.list_(kind)))
+        assert batch.is_discrete
+        assert batch.tolist() == [[-1 if first is None else 1, -1], []]
+
+    @pytest.mark.parametrize("kind", [pa.float32(), pa.float64(), pa.float16()])
+    def test_numbers_with_nulls(self, kind):
+        assert same(Sequences.from_arrow(pa.array([[np.float16(1.5), None]], pa.list_(kind))).values, [[1.5], [NAN]])
+
+    @pytest.mark.parametrize("inner", [lambda kind: pa.list_(kind, 2), pa.list_, pa.large_list])
+    @pytest.mark.parametrize("kind", [pa.int64(), pa.float64()])
+    def test_vectors_with_nulls(self, inner, kind):
+        """A missing entry, and a vector that is missing as a whole; sliced too."""
+        column = pa.array([[[7, 8]], [[1, None], None], [None], [], [[3, 4]]], pa.list_(inner(kind)))
+        assert same(Sequences.from_arrow(column).values, [[7, 8], [1, NAN], [NAN, NAN], [NAN, NAN], [3, 4]])
+        assert same(Sequences.from_arrow(column.slice(2)).values, [[NAN, NAN], [3, 4]])
+        assert Sequences.from_arrow(column).lengths.tolist() == [1, 2, 1, 0, 1]
+
+    def test_nothing(self):
+        assert Sequences.from_arrow(pa.array([], pa.list_(pa.int64()))).is_discrete
+        assert Sequences.from_arrow(pa.chunked_array([], pa.list_(pa.list_(pa.float64(), 3)))).num_features == 3
+        assert Sequences.from_arrow(pa.array([[], []])).lengths.tolist() == [0, 0]
+
+    def test_weights(self):
+        assert Sequences.from_arrow(pa.array([[1], [2]]), weights=np.array([1, 3])).weights.tolist() == [1, 3]
+
+    @pytest.mark.parametrize(
+        ("column", "message"),
+        [
+            (pa.array([1, 2]), "must be an Arrow list column, but is int64"),
+            (pa.array([[1], [2], None]), "sequence 2"),
+            (pa.array([["a"]]), "holds string.*from_strings"),
+            (pa.array([[[1.0, 2.0]], [[3.0, 4.0], None, [5.0]]]), "2 features.*position 2 of sequence 1"),
+        ],
+    )
+    def test_errors(self, column, message):
+        with pytest.raises(ValueError, match=message):
+            Sequences.from_arrow(column)
+
+
+class TestVocabulary:
+    def test_strings_and_names(self):
+        assert Sequences.from_strings(["abba", "", "b"], "ab").tolist() == [[0, 1, 1, 0], [], [1]]
+        assert Sequences.from_strings([["rain", None, "sun"]], Vocabulary(["sun", "rain"])).tolist() == [[1, -1, 0]]
+        assert Sequences.from_strings(["a"], "ab", weights=[2]).weights.tolist() == [2]
+
+    def test_unknown(self):
+        vocabulary = Vocabulary(["a", "b", "?"], unknown="?")
+        assert Sequences.from_strings(["axb"], vocabulary).tolist() == [[0, 2, 1]]
+        with pytest.raises(ValueError, match=r"Sequence 1: .*'x', found at position 2"):
+            Sequences.from_strings(["ab", "abx"], "ab")
+
+    def test_from_data(self):
+        assert Vocabulary.from_data(["cab", "a"]).names == ["a", "b", "c"]
+        assert Vocabulary.from_data([["b", None, "?", "a"]], unknown="?").names == ["?", "a", "b"]
+        assert Vocabulary.from_data([["b", None]]).names == ["b"]
+
+    def test_there_and_back(self):
+        vocabulary = Vocabulary("xyz")
+        assert vocabulary.decode(vocabulary.encode(["z", None, "x"])) == ["z", None, "x"]
+        assert vocabulary.decode(torch.tensor([2, -1, 0])) == ["z", None, "x"]
+        assert (len(vocabulary), vocabulary[1], vocabulary == Vocabulary("xyz"), vocabulary == Vocabulary("xzy")) == (3, "y", True, False)
+        assert {vocabulary: 1}[Vocabulary("xyz")] == 1
+        assert "3 symbols" in repr(vocabulary)
+
+    def test_errors(self):
+        with pytest.raises(ValueError, match="'a' occurs more than once"):
+            Vocabulary(["a", "b", "a"])
+        with pytest.raises(ValueError, match=r"`unknown` must be one of the names, but is '\?'"):
+            Vocabulary("ab", unknown="?")
+
+
+class TestParts:
+    batch = Sequences.from_list([[0, 1], [], [2], [3, 4, 5]], weights=[1.0, 2.0, 3.0, 4.0])
+
+    def test_one_sequence(self):
+        assert self.batch[0].tolist() == [0, 1]
+        assert self.batch[-1].tolist() == [3, 4, 5]
+        assert self.batch[np.int32(2)].tolist() == [2]
+        assert self.batch[torch.tensor(2)].tolist() == [2]
+        assert self.batch[1].tolist() == []
+        for index in (4, -5):
+            with pytest.raises(IndexError, match=f"Sequence {index} of a batch of 4"):
+                self.batch[index]
+
+    def test_a_slice_shares_memory(self):
+        part = self.batch[2:]
+        assert part.tolist() == [[2], [3, 4, 5]]
+        assert part.values.data_ptr() == self.batch.values[2:].data_ptr()
+        assert part.weights.tolist() == [3, 4]
+
+    @pytest.mark.parametrize(
+        "index", [slice(1, 3), slice(-1, None), slice(None, -1), slice(3, 1), slice(9, 12), slice(None, None, 2), slice(None, None, -1), slice(2, None, -2)]
+    )
+    def test_slices_are_those_of_a_list(self, index):
+        assert self.batch[index].tolist() == self.batch.tolist()[index]
+        assert self.batch[index].weights.tolist() == self.batch.weights.tolist()[index]
+
+    @pytest.mark.parametrize(
+        ("index", "expected"),
+        [
+            ([3, 0, 0], [3, 0, 0]),
+            ([-1, 1], [3, 1]),
+            ([], []),
+            (range(2), [0, 1]),
+            (np.array([2, 3]), [2, 3]),
+            (torch.tensor([1]), [1]),
+            ([True, False, True, False], [0, 2]),
+            (np.array([False, True, True, False]), [1, 2]),
+            (torch.zeros(4, dtype=torch.bool), []),
+        ],
+    )
+    def test_lists_and_masks(self, index, expected):
+        part = self.batch[index]
+        assert part.tolist() == [self.batch.tolist()[n] for n in expected]
+        assert part.weights.tolist() == [self.batch.weights.tolist()[n] for n in expected]
+
+    def test_wrong_lists(self):
+        for index in ([4], [True, False], [0.5]):
+            with pytest.raises(IndexError):
+                self.batch[index]
+
+    def test_empty_parts_keep_their_kind(self):
+        for index in (slice(0, 0), [], [1], torch.zeros(3, dtype=torch.bool)):
+            part = vectors()[index]
+            assert (part.num_features, part.num_steps, part.values.dtype) == (2, 0, torch.float64)
+        assert self.batch[:0].is_discrete
+        assert Sequences.cat([vectors()[:0], vectors()[:0]]).num_features == 2
+
+    def test_iteration_and_split(self):
+        assert [each.tolist() for each in self.batch] == self.batch.tolist()
+        parts = list(self.batch.split(3))
+        assert [len(part) for part in parts] == [3, 1]
+        assert Sequences.cat(parts).tolist() == self.batch.tolist()
+
+    def test_locate(self):
+        """Empty sequences are stepped over."""
+        assert [self.batch.locate(step) for step in range(6)] == [(0, 0), (0, 1), (2, 0), (3, 0), (3, 1), (3, 2)]
+
+
+class TestCat:
+    def test_weights_of_those_that_have_none_are_one(self):
+        joined = Sequences.cat([Sequences.from_list([[0]], weights=[3.0]), Sequences.from_list([[1, 2], []])])
+        assert joined.tolist() == [[0], [1, 2], []]
+        assert joined.weights.tolist() == [3, 1, 1]
+        assert Sequences.cat([Sequences.from_list([[0]]), Sequences.from_list([[1]])]).weights is None
+
+    def test_empty_ones_of_another_kind_do_not_matter(self):
+        joined = Sequences.cat([Sequences.from_list([[]]), vectors()])
+        assert joined.lengths.tolist() == [0, 2, 0, 1]
+        assert joined.num_features == 2
+
+    def test_errors(self):
+        with pytest.raises(ValueError, match="at least one"):
+            Sequences.cat([])
+        with pytest.raises(ValueError, match=r"alike.*'2', 'None'"):
+            Sequences.cat([vectors(), Sequences.from_list([[0]])])
+
+    def test_collate(self):
+        """What a DataLoader's data set may give: one item at a time, or batches."""
+        assert Sequences.collate([[0, 1], [2]]).tolist() == [[0, 1], [2]]
+        assert Sequences.collate([torch.tensor([0, 1]), torch.tensor([2])]).tolist() == [[0, 1], [2]]
+        assert Sequences.collate([vectors(), vectors()]).weights.tolist() == [1.0, 2.0, 0.5] * 2
+        batch = vectors()
+        assert Sequences.collate(batch) is batch
+        loader = torch.utils.data.DataLoader([[0, 1], [2], [3]], batch_size=2, collate_fn=Sequences.collate)
+        assert [each.tolist() for each in loader] == [[[0, 1], [2]], [[3]]]
+
+
+class TestMoving:
+    def test_types(self):
+        """Symbols and weights keep their types; a batch that is already there is not copied."""
+        batch = vectors()
+        single = batch.to(torch.float32)
+        assert (single.values.dtype, single.weights.dtype) == (torch.float32, torch.float64)
+        assert batch.to("cpu").values is batch.values
+        symbols = Sequences.from_list([[0, 1]])
+        assert symbols.to(torch.float32).values.dtype == torch.int64
+        assert symbols.to("meta").device.type == "meta"
+        assert symbols.to("meta").offsets.device.type == "cpu"
+
+    def test_what_was_checked_is_checked_again_in_another_type(self):
+        """1e300 is a number in float64 and infinite in float32."""
+        batch = Sequences.from_list([[1.0], [2.0, 1e300]])
+        batch.check(None, 1)
+        with pytest.raises(ValueError, match="position 1 of sequence 1 is inf"):
+            batch.to(torch.float32).check(None, 1)
+
+    @pytest.mark.skipif(not torch.accelerator.is_available(), reason="memory is pinned for an accelerator")
+    def test_pin(self):
+        pinned = vectors().pin_memory()
+        assert pinned.values.is_pinned()
+        assert pinned.weights.is_pinned()
+
+    def test_pickle(self):
+        """How a batch comes from a DataLoader's worker."""
+        again = pickle.loads(pickle.dumps(vectors()))
+        assert same(again.values, vectors().values)
+        assert again.weights.tolist() == vectors().weights.tolist()
+        assert again.offsets.tolist() == vectors().offsets.tolist()
+
+
+class TestCounting:
+    def test_observed(self):
+        batch = Sequences.from_list([[0, None, 2], [None], []])
+        assert batch.observed.tolist() == [True, False, True, False]
+        assert float(batch.num_observed()) == 2
+        weighted = Sequences(batch.values, batch.offsets, torch.tensor([0.5, 7.0, 1.0]))
+        assert float(weighted.num_observed()) == 1
+
+    def test_a_vector_observed_in_part_counts(self):
+        batch = Sequences.from_list([[[1.0, NAN], [NAN, NAN]]])
+        assert batch.observed.tolist() == [[True, False], [False, False]]
+        assert float(batch.num_observed()) == 1
+
+    def test_repeat_interleave_and_with_values(self):
+        batch = Sequences.from_list([[0, 1], [], [2]], weights=[1.0, 2.0, 3.0])
+        assert batch.repeat_interleave(batch.weights).tolist() == [1, 1, 3]
+        states = batch.with_values(torch.tensor([7, 8, 9]))
+        assert states.tolist() == [[7, 8], [], [9]]
+        assert states.weights.tolist() == [1, 2, 3]
+
+    def test_repr(self):
+        assert repr(vectors()) == "Sequences(3 sequences, 3 vectors of 2, weighted)"
+        assert repr(Sequences.from_list([[0]])) == "Sequences(1 sequences, 1 symbols)"
+
+
+class TestCheck:
+    """Each message names the sequence and the position in it."""
+
+    @pytest.mark.parametrize("bad", [3, 10**12, -2])
+    def test_symbols_out_of_range(self, bad):
+        batch = Sequences.from_list([[0, 1], [], [2, bad]])
+        with pytest.raises(ValueError, match=f"0 to 2.*position 1 of sequence 2 is {bad}"):
+            batch.check(3, None)
+
+    def test_what_fits(self):
+        batch = Sequences.from_list([[0, -1, 2]])
+        batch.check(3, None)
+        with pytest.raises(ValueError, match="position 2 of sequence 0 is 2"):
+            batch.check(2, None)
+        Sequences.from_list([]).check(3, None)
+
+    @pytest.mark.parametrize("bad", [float("inf"), -float("inf")])
+    def test_infinite_values(self, bad):
+        batch = Sequences.from_list([np.zeros((0, 2)), [[0.0, NAN], [1.0, bad]]])
+        with pytest.raises(ValueError, match=f"feature 1 at position 1 of sequence 1 is {bad}"):
+            batch.check(None, 2)
+
+    def test_the_wrong_kind(self):
+        with pytest.raises(ValueError, match="emits 3 symbols, but the sequences hold real vectors of 2"):
+            vectors().check(3, None)
+        with pytest.raises(ValueError, match="vectors of 2 features, but the sequences hold symbols"):
+            Sequences.from_list([[0]]).check(None, 2)
+        with pytest.raises(ValueError, match="must have 3 features, but has 2"):
+            vectors().check(None, 3)
