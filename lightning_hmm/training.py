@@ -35,13 +35,16 @@ _BESIDE_THE_POINT = (
 def quiet_lightning(announcements: bool = True) -> Iterator[None]:
     """Keeps Lightning's hints that do not apply here from the user's eyes; without `announcements`, also which devices there are."""
     log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    kept = [lambda record: "Tip" not in record.getMessage()] if announcements else [lambda record: record.levelno >= logging.WARNING]
-    log.filters, filters = log.filters + kept, log.filters
+
+    def matters(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.WARNING or (announcements and "Tip" not in record.getMessage())
+
+    log.addFilter(matters)
     try:
         with _without_hints():
             yield
     finally:
-        log.filters = filters
+        log.removeFilter(matters)
 
 
 @contextmanager
@@ -156,8 +159,9 @@ def require_observations(sequences: Sequences) -> None:
         raise ValueError(f"`sequences` must have something observed, but all {sequences.num_steps} steps are missing.")
 
 
-def _families(family: type[HMM]) -> Iterator[type[HMM]]:
-    for subclass in family.__subclasses__():
+def _families(family: type) -> Iterator[type[HMM]]:
+    subclasses: Any = family.__subclasses__()
+    for subclass in subclasses:
         yield subclass
         yield from _families(subclass)
 

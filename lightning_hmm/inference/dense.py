@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_hmm.inference.kernels import cpu, portable
+from lightning_hmm.inference.kernels import cpu, dense_loops, portable
 from lightning_hmm.sequences import Sequences
 
 
@@ -387,7 +387,7 @@ def sample(initial: Tensor, transition: Tensor, lengths: Tensor, generator: torc
     """State paths drawn from the Markov chain, of the given lengths. Drawn on the CPU: the same on every device."""
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cpu().cumsum(0)])
     initial_probs, transition_probs = _numpy([initial.exp().cpu(), transition.exp().cpu()])
-    states = cpu.sample_chains(initial_probs, transition_probs, offsets.numpy(), _uniforms(int(offsets[-1]), generator))
+    states = dense_loops.sample_chains(initial_probs, transition_probs, offsets.numpy(), _uniforms(int(offsets[-1]), generator))
     return Sequences(torch.from_numpy(states).to(initial.device), offsets)
 
 
@@ -405,5 +405,5 @@ def sample_posterior(initial: Tensor, transition: Tensor, emission: Emission, se
 
 def draw_rows(probs: Tensor, chosen: Tensor, generator: torch.Generator) -> Tensor:
     """One draw from row ``chosen[t]`` of `probs` for each t: symbols of states, for example."""
-    draws = cpu.sample_rows(_numpy([probs.cpu()])[0], chosen.cpu().numpy(), _uniforms(len(chosen), generator))
+    draws = dense_loops.sample_rows(_numpy([probs.cpu()])[0], chosen.cpu().numpy(), _uniforms(len(chosen), generator))
     return torch.from_numpy(draws).to(probs.device)

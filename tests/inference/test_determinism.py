@@ -10,6 +10,7 @@ import torch
 
 from lightning_hmm.inference import dense
 from lightning_hmm.inference.kernels import cpu
+from lightning_hmm.inference.kernels.lanes import num_lanes
 from tests.inference import oracle
 
 KINDS = oracle.KINDS
@@ -26,8 +27,8 @@ def threads():
 def large(kind: str) -> oracle.Model:
     """Enough work for several lanes, more sequences than a tile holds, and a lane that gets less than the others."""
     model = oracle.make(kind, 17, [90, 0, 1] + [60] * 70, seed=41)
-    order, tile = cpu._plan(model.sequences.offsets.numpy(), 17)
-    assert cpu._num_lanes(order, tile, 0) > 2
+    ((order, tile),) = cpu.plan(model.sequences.offsets.numpy(), 17, 8)
+    assert num_lanes(-(-len(order) // tile), 0) > 2
     return model.with_weights(torch.linspace(0.1, 2, 73))
 
 

@@ -66,15 +66,18 @@ def test_a_rare_transition_that_must_be_used(single, probability):
 
 @PRECISIONS
 @pytest.mark.parametrize("favour", [1.0, 5.0, 40.0])
-@pytest.mark.parametrize("log_probability", [-20, -46, -60, -68.5, -90, -460, -667, -690, -1000])
-def test_a_rare_transition_that_pays_off_slowly(single, favour, log_probability):
+@pytest.mark.parametrize("log_probability", [-20, -43, -46, -60, -68.5, -90, -460, -625, -667, -690, -1000])
+@pytest.mark.parametrize("both_ways", [False, True])
+def test_a_rare_transition_that_pays_off_slowly(single, favour, log_probability, both_ways):
     """No step is a catastrophe: the rare state is better by a little each time, and wins in the end.
 
-    Seen from two sources, of which one cannot go there, so that the probability of being there falls below any floor.
+    From two sources; or from one of them, and with no way back, so that being there is rarer than the transition.
     """
     steps = 4 + int(2 * -log_probability / favour)
     rare = log([0.5, 0.5, 0], [0.5, 0.5, 0], [0, 0, 1])
     rare[0, 2] = log_probability
+    if both_ways:
+        rare[1, 2] = rare[2, 0] = rare[2, 1] = log_probability
     rows = np.zeros((steps, 3))
     rows[3:, :2] = -favour
     (answer,) = check(given(log(0.5, 0.5, 0), rare, rows), single)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_hmm.inference.kernels.cpu import SYMBOLS
+from lightning_hmm.inference.kernels.dense_loops import SYMBOLS
 
 _PAIR_ENTRIES = 1 << 24
 
