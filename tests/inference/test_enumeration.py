@@ -9,6 +9,7 @@ import torch
 from numpy.testing import assert_allclose, assert_array_equal
 
 from lightning_hmm.inference import dense
+from lightning_hmm.inference.kernels import cpu
 from tests.inference import oracle
 from tests.inference.oracle import KINDS
 
@@ -130,6 +131,22 @@ def test_tiles_lanes_and_vector_tails(num_states, single):
                 score = oracle.path_score(model.initial.numpy(), model.transition.numpy(), rows, path.states[n].numpy())
                 assert score == pytest.approx(float(path.log_probability[n]), rel=1e-11, abs=1e-13)
             assert_allclose(dense.posterior(*model.parameters).filtered.values, gathered(answers, "filtered"), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize("zeros", [0.0, 0.4])
+def test_very_long_sequences_are_worked_on_alone(single, zeros, monkeypatch):
+    """They are not put into tiles with short ones, which would need as much memory as they do. Here that is more than 16 steps."""
+    monkeypatch.setattr(cpu, "_TILE_BYTES", 2 * 32 * 8 * 8 * 16)
+    model = oracle.make("symbols", 5, [3, 40, 0, 17, 16, 1, 200, 15, *[9] * 50], seed=8, zeros=zeros)
+    assert [(len(order), tile) for order, tile in cpu.plan(model.sequences.offsets.numpy(), 5, 8)] == [(3, 1), (54, 32)]
+    answers, weights = model.answers(), np.linspace(0, 2, 58)
+    step = dense.e_step(*model.with_weights(weights).parameters, single=single)
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if single else EXACT
+    assert_allclose(step.log_likelihood, gathered(answers, "log_likelihood"), **tolerance)
+    check_statistics(step, model, answers, weights, **tolerance)
+    assert_allclose(dense.log_likelihood(*model.parameters, single=single), gathered(answers, "log_likelihood"), **tolerance)
+    assert_allclose(dense.viterbi(*model.parameters).log_probability, gathered(answers, "score"), **EXACT)
 
 
 @pytest.mark.parametrize("single", [False, True])
