@@ -162,7 +162,23 @@ def test_an_absent_gpu_is_said_in_a_line(monkeypatch, capsys):
 # Interrupted runs, as processes of their own
 
 
-def start(folder: Path, *more: str) -> subprocess.Popen:
+@pytest.fixture
+def start():
+    """Starts runs, and ends those that a failing test leaves behind."""
+    processes = []
+
+    def start_one(folder: Path, *more: str) -> subprocess.Popen:
+        processes.append(start_process(folder, *more))
+        return processes[-1]
+
+    yield start_one
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+
+
+def start_process(folder: Path, *more: str) -> subprocess.Popen:
     options = ["--trainer.max_epochs=60", "--model.init_args.discount=0.9", "--model.init_args.transition_pseudocount=1", "--model.init_args.restarts=2"]
     options += ["--data.init_args.batch_size=50", "--data.init_args.shuffle=true", "--convergence.tolerance=0", "--trainer.enable_progress_bar=false"]
     command = [
@@ -175,7 +191,16 @@ def start(folder: Path, *more: str) -> subprocess.Popen:
         *options,
         *more,
     ]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        # A shell's background job ignores Ctrl-C, and what it starts inherits that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
 
 
 def wait_for_epochs(process: subprocess.Popen, folder: Path, epochs: int) -> Path:
@@ -189,7 +214,7 @@ def wait_for_epochs(process: subprocess.Popen, folder: Path, epochs: int) -> Pat
     raise AssertionError(f"The run ended before epoch {epochs}: {process.stdout.read()}")
 
 
-def test_killed_and_resumed_equals_never_killed(tmp_path):
+def test_killed_and_resumed_equals_never_killed(tmp_path, start):
     """Bit for bit: parameters, count buffers, and the history that convergence goes by."""
     whole = start(tmp_path / "whole")
     whole.communicate(timeout=240)
@@ -213,7 +238,7 @@ def test_killed_and_resumed_equals_never_killed(tmp_path):
     assert histories[0] == histories[1]
 
 
-def test_ctrl_c_keeps_the_last_checkpoint_and_says_how_to_go_on(tmp_path):
+def test_ctrl_c_keeps_the_last_checkpoint_and_says_how_to_go_on(tmp_path, start):
     process = start(tmp_path, "--trainer.max_epochs=100000")
     last = wait_for_epochs(process, tmp_path, 2)
     process.send_signal(signal.SIGINT)

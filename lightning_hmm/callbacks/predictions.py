@@ -6,12 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 
-class PredictionWriter(BasePredictionWriter):
+class PredictionWriter(Callback):
     """Writes one JSON line for each sequence: its log-likelihood and its decoded states.
 
     Args:
@@ -19,7 +18,6 @@ class PredictionWriter(BasePredictionWriter):
     """
 
     def __init__(self, path: str | None = None) -> None:
-        super().__init__(write_interval="batch")
         self.path = path
         self._file: Path | None = None
 
@@ -31,12 +29,10 @@ class PredictionWriter(BasePredictionWriter):
         file.write_text("")
         self._file = file
 
-    def write_on_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, prediction: Any, batch_indices: Any, batch: Any, batch_idx: int, dataloader_idx: int
-    ) -> None:
+    def on_predict_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         assert self._file is not None
         with self._file.open("a") as file:
-            for states, log_likelihood in zip(prediction["states"], prediction["log_likelihood"].tolist(), strict=True):
+            for states, log_likelihood in zip(outputs["states"], outputs["log_likelihood"].tolist(), strict=True):
                 # JSON has no infinity: an impossible sequence has no log-likelihood.
                 file.write(json.dumps({"log_likelihood": log_likelihood if log_likelihood > float("-inf") else None, "states": states.tolist()}) + "\n")
 
