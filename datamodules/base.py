@@ -198,12 +198,14 @@ class SequenceDataModule(LightningDataModule, ABC):
         return self._loader("test")
 
     def predict_dataloader(self) -> DataLoader[Sequences]:
-        """The test part, in order."""
-        return self._loader("test")
+        """All sequences that training, and what was not given a place of its own, are taken from; in the order of the data."""
+        return self._loader("train", whole=True)
 
-    def _loader(self, part: Part, shuffle: bool = False) -> DataLoader[Sequences]:
+    def _loader(self, part: Part, shuffle: bool = False, whole: bool = False) -> DataLoader[Sequences]:
         values, _, indices = self._source(part)
-        if self.batch_size is None:  # then all of it is in memory at once anyway
+        if whole:
+            indices = None
+        elif self.batch_size is None:  # then all of it is in memory at once anyway
             values, indices = self._part(part), None
         rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
         return loader(values, self.batch_size, indices=indices, shuffle=shuffle, seed=self.seed, rank=rank, world_size=world_size, num_workers=self.num_workers)

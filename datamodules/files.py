@@ -55,6 +55,7 @@ class FileDataModule(SequenceDataModule):
         vocabulary: the names of the symbols in the order of their numbers. If not given, the names in the training part, sorted.
             Whole numbers are taken as the symbols' own numbers, unless `vocabulary` or `unknown` is given: then as names.
         unknown: the name that stands for names that are not in the vocabulary.
+        num_symbols: how many symbols there are, where they are whole numbers; one more than the largest if not given.
         unit: what is a symbol in a text: every "char", every "word" between blanks, or with "line-tokens" every line, where
             an empty line ends the sequence.
         per: "file" makes each text file one sequence, not each line; for the unit "char" the ends of lines then are symbols too.
@@ -80,6 +81,7 @@ class FileDataModule(SequenceDataModule):
         kind: Kind = "auto",
         vocabulary: list[str] | None = None,
         unknown: str | None = None,
+        num_symbols: int | None = None,
         unit: Unit = "word",
         per: Per = "line",
         missing_token: str | None = None,
@@ -117,7 +119,12 @@ class FileDataModule(SequenceDataModule):
                 raise ValueError(f"`standardize` is for vectors, but {files['train'][0]} holds symbols. Leave it out, or set `kind` to 'vectors'.")
             if "names" in metadata:
                 self.vocabulary = self._encode(json.loads(metadata["names"]), json.loads(metadata["places"]), vocabulary, unknown)
-            self.num_symbols = int(values.values.max()) + 1 if self.vocabulary is None else len(self.vocabulary)
+            needed = int(values.values.max()) + 1 if self.vocabulary is None else len(self.vocabulary)
+            self.num_symbols = needed if num_symbols is None else num_symbols
+            if needed > self.num_symbols or (self.vocabulary is not None and needed != self.num_symbols):
+                raise ValueError(
+                    f"`num_symbols` must be {'' if self.vocabulary is not None else 'at least '}{needed} for this data, but is {num_symbols} instead."
+                )
 
     def _find(self, given: str | list[str], part: str, format: str) -> list[Path]:
         """The files that a path, or each of a list of them, leads to."""
@@ -172,6 +179,16 @@ class FileDataModule(SequenceDataModule):
             self._lookup = np.array([*lookup, MISSING])  # the last is what the number -1, missing, leads to
         return vocabulary
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a trained model must be given again with other data: the units it was trained in."""
+        return {} if self.mean is None or self.std is None else {"mean": self.mean, "std": self.std}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.standardize and state_dict:
+            self.mean, self.std = state_dict["mean"], state_dict["std"]
+            self._sources, self._gathered = {}, {}
+            self.setup()
+
     def load_dataset(self) -> dict[str, datasets.Dataset]:
         dataset = self._dataset
         if self._lookup is not None:
@@ -179,9 +196,10 @@ class FileDataModule(SequenceDataModule):
             dataset = as_dataset(as_table(values.with_values(torch.from_numpy(self._lookup[values.values.numpy()]))))
         if self.standardize:
             values, training = self._values(), self._training().values
-            count = (~training.isnan()).sum(0)
-            self.mean = training.nan_to_num().sum(0) / count
-            self.std = ((training - self.mean).nan_to_num().square().sum(0) / count).sqrt()
+            if self.mean is None or self.std is None:
+                count = (~training.isnan()).sum(0)
+                self.mean = training.nan_to_num().sum(0) / count
+                self.std = ((training - self.mean).nan_to_num().square().sum(0) / count).sqrt()
             if not bool((self.std > 0).all()):
                 feature = int(torch.nonzero(~(self.std > 0))[0, 0])
                 raise ValueError(

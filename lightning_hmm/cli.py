@@ -19,7 +19,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_hmm.callbacks import Convergence, Figures, PredictionWriter
@@ -28,12 +28,12 @@ from lightning_hmm.training import quiet_lightning
 
 
 class BestCheckpoint(ModelCheckpoint):
-    """Keeps the best epoch on validation data, or the last one where there are none, and always ``last.ckpt`` beside it."""
+    """Keeps the best epoch on validation data; where there are none, `LastCheckpoint` has the last."""
 
     def __init__(self, monitor: str = "val/bits_per_symbol", mode: str = "min", save_top_k: int = 1, every_n_epochs: int = 1) -> None:
-        super().__init__(monitor=monitor, mode=mode, save_top_k=save_top_k, every_n_epochs=every_n_epochs, save_last=True, save_on_train_epoch_end=True)
-
+        super().__init__(monitor=monitor, mode=mode, save_top_k=save_top_k, every_n_epochs=every_n_epochs, save_on_train_epoch_end=True)
         self._earlier: dict[str, Any] | None = None
+        self._wanted = save_top_k
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if state_dict.get("dirpath") == self.dirpath:
@@ -42,9 +42,9 @@ class BestCheckpoint(ModelCheckpoint):
             self._earlier = state_dict
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.enable_validation:
-            self.monitor = None
-        if self._earlier is not None and self._earlier["monitor"] == self.monitor and Path(self._earlier["best_model_path"]).is_file():
+        validates = trainer.enable_validation and sum(trainer.num_val_batches) > 0
+        self.save_top_k = self._wanted if validates else 0
+        if validates and self._earlier is not None and self._earlier["monitor"] == self.monitor and Path(self._earlier["best_model_path"]).is_file():
             self._take_over(trainer, Path(self._earlier["best_model_path"]), self._earlier["best_model_score"])
         super().on_train_start(trainer, pl_module)
 
@@ -61,13 +61,23 @@ class BestCheckpoint(ModelCheckpoint):
         self.best_k_models = {copy: score}
 
 
+class LastCheckpoint(ModelCheckpoint):
+    """Keeps ``last.ckpt``, the last finished epoch. (`ModelCheckpoint(save_last=True)` writes it only when the best changes.)"""
+
+    def __init__(self, every_n_epochs: int = 1) -> None:
+        super().__init__(filename="last", every_n_epochs=every_n_epochs, save_on_train_epoch_end=True, enable_version_counter=False)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing: a resumed run has a folder of its own."""
+
+
 class ResumeHint(Callback):
-    """After Ctrl-C: where the last finished epoch is, and the command that goes on from it."""
+    """After Ctrl-C or a signal to end: where the last finished epoch is, and the command that goes on from it."""
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if not isinstance(exception, KeyboardInterrupt) or trainer.state.fn != "fit":
+        if not isinstance(exception, KeyboardInterrupt | SIGTERMException) or trainer.state.fn != "fit":
             return
-        last = getattr(trainer.checkpoint_callback, "last_model_path", "")
+        last = next((callback.best_model_path for callback in trainer.checkpoint_callbacks if isinstance(callback, LastCheckpoint)), "")
         if last:
             _say(f"Stopped. The last finished epoch is in {last}", "Go on with:", f"  {_command('fit', trainer.log_dir)} --ckpt_path {last}")
         else:
@@ -75,63 +85,107 @@ class ResumeHint(Callback):
 
 
 class Parser(LightningArgumentParser):
-    """Says what is wrong in one line, not under a page of usage."""
+    """Says what is wrong in a few lines, not under a page of usage."""
 
     def error(self, message: str, ex: Exception | None = None) -> Any:
         if self.exit_on_error and not os.environ.get("JSONARGPARSE_DEBUG"):
-            sys.stderr.write(f"error: {message}\n(`python -m lightning_hmm fit --help` lists the options; `--model.help StandardHMM` those of a model.)\n")
+            sys.stderr.write(
+                f"error: {_what_is_wrong(message)}\n(`python -m lightning_hmm fit --help` lists the options; `--model.help StandardHMM` those of a model.)\n"
+            )
             self.exit(2)
         return super().error(message, ex)
+
+
+def _what_is_wrong(message: str) -> str:
+    """The sentence for a person inside one of jsonargparse, which tries every type an option may have and reports on each."""
+    if "Errors:" not in message:
+        return message
+    inner = message.split("Errors:", 1)[1].split("Given value type:")[0]
+    lines = [line.strip().removeprefix("- ") for line in inner.splitlines()]
+    return "\n".join(line for line in lines if line and "NoneType" not in line and not line.startswith("Problem with given class_path"))
+
+
+# What the data tell the model.
+_LINKED = ("num_symbols", "num_features", "symbol_names", "unknown_symbol")
 
 
 class CommandLine(LightningCLI):
     """See the module's docstring."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        for name in ("num_symbols", "num_features", "symbol_names", "unknown_symbol"):
+        for name in _LINKED:
             parser.link_arguments(f"data.{name}", f"model.init_args.{name}", apply_on="instantiate")
         parser.add_lightning_class_args(BestCheckpoint, "checkpoint")
+        parser.add_lightning_class_args(LastCheckpoint, "last_checkpoint")
         parser.add_lightning_class_args(Convergence, "convergence")
         parser.add_lightning_class_args(Figures, "figures")
         parser.add_lightning_class_args(PredictionWriter, "predictions")
 
     def _parse_ckpt_path(self) -> None:
+        config = self.config[self.config.subcommand]
+        path = config.get("ckpt_path")
+        if path is None:
+            if self.config.subcommand != "fit":
+                raise ValueError(f"`--ckpt_path` must say which model to {self.config.subcommand}: without it, that would be one that was never trained.")
+            return
+        if path in ("best", "last", "hpc"):
+            return
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"`--ckpt_path` must be a checkpoint, but there is no file {path}.")
         try:
             super()._parse_ckpt_path()
-        except (OSError, RuntimeError, EOFError, ValueError, KeyError, UnpicklingError) as error:
-            path = self.config[self.config.subcommand].get("ckpt_path")
-            raise ValueError(f"`--ckpt_path` must be a checkpoint, but {path} cannot be read as one: {error}") from error
+            trained = torch.load(path, weights_only=True, map_location="cpu")["hyper_parameters"]
+        except (OSError, RuntimeError, EOFError, KeyError, UnpicklingError) as error:
+            raise ValueError(f"`--ckpt_path` must be a checkpoint, but {path} cannot be read as one ({type(error).__name__}).") from error
+        # Other data than in training must still mean the same by a symbol.
+        options = self.config[self.config.subcommand].data.init_args
+        handed_on = {"vocabulary": "symbol_names", "unknown": "unknown_symbol"} if trained.get("symbol_names") else {"num_symbols": "num_symbols"}
+        for option, name in handed_on.items():
+            if option in options and options[option] is None and trained.get(name) is not None:
+                options[option] = trained[name]
 
     def before_instantiate_classes(self) -> None:
-        path = self._get(self.config, "ckpt_path")
-        if path and path not in ("best", "last", "hpc", "registry") and not Path(path).is_file():
-            raise FileNotFoundError(f"`--ckpt_path` must be a checkpoint, but there is no file {path}.")
+        model = self._get(self.config, "model")
+        self._typed = {name: model.init_args.get(name) for name in _LINKED if self._get(self.config, "ckpt_path") is None}
+
+    def after_instantiate_classes(self) -> None:
+        for name, value in self._typed.items():
+            known = getattr(self.datamodule, name)
+            if value is not None and value != known:
+                raise ValueError(
+                    f"`--model.init_args.{name}` is what the data say, {known}, but {value} was given. Leave it out, or change the data's options."
+                )
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         config = self._get(self.config_init, "trainer")
         if config.get("logger") is None and not config.get("fast_dev_run"):
             kwargs["logger"] = self._loggers(config.get("default_root_dir") or "logs")
+        if config.get("enable_checkpointing") is False:
+            # Lightning refuses callbacks that save where nothing is to be saved.
+            keys = self._parser(self.subcommand).callback_keys
+            keys[:] = [key for key in keys if key not in ("checkpoint", "last_checkpoint")]
         return super().instantiate_trainer(**kwargs)
 
     def _loggers(self, folder: str) -> list[Any]:
         model = type(self.model).__name__.removesuffix("HMM").lower()
         data = type(self.datamodule).__module__.rpartition(".")[2]
-        board = TensorBoardLogger(folder, name=f"{model}/{data}", default_hp_metric=False)
+        # Flushed often, for who is watching; and an interrupt that hits the writer's lock costs seconds, not minutes.
+        board = TensorBoardLogger(folder, name=f"{model}/{data}", default_hp_metric=False, flush_secs=5)
         return [board, CSVLogger(folder, name=f"{model}/{data}", version=board.version)]
 
     def after_fit(self) -> None:
         """Tests the best model, and says where everything is."""
-        best = getattr(self.trainer.checkpoint_callback, "best_model_path", "")
-        logs = self.trainer.log_dir
+        saved = {type(callback): callback.best_model_path for callback in self.trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)}
+        best, last = saved.get(BestCheckpoint, ""), saved.get(LastCheckpoint, "")
+        logs, epochs = self.trainer.log_dir, self.trainer.current_epoch
         metrics = self.trainer.test(self.model, datamodule=self.datamodule, ckpt_path=best or None, verbose=False)[0] if _has_test_data(self.datamodule) else {}
-        epochs = self.trainer.current_epoch
         _say(
             "",
             f"Trained {type(self.model).__name__} for {epochs} epoch{'s' if epochs != 1 else ''}.",
             *[f"  {name:<28} {value:.6f}" for name, value in sorted(metrics.items())],
-            *([f"Best checkpoint:  {best}"] if best else []),
-            *([f"Logs:             {logs}", f"Look at them:     tensorboard --logdir {logs}"] if logs else []),
-            *([f"Decode with it:   {_command('predict', logs)} --ckpt_path {best}"] if best else []),
+            *([f"Best checkpoint:  {best}"] if best else [f"Last checkpoint:  {last} (no validation data to choose by)"] if last else []),
+            *([f"Logs:             {logs}", f"Look at them:     tensorboard --logdir {logs}"] if logs and self.trainer.loggers else []),
+            *([f"Decode with it:   {_command('predict', logs)} --ckpt_path {best or last}"] if (best or last) and logs else []),
         )
 
 
@@ -160,6 +214,7 @@ def main(args: ArgsType = None) -> CommandLine:
             seed_everything_default=0,
             save_config_kwargs={"overwrite": True},
             parser_class=Parser,
+            parser_kwargs={"prog": "lightning-hmm", "description": "Trains and uses hidden Markov models."},
             trainer_defaults={
                 "max_epochs": 100,
                 # MPS has no float64, which the parameters are in.
@@ -178,8 +233,8 @@ def run() -> None:
     """`main` for a person at a terminal: what they can mend is said in a line, without a traceback."""
     try:
         main()
-    except (ArgumentError, FileNotFoundError, MisconfigurationException, ValueError) as error:
+    except (ArgumentError, FileNotFoundError, MisconfigurationException, RuntimeError, TypeError, ValueError) as error:
         if os.environ.get("LIGHTNING_HMM_DEBUG"):
             raise
-        sys.stderr.write(f"error: {error}\n(LIGHTNING_HMM_DEBUG=1 shows where.)\n")
+        sys.stderr.write(f"error: {_what_is_wrong(str(error))}\n(LIGHTNING_HMM_DEBUG=1 shows where.)\n")
         sys.exit(1)

@@ -27,6 +27,7 @@ _BESIDE_THE_POINT = (
     "smaller than the logging interval",
     "Starting from v1.9",
     "exists and is not empty",
+    "across ranks is zero",  # a part of the data may be empty
     "sync_dist=True",  # what is logged is already the sum over ranks
 )
 

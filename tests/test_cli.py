@@ -81,23 +81,105 @@ def test_validate_test_and_predict_use_the_checkpoint(tmp_path, capsys):
     assert float(tested.trainer.callback_metrics["test/bits_per_symbol"]) == pytest.approx(expected, rel=1e-10)
     main(["predict", *common, f"--predictions.path={tmp_path / 'states.jsonl'}"])
     lines = [json.loads(line) for line in (tmp_path / "states.jsonl").read_text().splitlines()]
-    assert [line["states"] for line in lines] == model.decode(sequences).tolist()
-    assert [line["log_likelihood"] for line in lines] == pytest.approx(model.score(sequences).tolist())
+    assert [line["sequence"] for line in lines] == list(range(40))  # all of the data, in their order
+    everything = tested.datamodule._source("train")[0]
+    assert [line["states"] for line in lines] == model.decode(everything).tolist()
+    assert [line["log_likelihood"] for line in lines] == pytest.approx(model.score(everything).tolist())
 
 
-def test_own_data_from_a_file_keep_their_names(tmp_path):
-    (tmp_path / "weather.csv").write_text("day,seen\n" + "\n".join(f"{n // 8},{['rain', 'sun', 'cloud'][(n * n) % 3]}" for n in range(160)))
-    options = [
-        "--model=StandardHMM",
-        "--model.init_args.num_states=2",
-        "--data=datamodules.FileDataModule",
-        f"--data.init_args.path={tmp_path / 'weather.csv'}",
-    ]
-    options += ["--data.init_args.columns=[seen]", "--data.init_args.sequence_column=day", f"--data.init_args.data_dir={tmp_path / 'cache'}"]
-    main(["fit", *options, "--trainer.max_epochs=3", f"--trainer.default_root_dir={tmp_path}", "--trainer.enable_progress_bar=false"])
-    model = lightning_hmm.load(next(tmp_path.glob("standard/files/version_0/checkpoints/last.ckpt")))
-    assert model.vocabulary.names == ["rain", "sun"] or model.vocabulary.names == sorted(set(model.vocabulary.names))
-    assert model.decode([["rain", "sun"]])[0].shape == (2,)
+def test_the_last_checkpoint_is_the_last_epoch_whatever_the_best_is(tmp_path):
+    """With more states than the few short sequences can tell apart, validation soon gets worse."""
+    logs = fit_small(tmp_path, "--model.init_args.num_states=8", "--trainer.max_epochs=60", "--convergence.tolerance=0")
+    best = torch.load(next(logs.glob("checkpoints/epoch=*.ckpt")), weights_only=True)
+    assert best["epoch"] < 50
+    assert torch.load(logs / "checkpoints/last.ckpt", weights_only=True)["epoch"] == 59
+
+
+def test_without_validation_data_every_epoch_is_kept_as_the_last(tmp_path, capsys):
+    logs = fit_small(tmp_path, "--data.init_args.val_fraction=0")
+    assert [path.name for path in logs.glob("checkpoints/*")] == ["last.ckpt"]
+    printed = capsys.readouterr().out
+    assert f"Last checkpoint:  {logs / 'checkpoints/last.ckpt'} (no validation data to choose by)" in printed
+    assert "Decode with it:" in printed
+
+
+@pytest.mark.parametrize("option", ["--trainer.enable_checkpointing=false", "--trainer.logger=false"])
+def test_nothing_is_saved_or_logged_where_nothing_is_wanted(tmp_path, option, capsys):
+    config = ROOT / "configs/standard/synthetic.yaml"
+    main(["fit", f"--config={config}", f"--trainer.default_root_dir={tmp_path}", "--trainer.max_epochs=2", *SMALL, option])
+    assert "Trained StandardHMM for 2 epochs." in capsys.readouterr().out
+
+
+# Own data
+
+
+def fit_file(folder: Path, rows: list[str]) -> Path:
+    """Trains on a CSV of 20 sequences of 8 rows; returns the log folder."""
+    (folder / "own.csv").write_text("day,seen\n" + "\n".join(f"{n // 8},{rows[(n * n + n // 5) % len(rows)]}" for n in range(160)))
+    options = ["--model=StandardHMM", "--model.init_args.num_states=2", "--data=datamodules.FileDataModule", f"--data.init_args.path={folder / 'own.csv'}"]
+    options += ["--data.init_args.columns=[seen]", "--data.init_args.sequence_column=day", f"--data.init_args.data_dir={folder / 'cache'}"]
+    main(["fit", *options, "--trainer.max_epochs=3", f"--trainer.default_root_dir={folder}", "--trainer.enable_progress_bar=false"])
+    return max(folder.glob("standard/files/version_*"))
+
+
+def test_own_data_keep_their_names(tmp_path):
+    model = lightning_hmm.load(fit_file(tmp_path, ["rain", "sun", "cloud"]) / "checkpoints/last.ckpt")
+    assert model.vocabulary.names == ["cloud", "rain", "sun"]
+    assert model.decode([["rain", "sun"]]).tolist() == model.decode([[1, 2]]).tolist()
+
+
+@pytest.mark.parametrize(("rows", "new"), [(["rain", "sun", "cloud"], ["sun", "rain"]), (["0", "1", "2"], ["1", "0"])], ids=["names", "numbers"])
+def test_a_new_file_is_decoded_with_the_symbols_of_training(tmp_path, rows, new):
+    """It need not have all of them; and all of it is decoded."""
+    logs = fit_file(tmp_path, rows)
+    last = logs / "checkpoints/last.ckpt"
+    (tmp_path / "new.csv").write_text("day,seen\n" + "\n".join(f"{n // 3},{new[n % 2]}" for n in range(12)))
+    common = [f"--config={logs / 'config.yaml'}", f"--ckpt_path={last}", f"--data.init_args.path={tmp_path / 'new.csv'}"]
+    main(["predict", *common, f"--predictions.path={tmp_path / 'states.jsonl'}"])
+    lines = [json.loads(line) for line in (tmp_path / "states.jsonl").read_text().splitlines()]
+    model = lightning_hmm.load(last)
+    days = [[new[(3 * day + step) % 2] for step in range(3)] for day in range(4)]
+    expected = model.score(days if model.vocabulary else [[int(symbol) for symbol in day] for day in days])
+    assert [line["log_likelihood"] for line in lines] == pytest.approx(expected.tolist())
+
+
+def test_a_new_file_with_another_symbol_is_refused(tmp_path):
+    logs = fit_file(tmp_path, ["rain", "sun"])
+    (tmp_path / "new.csv").write_text("day,seen\n0,rain\n0,storm\n")
+    common = [f"--config={logs / 'config.yaml'}", f"--ckpt_path={logs / 'checkpoints/last.ckpt'}", f"--data.init_args.path={tmp_path / 'new.csv'}"]
+    with pytest.raises(ValueError, match=r"Symbols must be in `vocabulary`, but 'storm' in .*new\.csv"):
+        main(["test", *common])
+    with pytest.raises(ValueError, match="must have the symbols that the checkpoint was trained on, 'rain', 'sun', but have 'rain', 'storm'"):
+        main(["test", *common, "--data.init_args.vocabulary=[rain, storm]", "--data.init_args.test_fraction=0.6"])
+
+
+def test_standardised_columns_keep_the_units_of_training(tmp_path):
+    (tmp_path / "train.csv").write_text("x\n" + "\n".join(str(100 + 10 * (n % 7)) for n in range(80)))
+    (tmp_path / "new.csv").write_text("x\n" + "\n".join(str(100 + n % 3) for n in range(30)))
+    options = ["--model=StandardHMM", "--model.init_args.num_states=2", "--model.init_args.emission=gaussian", "--data=datamodules.FileDataModule"]
+    options += ["--data.init_args.kind=vectors", "--data.init_args.standardize=true", f"--data.init_args.data_dir={tmp_path / 'cache'}"]
+    options += [f"--trainer.default_root_dir={tmp_path}", "--trainer.enable_progress_bar=false"]
+    trained = main(["fit", *options, f"--data.init_args.path={tmp_path / 'train.csv'}", "--trainer.max_epochs=2"])
+    last = tmp_path / "standard/files/version_0/checkpoints/last.ckpt"
+    again = main(["predict", *options, f"--data.init_args.path={tmp_path / 'new.csv'}", f"--ckpt_path={last}"])
+    assert torch.equal(again.datamodule.mean, trained.datamodule.mean)
+    first = float(again.datamodule._source("train")[0].values[0])
+    assert first == pytest.approx((100 - float(trained.datamodule.mean)) / float(trained.datamodule.std))
+
+
+def test_a_family_of_ones_own_goes_all_the_way(tmp_path):
+    """It need not know of the names that the data hand over; what was trained loads, is resumed, and predicts."""
+    (tmp_path / "counts.csv").write_text("day,calls\n" + "\n".join(f"{n // 8},{(n * n) % 7 + n % 2 * 9}.0" for n in range(160)))
+    options = ["--model=tests.models.test_new_family.PoissonHMM", "--model.init_args.num_states=2", "--data=datamodules.FileDataModule"]
+    options += [f"--data.init_args.path={tmp_path / 'counts.csv'}", "--data.init_args.sequence_column=day", "--data.init_args.columns=[calls]"]
+    options += ["--data.init_args.kind=vectors", f"--data.init_args.data_dir={tmp_path / 'cache'}", f"--trainer.default_root_dir={tmp_path}"]
+    options += ["--trainer.enable_progress_bar=false"]
+    main(["fit", *options, "--trainer.max_epochs=2"])
+    last = tmp_path / "poisson/files/version_0/checkpoints/last.ckpt"
+    assert type(lightning_hmm.load(last)).__name__ == "PoissonHMM"
+    main(["fit", *options, "--trainer.max_epochs=4", f"--ckpt_path={last}"])
+    main(["predict", *options, f"--ckpt_path={last}", f"--predictions.path={tmp_path / 'states.jsonl'}"])
+    assert len((tmp_path / "states.jsonl").read_text().splitlines()) == 20
 
 
 def test_a_resumed_run_brings_its_best_epoch_along(tmp_path):
@@ -134,14 +216,35 @@ def test_a_wrong_key_in_a_file_is_pointed_at(tmp_path, capsys):
     assert "num_stats" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("subcommand", ["validate", "test", "predict"])
+def test_a_model_that_was_never_trained_is_not_used(subcommand):
+    with pytest.raises(ValueError, match=f"`--ckpt_path` must say which model to {subcommand}"):
+        main([subcommand, f"--config={ROOT / 'configs/standard/synthetic.yaml'}"])
+
+
+def test_a_size_that_the_data_contradict_is_refused():
+    with pytest.raises(ValueError, match=r"`--model\.init_args\.num_symbols` is what the data say, 12, but 5 was given"):
+        main(["fit", f"--config={ROOT / 'configs/standard/synthetic.yaml'}", "--model.init_args.num_symbols=5"])
+
+
+def test_the_sentence_of_an_error_is_not_buried(monkeypatch, capsys):
+    options = ["fit", "--model=StandardHMM", "--model.init_args.num_states=2", "--data=datamodules.FileDataModule", "--data.init_args.columns=[sen]"]
+    monkeypatch.setattr(sys, "argv", ["lightning_hmm", *options, f"--data.init_args.path={ROOT / 'configs/standard/weather.csv'}"])
+    with pytest.raises(SystemExit):
+        run()
+    line = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("error:"))
+    assert line.startswith("error: `columns` must be in the file, but ")
+    assert line.endswith("has no column 'sen'. It has station, day, seen.")
+
+
 def test_zero_states_are_refused():
-    with pytest.raises(ValueError, match="`num_states` must be at least 1, but is 0"):
+    with pytest.raises(ValueError, match="`num_states` must be a whole number of at least 1, but is 0"):
         main(["fit", f"--config={ROOT / 'configs/standard/synthetic.yaml'}", "--model.init_args.num_states=0"])
 
 
 def test_an_unreadable_checkpoint_is_named(tmp_path):
     (tmp_path / "torn.ckpt").write_bytes(b"PK\x03\x04 not really")
-    with pytest.raises(ValueError, match=r"`--ckpt_path` must be a checkpoint, but .*torn\.ckpt cannot be read"):
+    with pytest.raises(ValueError, match=r"`--ckpt_path` must be a checkpoint, but .*torn\.ckpt cannot be read as one"):
         main(["fit", f"--config={ROOT / 'configs/standard/synthetic.yaml'}", f"--ckpt_path={tmp_path / 'torn.ckpt'}"])
     with pytest.raises(FileNotFoundError, match=r"there is no file .*none\.ckpt"):
         main(["fit", f"--config={ROOT / 'configs/standard/synthetic.yaml'}", f"--ckpt_path={tmp_path / 'none.ckpt'}"])

@@ -7,6 +7,7 @@ follows from that.
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from abc import ABC, abstractmethod
@@ -66,12 +67,16 @@ class HMM(LightningModule, ABC):
         unknown_symbol: str | None = None,
     ) -> None:
         super().__init__()
-        for name, value in {"num_states": num_states, "restarts": restarts, "sequences_per_update": sequences_per_update}.items():
-            if value is not None and value < 1:
-                raise ValueError(f"`{name}` must be at least 1, but is {value} instead.")
-        for name, value in {"num_symbols": num_symbols, "num_features": num_features}.items():
-            if value is not None and value < 1:
-                raise ValueError(f"`{name}` must be at least 1, but is {value} instead.")
+        counts = {"num_states": num_states, "num_symbols": num_symbols, "num_features": num_features}
+        for name, value in {**counts, "restarts": restarts, "sequences_per_update": sequences_per_update}.items():
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"`{name}` must be a whole number of at least 1, but is {value} instead.")
+        if discount is not None and not 0 <= discount < 1:
+            raise ValueError(f"`discount` must be at least 0 and below 1, but is {discount} instead.")
+        for part, options in (priors or {}).items():
+            for name, number in options.items():
+                if not number >= 0:
+                    raise ValueError(f"`{part}_{name}` must not be negative, but is {number} instead.")
         if arithmetic not in ("float64", "float32"):
             raise ValueError(f"`arithmetic` must be float64 or float32, but is {arithmetic!r} instead.")
         if sequences_per_update is not None and discount is None:
@@ -151,15 +156,16 @@ class HMM(LightningModule, ABC):
         """The most probable states (Viterbi), as `Sequences`; -1, and a warning, in impossible sequences."""
         sequences = self.as_sequences(sequences)
         path = self.inference.viterbi(*self.inference_arguments(sequences))
-        if bool((path.log_probability == -torch.inf).any()):
-            self._warn_impossible(sequences, self.inference.weighted_log_likelihood(*self.inference_arguments(sequences))[2])
+        self._warn_where_impossible(sequences, path.log_probability == -torch.inf)
         return path.states
 
     @torch.no_grad()
     def posterior(self, sequences: Any) -> Any:
         """Filtered and smoothed state probabilities and expected transitions; see `inference.dense.Posterior`."""
         sequences = self.as_sequences(sequences)
-        return self.inference.posterior(*self.inference_arguments(Sequences(sequences.values, sequences.offsets)))
+        posterior = self.inference.posterior(*self.inference_arguments(Sequences(sequences.values, sequences.offsets)))
+        self._warn_where_impossible(sequences, posterior.log_likelihood == -torch.inf)
+        return posterior
 
     @torch.no_grad()
     def sample(self, num_sequences: int = 1, length: int | Sequence[int] = 100, seed: int = 0, return_states: bool = False) -> Any:
@@ -180,8 +186,14 @@ class HMM(LightningModule, ABC):
 
     @torch.no_grad()
     def predict_next(self, sequences: Any, steps: int = 1) -> Any:
-        """The distribution of the observation `steps` after the end of each sequence: (N, V) probabilities, or moments."""
-        return self.predict_emission(self.inference.predict_next(*self.inference_arguments(self.as_sequences(sequences)), steps=steps))
+        """The distribution of the observation `steps` after the end of each sequence: (N, V) probabilities, or moments.
+
+        NaN, and a warning, where the sequence is impossible.
+        """
+        sequences = self.as_sequences(sequences)
+        states = self.inference.predict_next(*self.inference_arguments(sequences), steps=steps)
+        self._warn_where_impossible(sequences, states.isnan().any(1))
+        return self.predict_emission(states)
 
     def aic(self, sequences: Any) -> float:
         """Akaike's criterion, 2 k - 2 log L; lower is better."""
@@ -193,12 +205,18 @@ class HMM(LightningModule, ABC):
         num_observed = float(Sequences(sequences.values, sequences.offsets).num_observed())
         return self.num_free_parameters * math.log(max(num_observed, 1.0)) - 2 * float(self.score(sequences).sum())
 
+    def _warn_where_impossible(self, sequences: Sequences, impossible: Tensor) -> None:
+        if bool(impossible.any()):
+            self._warn_impossible(sequences, self.inference.weighted_log_likelihood(*self.inference_arguments(sequences))[2], stacklevel=5)
+
     @staticmethod
-    def _warn_impossible(sequences: Sequences, impossible: Tensor) -> None:
+    def _warn_impossible(sequences: Sequences, impossible: Tensor, stacklevel: int = 4) -> None:
+        """Points at the line that asked: above this, the question, and torch's decorator of it."""
         found = torch.nonzero(impossible >= 0).flatten().tolist()
         if found:
             more = f" ({len(found)} sequences in all.)" if len(found) > 1 else ""
-            warnings.warn(dense.impossible_message(sequences, found[0], int(impossible[found[0]])) + more, stacklevel=3)
+            message = dense.impossible_message(sequences, found[0], int(impossible[found[0]])) + more
+            warnings.warn(message, stacklevel=stacklevel)
 
     # Training by EM
 
@@ -237,6 +255,11 @@ class HMM(LightningModule, ABC):
                 )
         return BaumWelch(self.distributions, self.discount, self.priors, self.frozen, data_size)
 
+    @property
+    def _validates(self) -> bool:
+        """Whether there are validation data; a loader of none at all counts as none."""
+        return self.trainer.enable_validation and sum(self.trainer.num_val_batches) > 0
+
     def on_train_start(self) -> None:
         if self.discount is None:
             # One M-step an epoch, from the gradients of all batches. Lightning steps at the last batch in any case.
@@ -252,8 +275,14 @@ class HMM(LightningModule, ABC):
         # be sums: the maximum likelihood does not notice the scale, a prior does.
         return loss * (self.trainer.accumulate_grad_batches * self.trainer.world_size)
 
+    @staticmethod
+    def _require_sequences(batch: Any) -> None:
+        if not isinstance(batch, Sequences):
+            raise TypeError(f"A batch must be `Sequences`, but is a {type(batch).__name__} instead. Give the DataLoader `collate_fn=Sequences.collate`.")
+
     def _negative_log_likelihood(self, batch: Sequences) -> Tensor:
         """Minus the weighted log-likelihood of all restarts, whose gradient is minus the expected statistics."""
+        self._require_sequences(batch)
         totals = []
         for restart in range(self.restarts):
             arguments = self.inference_arguments(batch, restart)
@@ -315,7 +344,7 @@ class HMM(LightningModule, ABC):
             )
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self.restarts > 1 and self.trainer.is_last_batch and not self.trainer.enable_validation:
+        if self.restarts > 1 and self.trainer.is_last_batch and not self._validates:
             self.chosen.copy_(self.train_likelihood.compute().argmax())
 
     def on_train_epoch_end(self) -> None:
@@ -339,6 +368,7 @@ class HMM(LightningModule, ABC):
     # Validation, test, prediction
 
     def _update(self, metric: LogLikelihoodPerSymbol, batch: Sequences) -> None:
+        self._require_sequences(batch)
         single = self.arithmetic == "float32"
         with torch.no_grad():
             scores = [self.inference.weighted_log_likelihood(*self.inference_arguments(batch, r), single=single)[0].sum() for r in range(self.restarts)]
@@ -382,11 +412,27 @@ class HMM(LightningModule, ABC):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["lightning_hmm"] = {"model": type(self).__name__}
+        # The command line offers what it knows of the data to every family; what this one does not take must not be in its way.
+        known = inspect.signature(type(self).__init__).parameters
+        given = checkpoint.get("hyper_parameters", {})
+        checkpoint["hyper_parameters"] = {name: value for name, value in given.items() if name in known or name.startswith("_")}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         made_by = checkpoint.get("lightning_hmm", {}).get("model")
         if made_by is not None and made_by != type(self).__name__:
             raise ValueError(f"The checkpoint must hold a {type(self).__name__}, but holds a {made_by} instead. `lightning_hmm.load` makes the right one.")
+        names = checkpoint.get("hyper_parameters", {}).get("symbol_names")
+        if names is not None and self.vocabulary is not None and list(names) != self.vocabulary.names:
+            raise ValueError(
+                f"The data must have the symbols that the checkpoint was trained on, {_some(names)}, but have {_some(self.vocabulary.names)} instead. "
+                "Give the data that vocabulary."
+            )
+        for name, value in self.state_dict().items():
+            saved = checkpoint.get("state_dict", {}).get(name, value)
+            if saved.shape != value.shape:
+                raise ValueError(
+                    f"The checkpoint's `{name}` is {tuple(saved.shape)}, but the model's is {tuple(value.shape)}: it was trained with other sizes or data."
+                )
         progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress")
         fitting = self._trainer is not None and self._trainer.state.fn == "fit"
         if fitting and progress and progress["current"]["ready"] and not progress["is_last_batch"]:
@@ -394,3 +440,7 @@ class HMM(LightningModule, ABC):
                 "The checkpoint was saved in the middle of an epoch: its expected counts are not whole. "
                 "Resume from one saved at the end of an epoch, such as last.ckpt."
             )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:6])) + (f" and {len(names) - 6} more" if len(names) > 6 else "")

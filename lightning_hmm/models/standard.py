@@ -77,7 +77,9 @@ class StandardHMM(HMM):
             raise ValueError(f"`emission` must be categorical or gaussian, but is {emission!r} instead.")
         needed = {"categorical": ("num_symbols", num_symbols), "gaussian": ("num_features", num_features)}[emission]
         if needed[1] is None:
-            raise ValueError(f"`{needed[0]}` must be given for {emission} emissions.")
+            other = {"categorical": ("vectors", num_features, "gaussian"), "gaussian": ("symbols", num_symbols, "categorical")}[emission]
+            hint = f" The data are {other[0]}: set `emission` to {other[2]}." if other[1] is not None else ""
+            raise ValueError(f"`{needed[0]}` must be given for {emission} emissions.{hint}")
         if initialisation not in ("kmeans", "random"):
             raise ValueError(f"`initialisation` must be kmeans or random, but is {initialisation!r} instead.")
         categorical = emission == "categorical"

@@ -160,11 +160,11 @@ def test_impossible_evidence_is_minus_infinity_and_named():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_states": 0, "num_symbols": 3}, "`num_states` must be at least 1, but is 0"),
+        ({"num_states": 0, "num_symbols": 3}, "`num_states` must be a whole number of at least 1, but is 0"),
         ({"num_states": 2}, "`num_symbols` must be given for categorical emissions"),
         ({"num_states": 2, "emission": "gaussian"}, "`num_features` must be given for gaussian emissions"),
         ({"num_states": 2, "num_symbols": 3, "emission": "poisson"}, "`emission` must be categorical or gaussian, but is 'poisson'"),
-        ({"num_states": 2, "num_symbols": 3, "restarts": 0}, "`restarts` must be at least 1"),
+        ({"num_states": 2, "num_symbols": 3, "restarts": 0}, "`restarts` must be a whole number"),
         ({"num_states": 2, "num_symbols": 3, "frozen": ["emissions"]}, "`frozen` must name initial, transition or emission"),
         ({"num_states": 2, "num_symbols": 3, "sequences_per_update": 4}, "`sequences_per_update` is for online EM: give `discount`"),
         ({"num_states": 2, "num_symbols": 3, "symbol_names": ["a"]}, "`symbol_names` must name 3 symbols, but names 1"),
