@@ -160,11 +160,10 @@ class SequenceDataModule(LightningDataModule, ABC):
 
     @property
     def train_size(self) -> float:
-        """Number of training sequences, each counted with its weight."""
+        """Number of training sequences that are not empty, each counted with its weight."""
         values, _, indices = self._source("train")
-        if values.weights is None:
-            return float(len(values) if indices is None else len(indices))
-        return float((values.weights if indices is None else values.weights[indices]).sum())
+        weights = (values.lengths > 0).double() if values.weights is None else values.weights * (values.lengths > 0)
+        return float((weights if indices is None else weights[indices]).sum())
 
     def true_states(self, part: Part) -> Sequences | None:
         """The states that the sequences of a part ("train", "val" or "test") were drawn from or labelled with, if they are known."""

@@ -21,6 +21,7 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor
 
 from lightning_hmm.callbacks import Convergence, Figures, PredictionWriter
 from lightning_hmm.models import HMM
@@ -40,6 +41,11 @@ class BestCheckpoint(ModelCheckpoint):
             super().load_state_dict(state_dict)
         else:
             self._earlier = state_dict
+
+    def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:
+        if current is not None and not bool(torch.isfinite(current)):  # an impossible validation sequence: no epoch is better, take the latest
+            return not any(bool(torch.isfinite(score)) for score in self.best_k_models.values())
+        return super().check_monitor_top_k(trainer, current)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         validates = trainer.enable_validation and sum(trainer.num_val_batches) > 0
@@ -178,7 +184,8 @@ class CommandLine(LightningCLI):
         saved = {type(callback): callback.best_model_path for callback in self.trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)}
         best, last = saved.get(BestCheckpoint, ""), saved.get(LastCheckpoint, "")
         logs, epochs = self.trainer.log_dir, self.trainer.current_epoch
-        metrics = self.trainer.test(self.model, datamodule=self.datamodule, ckpt_path=best or None, verbose=False)[0] if _has_test_data(self.datamodule) else {}
+        tested = self.trainer.test(self.model, datamodule=self.datamodule, ckpt_path=best or None, verbose=False) if _has_test_data(self.datamodule) else []
+        metrics = tested[0] if tested else {}
         _say(
             "",
             f"Trained {type(self.model).__name__} for {epochs} epoch{'s' if epochs != 1 else ''}.",

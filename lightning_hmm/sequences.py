@@ -340,7 +340,7 @@ class Sequences:
         if num_symbols is not None:
             if not self.is_discrete:
                 raise ValueError(f"The model emits {num_symbols} symbols, but the sequences hold real vectors of {self.num_features} features instead.")
-            if self.device.type == "cpu" and self.num_steps and (int(self.values.max()) >= num_symbols or int(self.values.min()) < MISSING):
+            if self.device.type == "cpu" and self.num_steps and (self.values.numpy().max() >= num_symbols or self.values.numpy().min() < MISSING):
                 wrong = int(torch.nonzero((self.values >= num_symbols) | (self.values < MISSING))[0, 0])
                 n, t = self.locate(wrong)
                 raise ValueError(

@@ -74,7 +74,8 @@ class SequencesData(LightningDataModule):
         super().__init__()
         self.train_sequences, self.val_sequences = train, val
         self.batch_size, self.shuffle, self.seed = batch_size, shuffle, seed
-        self.train_size = float(len(train) if train.weights is None else train.weights.sum())
+        filled = train.lengths > 0  # an empty sequence tells nothing, and counts for nothing in a prior's share
+        self.train_size = float(filled.sum() if train.weights is None else train.weights.cpu()[filled].sum())
 
     def _loader(self, sequences: Sequences, shuffle: bool) -> DataLoader:
         assert self.trainer is not None

@@ -171,7 +171,103 @@ def test_without_validation_data_training_data_choose(rng):
     assert len(set(model.epoch_log_likelihood.tolist())) == 5
 
 
+def test_where_validation_rules_all_out_training_chooses(rng):
+    """A symbol that training never met: the likelihood of validation is zero for every restart."""
+    train, validation = random_symbols(rng, num_symbols=4), Sequences.from_list([[4]])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = fit(categorical(restarts=5, seed=2), train, 10, 0, val_sequences=validation)
+    assert any("Sequence 0 has probability zero" in str(warning.message) for warning in caught)
+    assert int(model.chosen) == int(model.epoch_log_likelihood.argmax()) != 0
+
+
+# Starting
+
+
+def test_a_gaussian_start_heeds_weights(rng):
+    """A sequence of weight zero, far away, is as if it were not there; and weights are repeats."""
+    near = [rng.normal(size=(20, 2)) for _ in range(6)]
+    far = Sequences.from_list([*near, np.full((20, 2), 1e6)], weights=[1.0] * 6 + [0.0])
+    models = [StandardHMM(num_states=2, emission="gaussian", num_features=2) for _ in range(2)]
+    models[0].initialise(Sequences.from_list(near))
+    models[1].initialise(far)
+    assert_same_parameters(*models)
+    assert torch.equal(models[0].emission.scale, models[1].emission.scale)
+    weighted, repeated = (StandardHMM(num_states=2, emission="gaussian", num_features=2) for _ in range(2))
+    weighted.emission.locate(Sequences.from_list(near[:2], weights=[1.0, 3.0]))
+    repeated.emission.locate(Sequences.from_list([near[0], near[1], near[1], near[1]]))
+    torch.testing.assert_close(weighted.emission.scale, repeated.emission.scale, rtol=1e-12, atol=0)
+    torch.testing.assert_close(weighted.emission.centre, repeated.emission.centre, rtol=1e-12, atol=1e-15)
+
+
+def test_given_means_get_the_centre_of_the_data(rng):
+    """Without it, data around 1e6 would lose ten digits."""
+    near = random_vectors(rng, missing=0.0)
+    models = []
+    for offset in (0.0, 1e6):
+        model = StandardHMM(num_states=2, emission="gaussian", num_features=2, variance_prior=0.0)
+        model.set_parameters(means=np.array([[0.0, 0.0], [4.0, 4.0]]) + offset, variances=np.ones((2, 2)))
+        models.append(fit(model, near.with_values(near.values + offset), 10, 0))
+    torch.testing.assert_close(models[1].variances, models[0].variances, rtol=1e-7, atol=0)
+
+
 # Stopping
+
+
+def test_a_callback_of_convergence_starts_anew_with_each_fit(rng):
+    sequences, callback = random_symbols(rng), Convergence(tolerance=1e-4)
+    epochs = [fit(categorical(seed=seed), sequences, 500, callbacks=[callback]).trainer.current_epoch for seed in (1, 1)]
+    assert epochs[0] == epochs[1] > 2
+
+
+def test_a_fall_is_no_convergence():
+    """Online EM has dips; so has a likelihood that a prior pulls on."""
+
+    class Falling:
+        values = iter([-1.0, -0.5, -0.6, -0.7, -0.7])
+        update_called, priors, discount = True, {}, 0.9
+
+        def compute(self):
+            return torch.tensor([next(self.values)])
+
+    model, trainer, callback = Falling(), Trainer(logger=False, accelerator="cpu"), Convergence(1e-3)
+    model.train_likelihood = model
+    stopped = []
+    for _ in range(5):
+        callback.on_train_epoch_end(trainer, model)
+        stopped.append(trainer.should_stop)
+    assert stopped == [False, False, False, False, True]
+
+
+def test_batch_em_leaves_the_trainers_accumulation_as_it_was(rng):
+    sequences = random_symbols(rng)
+    trainer = quiet_trainer(accelerator="cpu", max_epochs=1, accumulate_grad_batches=3)
+    trainer.fit(categorical(), loader(sequences, 5))
+    assert trainer.accumulate_grad_batches == 3
+    assert trainer.global_step == 1
+
+
+def test_other_options_than_the_checkpoints_are_refused(tmp_path, rng):
+    sequences = random_symbols(rng)
+    saving = {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(tmp_path, save_last=True)]}
+    fit(categorical(discount=0.5), sequences, 2, 0, **saving)
+    with pytest.raises(ValueError, match=r"was trained with `discount` of initial 0\.5, but now it is 0\.9"):
+        fit(categorical(discount=0.9), sequences, 4, 0, ckpt_path=str(tmp_path / "last.ckpt"), **saving)
+
+
+def test_empty_sequences_do_not_count_in_a_priors_share(rng):
+    """With one batch and no discounting, online EM is batch EM."""
+    full = random_symbols(rng, 8)
+    padded = Sequences.cat([full, Sequences.from_list([[], [], []])])
+    batch = fit(categorical(**PRIORS), padded, 4, 0)
+    assert_same_parameters(batch, fit(categorical(discount=0.0, **PRIORS), padded, 4, 0))
+
+
+def test_a_weight_of_zero_times_minus_infinity_is_nothing_in_the_fused_pass():
+    model = categorical(discount=0.9, sequences_per_update=1)
+    model.set_parameters(emission=[[0.5, 0.5, 0.0, 0.0, 0.0]] * 3)
+    fit(model, Sequences.from_list([[0, 1], [4], [1, 0]], weights=[1.0, 0.0, 1.0]), 3, 0)
+    assert torch.isfinite(model.epoch_log_likelihood).all()
 
 
 def test_convergence_says_why(rng):

@@ -11,13 +11,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 
 class Convergence(Callback):
-    """Stops when an epoch's relative gain of the training likelihood is below `tolerance`, for all restarts, and says so.
+    """Stops when an epoch changes the training likelihood by less than `tolerance`, relatively, for all restarts, and says so.
 
     Where the model trains by batch EM, a likelihood that falls by more than rounding can explain is warned about: EM with
     exact steps never lets it (a prior may: it is the likelihood plus log prior that cannot fall).
 
     Args:
-        tolerance: of ``(new - old) / |old|``; 0 never stops.
+        tolerance: of ``|new - old| / |old|``; 0 never stops.
         patience: how many such epochs in a row it takes.
     """
 
@@ -30,6 +30,10 @@ class Convergence(Callback):
         self.previous: list[float] | None = None
         self.calm_epochs = 0
         self.stopping_reason: str | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":  # what a checkpoint to go on from remembers is loaded after this
+            self.previous, self.calm_epochs, self.stopping_reason = None, 0, None
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Callbacks run before the module's own hook, which publishes this epoch's value; the metric has it already.
@@ -48,7 +52,8 @@ class Convergence(Callback):
             )
         if self.tolerance == 0:
             return
-        self.calm_epochs = self.calm_epochs + 1 if max(gains) < self.tolerance else 0
+        # A fall is no calm: online EM has them, and so does a likelihood that a prior pulls on.
+        self.calm_epochs = self.calm_epochs + 1 if max(map(abs, gains)) < self.tolerance else 0
         if self.calm_epochs >= self.patience:
             trainer.should_stop = True
             self.stopping_reason = (

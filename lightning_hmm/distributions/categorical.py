@@ -25,6 +25,8 @@ class CategoricalRows(Distribution):
         super().__init__()
         self.name = name
         self.log_probs = nn.Parameter(torch.full(shape, 1.0 / shape[-1], dtype=torch.float64).log())
+        self.possible: Tensor  # what is not structurally zero; an estimate of zero still is a free parameter
+        self.register_buffer("possible", torch.ones(shape, dtype=torch.bool))
 
     @property
     def probs(self) -> Tensor:
@@ -48,6 +50,7 @@ class CategoricalRows(Distribution):
             row = f"row {where[-1]} sums" if where else "it sums"
             raise ValueError(f"`{self.name}` rows must sum to 1, but {row} to {float(sums[where]):.6g} instead. Normalise it.")
         self.log_probs.copy_((probs / sums[..., None]).log())
+        self.possible.copy_(probs > 0)
 
     @torch.no_grad()
     def randomise(self, generator: torch.Generator, concentration: float = 1.0) -> None:
@@ -78,4 +81,4 @@ class CategoricalRows(Distribution):
 
     @property
     def num_free_parameters(self) -> int:
-        return int((self.log_probs[0] > -torch.inf).sum()) - self.log_probs[0].numel() // self.log_probs.shape[-1]
+        return int(self.possible[0].sum()) - self.possible[0].numel() // self.possible.shape[-1]

@@ -34,6 +34,7 @@ class DiagonalGaussian(Distribution):
 
     centre: Tensor
     scale: Tensor
+    located: Tensor
 
     def __init__(self, restarts: int, num_states: int, num_features: int) -> None:
         super().__init__()
@@ -43,6 +44,7 @@ class DiagonalGaussian(Distribution):
         self.log_norm = nn.Parameter(torch.full(shape, 0.5 * math.log(2 * math.pi), dtype=torch.float64))
         self.register_buffer("centre", torch.zeros(num_features, dtype=torch.float64))
         self.register_buffer("scale", torch.ones(num_features, dtype=torch.float64))
+        self.register_buffer("located", torch.tensor(False))
 
     @property
     def means(self) -> Tensor:
@@ -77,38 +79,46 @@ class DiagonalGaussian(Distribution):
         self.log_norm.copy_(offsets * offsets / (2 * variances) + 0.5 * (2 * math.pi * variances).log())
 
     @torch.no_grad()
+    def locate(self, sequences: Sequences) -> None:
+        """Takes centre and scale from the data, each step with its sequence's weight; means and variances stay what they are."""
+        values, weights = _observations(sequences)
+        observed = ~values.isnan()
+        share = observed * weights[:, None]
+        total = share.sum(0)
+        if bool((total == 0).any()):
+            raise ValueError(f"Every feature must be observed somewhere, but feature {int((total == 0).nonzero()[0, 0])} is missing at every step.")
+        centre = (torch.where(observed, values, 0.0) * share).sum(0) / total
+        variance = (torch.where(observed, values - centre, 0.0) ** 2 * share).sum(0) / total
+        # A feature that never changes has no scale of its own; what its mean was rounded by is none.
+        rounding = (8 * torch.finfo(torch.float64).eps * centre.abs()) ** 2
+        scale = torch.where(variance > rounding, variance, torch.ones_like(variance))
+        means, variances = self.means, self.variances
+        self.centre.copy_(centre.to(self.centre.device))
+        self.scale.copy_(scale.to(self.scale.device))
+        self._store(means - self.centre, variances)
+        self.located.fill_(True)
+
+    @torch.no_grad()
     def initialise(self, sequences: Sequences, generator: torch.Generator, method: str) -> None:
-        """Puts centre and scale where the data are, then the means: at the k-means centres, or at random data points.
+        """Puts the means at the k-means centres, or at random data points; after `locate`.
 
         k-means sees at most 100,000 steps without missing features; each restart begins from its own seed.
         """
-        values = sequences.values.double().cpu()
-        observed = ~values.isnan()
-        counts = observed.sum(0)
-        if bool((counts == 0).any()):
-            raise ValueError(f"Every feature must be observed somewhere, but feature {int((counts == 0).nonzero()[0, 0])} is missing at every step.")
-        centre = torch.where(observed, values, 0.0).sum(0) / counts
-        variance = (torch.where(observed, values - centre, 0.0) ** 2).sum(0) / counts
-        # A feature that never changes has no scale of its own.
-        scale = torch.where(variance > 0, variance, torch.ones_like(variance))
-        rows = values[observed.all(1)]
+        values, weights = _observations(sequences)
+        complete = (~values.isnan()).all(1)
+        rows, weights = values[complete], weights[complete]
         num_states = self.eta1.shape[1]
         if len(rows) < num_states:
             raise ValueError(f"{num_states} states need at least as many steps without missing features to start from, but there are {len(rows)}.")
         if len(rows) > _KMEANS_ROWS:
-            rows = rows[torch.randperm(len(rows), generator=generator)[:_KMEANS_ROWS]]
-        means, variances = [], []
-        for _ in range(self.eta1.shape[0]):
-            seed = int(torch.randint(2**31 - 1, (), generator=generator))
-            chosen, spread = (
-                _kmeans_start((rows - centre) / scale.sqrt(), num_states, seed) if method == "kmeans" else _random_start(rows, centre, scale, num_states, seed)
-            )
-            means.append(chosen * scale.sqrt())
-            variances.append(spread * scale)
-        device = self.eta1.device
-        self.centre.copy_(centre.to(device))
-        self.scale.copy_(scale.to(device))
-        self._store(torch.stack(means).to(device), torch.stack(variances).to(device))
+            chosen = torch.randperm(len(rows), generator=generator)[:_KMEANS_ROWS]
+            rows, weights = rows[chosen], weights[chosen]
+        centre, scale = self.centre.cpu(), self.scale.cpu()
+        points = (rows - centre) / scale.sqrt()
+        start = _kmeans_start if method == "kmeans" else _random_start
+        starts = [start(points, weights, num_states, int(torch.randint(2**31 - 1, (), generator=generator))) for _ in range(self.eta1.shape[0])]
+        means, variances = (torch.stack(values).to(self.eta1.device) for values in zip(*starts, strict=True))
+        self._store(means * self.scale.sqrt(), variances * self.scale)
 
     @torch.no_grad()
     def maximise(self, statistics: list[Tensor], share: Tensor | float = 1.0, *, variance_prior: float = 0.0) -> Tensor:  # type: ignore[override]
@@ -119,10 +129,10 @@ class DiagonalGaussian(Distribution):
         scatter = (sum2 - sum1 * mean).clamp(min=0) + variance_prior * share * self.scale  # below zero by rounding only
         variance = scatter / count
         # With no prior and a single point there is no variance to be had; the old one stays.
-        seen = seen & (variance > 0)
+        spread = seen & (variance > 0)
         old_mean, old_variance = self.means - self.centre, self.variances
-        self._store(torch.where(seen, mean, old_mean), torch.where(seen, variance, old_variance))
-        return (~seen).any(-1).sum()
+        self._store(torch.where(seen, mean, old_mean), torch.where(spread, variance, old_variance))
+        return (~spread).any(-1).sum()
 
     def log_prior(self, *, variance_prior: float = 0.0) -> Tensor:  # type: ignore[override]
         return -(variance_prior * self.scale / (2 * self.variances)).flatten(1).sum(1)
@@ -132,17 +142,27 @@ class DiagonalGaussian(Distribution):
         return 2 * self.eta1[0].numel()
 
 
-def _kmeans_start(points: Tensor, num_states: int, seed: int) -> tuple[Tensor, Tensor]:
+def _observations(sequences: Sequences) -> tuple[Tensor, Tensor]:
+    """The steps that count, in float64 on the CPU, and their weights."""
+    values = sequences.values.double().cpu()
+    if sequences.weights is None:
+        return values, torch.ones(len(values), dtype=torch.float64)
+    weights = sequences.repeat_interleave(sequences.weights).cpu()
+    return values[weights > 0], weights[weights > 0]
+
+
+def _kmeans_start(points: Tensor, weights: Tensor, num_states: int, seed: int) -> tuple[Tensor, Tensor]:
     """Centres, and the variance of the points around their own centre; in units of the data's spread."""
     from sklearn.cluster import KMeans
 
-    found = KMeans(num_states, n_init=1, random_state=seed).fit(points.numpy())
+    found = KMeans(num_states, n_init=1, random_state=seed).fit(points.numpy(), sample_weight=weights.numpy())
     centres = torch.from_numpy(found.cluster_centers_).double()
-    variance = ((points - centres[torch.from_numpy(found.labels_).long()]) ** 2).mean(0)
+    squares = (points - centres[torch.from_numpy(found.labels_).long()]) ** 2
+    variance = (squares * weights[:, None]).sum(0) / weights.sum()
     return centres, variance.clamp(min=1e-3).expand(num_states, -1)
 
 
-def _random_start(rows: Tensor, centre: Tensor, scale: Tensor, num_states: int, seed: int) -> tuple[Tensor, Tensor]:
+def _random_start(points: Tensor, weights: Tensor, num_states: int, seed: int) -> tuple[Tensor, Tensor]:
     """Data points, and the variance of the data."""
-    chosen = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:num_states]
-    return (rows[chosen] - centre) / scale.sqrt(), torch.ones(num_states, rows.shape[1], dtype=torch.float64)
+    chosen = torch.multinomial(weights, num_states, generator=torch.Generator().manual_seed(seed))
+    return points[chosen], torch.ones(num_states, points.shape[1], dtype=torch.float64)

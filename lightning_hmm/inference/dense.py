@@ -155,7 +155,7 @@ def _(kind, initial, transition, parameters, values, offsets, weights, single, s
 def _(kind, initial, transition, parameters, values, offsets, weights, single, smooth, per_step):
     num_sequences, num_states = weights.shape[0], initial.shape[0]
     wide = lambda *shape: weights.new_empty(shape)  # noqa: E731
-    width = 0 if kind == cpu.STEPS else parameters[0].shape[1]
+    width = 0 if kind == cpu.STEPS or not smooth else parameters[0].shape[1]
     sums = width if kind == cpu.GAUSSIAN else 0
     steps = values.shape[0] if per_step or (kind == cpu.STEPS and smooth) else 0
     statistics = (wide(num_states, width), wide(num_states, sums), wide(num_states, sums))

@@ -119,6 +119,11 @@ class HMM(LightningModule, ABC):
     def predict_emission(self, state_probs: Tensor) -> Any:
         """The distribution of an observation whose state has the given probabilities."""
 
+    @property
+    def starts_from_data(self) -> bool:
+        """Whether `initialise` has something to do; only then is the training data gathered for it."""
+        return False
+
     def initialise(self, sequences: Sequences) -> None:
         """Sets what depends on the data before training; nothing by default."""
 
@@ -196,14 +201,19 @@ class HMM(LightningModule, ABC):
         return self.predict_emission(states)
 
     def aic(self, sequences: Any) -> float:
-        """Akaike's criterion, 2 k - 2 log L; lower is better."""
-        return 2 * self.num_free_parameters - 2 * float(self.score(sequences).sum())
+        """Akaike's criterion, 2 k - 2 log L, with weights where the sequences have some; lower is better."""
+        return 2 * self.num_free_parameters - 2 * self._total_score(self.as_sequences(sequences))
 
     def bic(self, sequences: Any) -> float:
-        """Schwarz's criterion, k log n - 2 log L with n the observed steps; lower is better."""
+        """Schwarz's criterion, k log n - 2 log L with n the observed steps, both weighted likewise; lower is better."""
         sequences = self.as_sequences(sequences)
-        num_observed = float(Sequences(sequences.values, sequences.offsets).num_observed())
-        return self.num_free_parameters * math.log(max(num_observed, 1.0)) - 2 * float(self.score(sequences).sum())
+        return self.num_free_parameters * math.log(max(float(sequences.num_observed()), 1.0)) - 2 * self._total_score(sequences)
+
+    def _total_score(self, sequences: Sequences) -> float:
+        scores = self.score(sequences)
+        if sequences.weights is not None:
+            scores = torch.where(sequences.weights == 0, torch.zeros_like(scores), scores * sequences.weights)
+        return float(scores.sum())
 
     def _warn_where_impossible(self, sequences: Sequences, impossible: Tensor) -> None:
         if bool(impossible.any()):
@@ -224,8 +234,8 @@ class HMM(LightningModule, ABC):
         if stage != "fit":
             return
         self._refuse_unsuited_trainer()
-        datamodule = getattr(self.trainer, "datamodule", None)
-        if self.trainer.ckpt_path is None and datamodule is not None and hasattr(datamodule, "train_sequences"):
+        datamodule: Any = getattr(self.trainer, "datamodule", None)
+        if self.starts_from_data and self.trainer.ckpt_path is None and hasattr(datamodule, "train_sequences"):
             self.initialise(datamodule.train_sequences)
 
     def _refuse_unsuited_trainer(self) -> None:
@@ -260,11 +270,20 @@ class HMM(LightningModule, ABC):
         """Whether there are validation data; a loader of none at all counts as none."""
         return self.trainer.enable_validation and sum(self.trainer.num_val_batches) > 0
 
-    def on_train_start(self) -> None:
+    def on_fit_start(self) -> None:
+        self._users_accumulation = self.trainer.accumulate_grad_batches
+        self._impossible = []  # an interrupted run may have left something
+        for metric in (self.train_likelihood, self.val_likelihood):
+            metric.reset()
+
+    def on_train_epoch_start(self) -> None:
         if self.discount is None:
-            # One M-step an epoch, from the gradients of all batches. Lightning steps at the last batch in any case.
-            batches = self.trainer.num_training_batches
-            self.trainer.accumulate_grad_batches = int(batches) if math.isfinite(batches) else 2**31
+            # One M-step an epoch, from the gradients of all batches: Lightning steps at the last batch in any case. The number
+            # is a power of two, so that dividing the loss by it and multiplying again changes no bit.
+            self.trainer.accumulate_grad_batches = 2**31
+
+    def on_fit_end(self) -> None:
+        self.trainer.accumulate_grad_batches = self._users_accumulation
 
     def training_step(self, batch: Sequences, batch_idx: int) -> Tensor | None:
         if not self.automatic_optimization:
@@ -300,7 +319,8 @@ class HMM(LightningModule, ABC):
         if self.trainer.world_size == 1 and self.device.type == "cpu" and self.fused_kernel is not None:
             scores = optimizer.optimizer.fused_pass(batch, self.sequences_per_update, self.fused_kernel)
             weights = torch.ones_like(scores[0]) if batch.weights is None else batch.weights
-            self.train_likelihood.update((scores * weights).sum(1), batch.num_observed())
+            counted = torch.where(weights == 0, torch.zeros_like(scores), scores * weights)  # zero times -inf would be NaN
+            self.train_likelihood.update(counted.sum(1), batch.num_observed())
             optimizer.zero_grad()
             optimizer.step()  # moves nothing; it counts, and without a count no checkpoint would be written
             return
@@ -371,8 +391,13 @@ class HMM(LightningModule, ABC):
         self._require_sequences(batch)
         single = self.arithmetic == "float32"
         with torch.no_grad():
-            scores = [self.inference.weighted_log_likelihood(*self.inference_arguments(batch, r), single=single)[0].sum() for r in range(self.restarts)]
-        metric.update(torch.stack(scores), batch.num_observed())
+            results = [self.inference.weighted_log_likelihood(*self.inference_arguments(batch, r), single=single) for r in range(self.restarts)]
+        metric.update(torch.stack([weighted.sum() for weighted, _, _ in results]), batch.num_observed())
+        chosen = results[int(self.chosen)]
+        if "impossible" not in self._said and bool((chosen[0] == -torch.inf).any()):
+            self._said.add("impossible")
+            self._warn_impossible(batch, chosen[2])
+            warnings.warn("So the likelihood of these data is zero; a pseudocount keeps what training never met possible.", stacklevel=2)
 
     def validation_step(self, batch: Sequences, batch_idx: int) -> None:
         self._update(self.val_likelihood, batch)
@@ -380,7 +405,8 @@ class HMM(LightningModule, ABC):
     def on_validation_epoch_end(self) -> None:
         values = self.val_likelihood.compute().reshape(-1)
         if self.trainer.state.fn == "fit" and not self.trainer.sanity_checking:
-            self.chosen.copy_(values.argmax())
+            # Where validation rules all of them out, training chooses.
+            self.chosen.copy_((values if bool(values.isfinite().any()) else self.train_likelihood.compute()).argmax())
         self._log_likelihood("val", values)
         self.val_likelihood.reset()
 

@@ -185,15 +185,23 @@ class StandardHMM(HMM):
             self.emission.set(emission)
         if means is not None or variances is not None:
             gaussian = self._gaussian("means")
+            if means is None and not bool(self.initialised):
+                raise ValueError("`means` must be given with `variances`, as long as the model has none from data.")
             gaussian.set(gaussian.means if means is None else means, gaussian.variances if variances is None else variances)
             self.initialised.fill_(True)
         return self
 
+    @property
+    def starts_from_data(self) -> bool:
+        return isinstance(self.emission, DiagonalGaussian) and not bool(self.emission.located)
+
     def initialise(self, sequences: Sequences) -> None:
-        """Starts Gaussian emissions from the data, unless they were set or trained already."""
-        if isinstance(self.emission, DiagonalGaussian) and not bool(self.initialised):
+        """Gives Gaussian emissions the units of the data and, unless they were set or trained already, starts them from the data."""
+        if isinstance(self.emission, DiagonalGaussian) and not bool(self.emission.located):
             sequences.check(None, self.num_features)
-            self.emission.initialise(sequences, torch.Generator().manual_seed(self.seed), self.initialisation)
+            self.emission.locate(sequences)
+            if not bool(self.initialised):
+                self.emission.initialise(sequences, torch.Generator().manual_seed(self.seed), self.initialisation)
             self.initialised.fill_(True)
 
     def on_train_start(self) -> None:
@@ -202,7 +210,6 @@ class StandardHMM(HMM):
                 "Gaussian emissions start from the data, which a plain DataLoader does not show as a whole. "
                 "Call `model.initialise(sequences)` before training, or train with a datamodule or `lightning_hmm.fit`."
             )
-        super().on_train_start()
 
     @property
     def fused_kernel(self) -> Any:
@@ -220,8 +227,8 @@ class StandardHMM(HMM):
         if isinstance(self.emission, CategoricalRows):
             return state_probs @ self.emission_probs
         mean = state_probs @ self.means
-        second = state_probs @ (self.variances + (self.means - self.means.mean(0)) ** 2)
-        return GaussianPrediction(mean, second - (mean - self.means.mean(0)) ** 2)
+        spread = (self.means - mean[:, None]) ** 2  # (N, K, D)
+        return GaussianPrediction(mean, torch.einsum("nk,nkd->nd", state_probs, self.variances + spread))
 
 
 def _online_em(initial: Tensor, transition: Tensor, emission: Tensor, *args: Any, **kwargs: Any) -> Tensor:

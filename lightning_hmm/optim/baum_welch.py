@@ -163,6 +163,13 @@ class BaumWelch(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As saved. (torch would cast the buffers to the parameters' precision, and resuming would not be exact.)"""
+        for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for option in ("name", "discount", "prior", "frozen"):
+                if group[option] != saved_group[option]:
+                    raise ValueError(
+                        f"The checkpoint was trained with `{option}` of {group['name']} {saved_group[option]}, but now it is {group[option]}. "
+                        "Go on with the same options, or start from the checkpoint's parameters without its optimizer."
+                    )
         super().load_state_dict(state_dict)
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]

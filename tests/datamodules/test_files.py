@@ -194,7 +194,7 @@ def test_own_paths_for_val_and_test(folder):
     assert data.train_sequences.tolist() == [[0, 1], [1, 2]]
     assert data.val_sequences.tolist() == [[2]]
     assert data.test_sequences.tolist() == [[1], [0]]
-    assert [batch.tolist() for batch in data.predict_dataloader()] == [[[1], [0]]]
+    assert [batch.tolist() for batch in data.predict_dataloader()] == [[[0, 1], [1, 2]]]  # what `path` leads to
 
 
 def test_vocabulary_is_that_of_the_training_part(folder):

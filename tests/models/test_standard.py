@@ -119,6 +119,10 @@ def test_criteria_count_degrees_of_freedom(clinic, gaussian, rng):
     assert clinic.aic(sequences) == pytest.approx(2 * 7 - 2 * score)
     assert clinic.bic(sequences) == pytest.approx(7 * math.log(observed) - 2 * score)
     assert gaussian.num_free_parameters == 2 + 6 + 12
+    assert clinic.aic(Sequences.from_list([[0, 1]], weights=[3.0])) == pytest.approx(clinic.aic([[0, 1]] * 3))
+    assert clinic.bic(Sequences.from_list([[0, 1]], weights=[3.0])) == pytest.approx(clinic.bic([[0, 1]] * 3))
+    trained = fit(StandardHMM(num_states=2, num_symbols=3), [[0, 1, 0, 1, 0]], 30)  # symbol 2 gets probability zero
+    assert trained.num_free_parameters == 7  # an estimate of zero was free all the same
     left_right = StandardHMM(num_states=2, num_symbols=3).set_parameters(transition=[[0.5, 0.5], [0.0, 1.0]])
     assert left_right.num_free_parameters == 1 + 1 + 4
 
@@ -145,6 +149,18 @@ def test_a_constant_feature_does_no_harm(rng):
     model = fit(StandardHMM(num_states=2, emission="gaussian", num_features=2), [values], 20)
     assert torch.isfinite(model.variances).all()
     assert torch.isfinite(model.score([values])).all()
+
+
+def test_a_constant_that_is_not_a_binary_fraction_has_no_scale():
+    model = StandardHMM(num_states=1, emission="gaussian", num_features=1)
+    model.initialise(Sequences.from_list([[[0.1]] * 1000]))
+    assert float(model.emission.scale) == 1.0
+
+
+def test_predicted_variance_keeps_its_digits():
+    model = StandardHMM(num_states=2, emission="gaussian", num_features=1)
+    model.set_parameters(initial=[1.0, 0.0], transition=[[1.0, 0.0], [0.0, 1.0]], means=[[0.0], [3e8]], variances=[[1.0], [1.0]])
+    assert float(model.predict_next([[[0.0]]]).variance) == pytest.approx(1.0)
 
 
 def test_impossible_evidence_is_minus_infinity_and_named():

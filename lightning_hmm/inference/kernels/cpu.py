@@ -136,7 +136,7 @@ def e_step(kind, log_initial, log_transition, parameters, values, offsets, weigh
     dtype = _working_dtype(single, log_initial, log_transition, *tables)
     emission = emission_arrays(kind, parameters, values, dtype, logs=False)
     initial, transition, transposed = _padded_chain(log_initial, log_transition, dtype)
-    statistic_rows = parameters[0].shape[1] if kind != STEPS else 0
+    statistic_rows = parameters[0].shape[1] if kind != STEPS and smooth else 0
     groups = plan(offsets, num_states, dtype.itemsize)
     lanes = _lanes(groups, 8 * num_states * (num_states + 3 * statistic_rows) if smooth else 0)
 

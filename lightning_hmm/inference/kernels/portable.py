@@ -130,22 +130,22 @@ def e_step(
                 reachable = messages[t - 1] > -torch.inf
                 earlier = torch.where(reachable, torch.logsumexp(pair, dim=2) - _safe(messages[t - 1]), -torch.inf)
                 back = torch.where(chunk.running[t][:, None], earlier, back)
-    visits, sum1, sum2 = _emission_statistics(kind, parameters, values if smooth else values[:0], smoothed)
+    none = [smoothed.new_zeros(0, num_states) for _ in range(3)]  # three, as an operator must not return one tensor twice
+    visits, sum1, sum2 = _emission_statistics(kind, parameters, values, smoothed, none) if smooth else none
     return log_likelihood, impossible_step, initial_counts, transition_counts, visits, sum1, sum2, smoothed, filtered, last
 
 
-def _emission_statistics(kind: int, parameters: list[Tensor], values: Tensor, smoothed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    none = [smoothed.new_zeros(0, smoothed.shape[1]) for _ in range(3)]  # three, as an operator must not return one tensor twice
+def _emission_statistics(kind: int, parameters: list[Tensor], values: Tensor, smoothed: Tensor, none: list[Tensor]) -> list[Tensor]:
     if kind == SYMBOLS:
         visits = smoothed.new_zeros(parameters[0].shape[1], smoothed.shape[1])
         share = torch.where((values >= 0)[:, None], smoothed, smoothed.new_zeros(()))
-        return visits.index_add_(0, values.clamp(min=0), share), none[1], none[2]
+        return [visits.index_add_(0, values.clamp(min=0), share), *none[1:]]
     if len(parameters) == 1:
-        return none[0], none[1], none[2]
+        return none
     u = values.to(smoothed.dtype) - parameters[3].to(smoothed.dtype)
     observed = ~u.isnan()
     u = torch.where(observed, u, u.new_zeros(()))
-    return observed.to(smoothed.dtype).T @ smoothed, u.T @ smoothed, (u * u).T @ smoothed
+    return [observed.to(smoothed.dtype).T @ smoothed, u.T @ smoothed, (u * u).T @ smoothed]
 
 
 def viterbi(kind: int, initial: Tensor, transition: Tensor, parameters: list[Tensor], values: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
