@@ -1,4 +1,4 @@
-"""A family that the core has never heard of, in sixty lines: Poisson counts, EM included."""
+"""A family that the core has never heard of, in fifty lines: Poisson counts, EM included."""
 
 from __future__ import annotations
 
@@ -57,10 +57,11 @@ class PoissonHMM(HMM):
         return dense.Steps(y * self.emission.log_rate[restart] - self.emission.rate[restart] - torch.lgamma(y + 1))
 
     def emit(self, states: Sequences, generator: torch.Generator) -> Sequences:
-        return states.with_values(torch.poisson(self.emission.rate.detach()[0][states.values], generator=generator)[:, None])
+        rate = self.emission.rate.detach()[self.chosen]
+        return states.with_values(torch.poisson(rate[states.values], generator=generator)[:, None])
 
     def predict_emission(self, state_probs: Tensor) -> Tensor:
-        return state_probs @ self.emission.rate.detach()[0]
+        return state_probs @ self.emission.rate.detach()[self.chosen]
 
 
 def test_it_learns_samples_decodes_saves_and_loads(tmp_path):
