@@ -309,7 +309,7 @@ def predict_next(initial: Tensor, transition: Tensor, emission: Emission, sequen
 
 def _editable(tensor: Tensor, name: str) -> np.ndarray:
     """The tensor's own memory: what is written there is written to the tensor."""
-    if tensor.device.type != "cpu" or tensor.dtype != torch.float64 or not tensor.is_contiguous():
+    if not tensor.is_cpu or tensor.dtype is not torch.float64 or not tensor.is_contiguous():
         raise ValueError(f"`{name}` must be a contiguous float64 tensor on the CPU to be changed in place, but is {tensor.dtype} on {tensor.device} instead.")
     return tensor.detach().numpy()
 

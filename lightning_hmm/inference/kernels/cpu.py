@@ -251,13 +251,14 @@ def em_step(log_initial, log_transition, log_emission, symbols, offsets, weights
 
     Where a sequence that counts is impossible, the parameters stay as they are.
     """
-    num_states, num_symbols = log_emission.shape
+    num_states, num_sequences = log_emission.shape[0], offsets.shape[0] - 1
     if int(offsets[-1]) * num_states * num_states < _SMALL_WORK:
-        buffers = np.zeros(num_states), np.zeros((num_states, num_states)), np.zeros((num_states, num_symbols))
-        return online_em(
-            log_initial, log_transition, log_emission, *buffers, np.zeros(1), symbols, offsets, weights, batch_size=max(1, offsets.shape[0] - 1),
-            discount=0.0, updates=0, data_size=1.0, pseudocounts=(0.0, 0.0, 0.0), frozen=(False, False, False),
-        )[0]  # fmt: skip
+        longest = int((offsets[1:] - offsets[:-1]).max(initial=0))
+        tile, padded = min(_TILE, 4 * -(-num_sequences // 4)), 8 * -(-num_states // 8)
+        log_likelihood = np.zeros(num_sequences)
+        loops.em_step(offsets, symbols, weights, tile, FLUSH[_DOUBLE], COLLAPSE[_DOUBLE], ALWAYS_FED[_DOUBLE], NEGLIGIBLE[_DOUBLE],
+                      log_initial, log_transition, log_emission, longest, workspace(_DOUBLE, _workspace_size(longest, tile, padded)), log_likelihood)
+        return log_likelihood
     log_likelihood, impossible, initial, transition, visits, *_ = e_step(
         SYMBOLS, log_initial, log_transition, [log_emission], symbols, offsets, weights, single=single, smooth=True
     )

@@ -558,3 +558,18 @@ def online_em(batch_offsets, order, offsets, symbols, weights, tile, flush, coll
         if not frozen[2]:
             normalise_rows(log_emission, emission_buffer, correction, pseudocounts[2] * share)
     return batch_offsets.shape[0] - 1
+
+
+@_kernel
+def em_step(offsets, symbols, weights, tile, flush, collapse, fed, negligible, log_initial, log_transition, log_emission,
+            longest, workspace, log_likelihood):
+    """One EM update from all sequences: `online_em` with one batch and nothing to remember."""
+    num_states, num_symbols = log_emission.shape
+    num_sequences, filled = offsets.shape[0] - 1, 0
+    order = np.argsort(offsets[:-1] - offsets[1:], kind="mergesort")
+    for n in range(num_sequences):
+        filled += offsets[n + 1] > offsets[n]
+    buffers = np.zeros(num_states), np.zeros((num_states, num_states)), np.zeros((num_states, num_symbols))
+    online_em(np.array([0, filled]), order[:filled], offsets, symbols, weights, tile, flush, collapse, fed, negligible, 0.0, 0, np.zeros(1), 1.0,
+              np.zeros(3), np.zeros(3, np.bool_), log_initial, log_transition, log_emission, buffers[0], buffers[1], buffers[2],
+              longest, workspace, log_likelihood, np.full(num_sequences, -1))

@@ -31,18 +31,27 @@ _pool: tuple[int, int, ThreadPoolExecutor] | None = None
 
 
 def run_lanes(lanes: int, work: Callable[[int], Any]) -> None:
-    """Calls ``work(lane)`` for each lane, on as many threads as torch uses."""
+    """Calls ``work(lane)`` for each lane, on as many threads as torch uses; this thread is one of them."""
     global _pool
     threads = min(lanes, torch.get_num_threads())
-    if threads == 1:
-        for lane in range(lanes):
+    waiting = iter(range(lanes))
+
+    def take() -> None:
+        for lane in waiting:  # the next that nobody has taken
             work(lane)
+
+    if threads == 1:
+        take()
         return
     # A forked child has no threads of its parent's: it makes a pool of its own.
     if _pool is None or _pool[0] != os.getpid() or _pool[1] != torch.get_num_threads():
         _pool = (os.getpid(), torch.get_num_threads(), ThreadPoolExecutor(torch.get_num_threads(), "lightning_hmm"))
-    for _ in _pool[2].map(work, range(lanes)):
-        pass
+    others = [_pool[2].submit(take) for _ in range(threads - 1)]
+    try:
+        take()
+    finally:
+        for other in others:
+            other.result()
 
 
 _scratch = threading.local()
