@@ -110,6 +110,7 @@ class Sequences:
                 raise ValueError(f"`weights` must be finite and not negative, but the weight of sequence {bad} is {float(weights[bad])} instead.")
         self.values, self.offsets, self.weights = values, offsets, weights
         self._checked: object = None
+        self._num_observed: Tensor | None = None
 
     # Ways in
 
@@ -263,9 +264,12 @@ class Sequences:
         return self.values >= 0 if self.is_discrete else ~self.values.isnan()
 
     def num_observed(self) -> Tensor:
-        """How many steps have something observed, each counted with its sequence's weight: a float64 scalar."""
-        observed = self.observed if self.is_discrete else self.observed.any(dim=1)
-        return observed.sum(dtype=torch.float64) if self.weights is None else (observed * self.repeat_interleave(self.weights)).sum()
+        """How many steps have something observed, each counted with its sequence's weight: a float64 scalar. Counted once."""
+        if self._num_observed is None:
+            observed = self.observed if self.is_discrete else self.observed.any(dim=1)
+            weighted = observed if self.weights is None else observed * self.repeat_interleave(self.weights)
+            self._num_observed = weighted.sum(dtype=torch.float64)
+        return self._num_observed
 
     def repeat_interleave(self, per_sequence: Tensor) -> Tensor:
         """(N, ...) -> (steps, ...): each sequence's entry, once for each of its steps."""
@@ -315,16 +319,18 @@ class Sequences:
         """Moves the values; takes what `Tensor.to` takes, except that symbols and weights keep their type."""
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
         values = self.values.to(device, None if self.is_discrete else dtype, non_blocking=non_blocking)
+        if values is self.values:  # as with tensors: where nothing is to be done, the same comes back, and what was counted stays known
+            return self
         moved = Sequences.__new__(Sequences)
         moved.values, moved.offsets = values, self.offsets
         moved.weights = None if self.weights is None else self.weights.to(device, non_blocking=non_blocking)
         moved._checked = self._checked if values.dtype == self.values.dtype else None  # what fits float64 may be infinite in float32
+        moved._num_observed = None
         return moved
 
     def pin_memory(self, device: Any = None) -> Sequences:
-        pinned = self.to(self.device)
-        pinned.values = self.values.pin_memory()
-        pinned.weights = None if self.weights is None else self.weights.pin_memory()
+        pinned = Sequences(self.values.pin_memory(), self.offsets, None if self.weights is None else self.weights.pin_memory())
+        pinned._checked = self._checked
         return pinned
 
     def tolist(self) -> list[Any]:
