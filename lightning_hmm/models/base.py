@@ -1,8 +1,8 @@
-"""What all models share: the questions one can ask, EM under the Lightning Trainer, checkpoints.
+"""What all models share: the questions one can ask, evaluation under the Lightning Trainer, checkpoints.
 
-A family says which distributions it is made of (`distributions`), what its natural parameters are (`chain`, `evidence`),
-which inference module understands them (`inference`), and how states emit (`emit`, `predict_emission`). Everything here
-follows from that.
+A family says what its natural parameters are (`chain`, `evidence`), which inference module understands them
+(`inference`), and how states emit (`emit`, `predict_emission`). Everything here follows from that. How it learns is its
+own business; `models.em` has Baum-Welch for those made of distributions with a maximiser.
 """
 
 from __future__ import annotations
@@ -11,27 +11,24 @@ import inspect
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_hmm.distributions import Distribution
 from lightning_hmm.inference import dense
 from lightning_hmm.metrics import LogLikelihoodPerSymbol, MatchedStateAccuracy
-from lightning_hmm.optim import BaumWelch
 from lightning_hmm.sequences import Sequences, Vocabulary
 
 
 class HMM(LightningModule, ABC):
     """Base of the models.
 
-    Subclasses call ``super().__init__`` with what is common, make their distributions, and implement the abstract members.
+    Subclasses call ``super().__init__`` with what is common, make their parameters, and implement the abstract members
+    and the training.
 
     Args:
         num_states: hidden states.
@@ -39,11 +36,6 @@ class HMM(LightningModule, ABC):
         num_features: entries of a vector, for real data; else ``None``.
         restarts: starts trained side by side on the same pass over the data; the best on validation data (on training
             data if there are none) is the one that answers.
-        discount: lambda of online EM; ``None`` for batch EM, which updates once an epoch from all batches.
-        sequences_per_update: online EM only: updates after each so many sequences inside a training batch, so that small
-            batches do not pay for a Lightning step each. ``None``: one update a batch.
-        priors: options of the distributions' priors by their names.
-        frozen: names of distributions that keep their parameters.
         arithmetic: of the message passing; parameters and statistics are float64 in any case.
         symbol_names: for data with a vocabulary.
         unknown_symbol: the one of them that stands for all others.
@@ -58,36 +50,22 @@ class HMM(LightningModule, ABC):
         num_symbols: int | None,
         num_features: int | None,
         restarts: int = 1,
-        discount: float | None = None,
-        sequences_per_update: int | None = None,
-        priors: Mapping[str, Mapping[str, float]] | None = None,
-        frozen: Sequence[str] = (),
         arithmetic: str = "float64",
         symbol_names: Sequence[str] | None = None,
         unknown_symbol: str | None = None,
     ) -> None:
         super().__init__()
         counts = {"num_states": num_states, "num_symbols": num_symbols, "num_features": num_features}
-        for name, value in {**counts, "restarts": restarts, "sequences_per_update": sequences_per_update}.items():
+        for name, value in {**counts, "restarts": restarts}.items():
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"`{name}` must be a whole number of at least 1, but is {value} instead.")
-        if discount is not None and not 0 <= discount < 1:
-            raise ValueError(f"`discount` must be at least 0 and below 1, but is {discount} instead.")
-        for part, options in (priors or {}).items():
-            for name, number in options.items():
-                if not number >= 0:
-                    raise ValueError(f"`{part}_{name}` must not be negative, but is {number} instead.")
         if arithmetic not in ("float64", "float32"):
             raise ValueError(f"`arithmetic` must be float64 or float32, but is {arithmetic!r} instead.")
-        if sequences_per_update is not None and discount is None:
-            raise ValueError("`sequences_per_update` is for online EM: give `discount` too.")
         if symbol_names is not None and len(symbol_names) != num_symbols:
             raise ValueError(f"`symbol_names` must name {num_symbols} symbols, but names {len(symbol_names)} instead.")
         self.num_states, self.num_symbols, self.num_features = num_states, num_symbols, num_features
-        self.restarts, self.discount, self.sequences_per_update = restarts, discount, sequences_per_update
-        self.priors, self.frozen, self.arithmetic = {name: dict(options) for name, options in (priors or {}).items()}, tuple(frozen), arithmetic
+        self.restarts, self.arithmetic = restarts, arithmetic
         self.vocabulary = None if symbol_names is None else Vocabulary(symbol_names, unknown_symbol)
-        self.automatic_optimization = sequences_per_update is None
         self.chosen: Tensor
         self.register_buffer("chosen", torch.zeros((), dtype=torch.int64))
         self.train_likelihood, self.val_likelihood, self.test_likelihood = (LogLikelihoodPerSymbol(restarts) for _ in range(3))
@@ -97,11 +75,6 @@ class HMM(LightningModule, ABC):
         self._said: set[str] = set()
 
     # What a family brings
-
-    @property
-    @abstractmethod
-    def distributions(self) -> dict[str, Distribution]:
-        """The model's parts by name, in the order of the arguments of the inference functions."""
 
     @abstractmethod
     def chain(self, restart: int) -> tuple[Any, ...]:
@@ -120,6 +93,11 @@ class HMM(LightningModule, ABC):
         """The distribution of an observation whose state has the given probabilities."""
 
     @property
+    @abstractmethod
+    def num_free_parameters(self) -> int:
+        """Degrees of freedom."""
+
+    @property
     def starts_from_data(self) -> bool:
         """Whether `initialise` has something to do; only then is the training data gathered for it."""
         return False
@@ -128,11 +106,6 @@ class HMM(LightningModule, ABC):
         """Sets what depends on the data before training; nothing by default."""
 
     # Questions to ask a model
-
-    @property
-    def num_free_parameters(self) -> int:
-        """Degrees of freedom."""
-        return sum(distribution.num_free_parameters for distribution in self.distributions.values())
 
     def as_sequences(self, data: Any) -> Sequences:
         """`Sequences` as they are; lists of numbers, or of names where the model has a vocabulary, made into some."""
@@ -228,42 +201,14 @@ class HMM(LightningModule, ABC):
             message = dense.impossible_message(sequences, found[0], int(impossible[found[0]])) + more
             warnings.warn(message, stacklevel=stacklevel)
 
-    # Training by EM
+    # Training: what does not depend on how
 
     def setup(self, stage: str) -> None:
         if stage != "fit":
             return
-        self._refuse_unsuited_trainer()
         datamodule: Any = getattr(self.trainer, "datamodule", None)
         if self.starts_from_data and self.trainer.ckpt_path is None and hasattr(datamodule, "train_sequences"):
             self.initialise(datamodule.train_sequences)
-
-    def _refuse_unsuited_trainer(self) -> None:
-        trainer = self.trainer
-        if trainer.gradient_clip_val is not None:
-            raise MisconfigurationException(
-                f"`trainer.gradient_clip_val` must not be set for EM, but is {trainer.gradient_clip_val} instead: "
-                "gradients are expected counts, and clipping them pulls rows together."
-            )
-        if trainer.precision not in ("32-true", "64-true"):
-            raise MisconfigurationException(
-                f"`trainer.precision` must be 32-true or 64-true for EM, but is {trainer.precision} instead: counts need more than 16 bits."
-            )
-        strategy = type(trainer.strategy).__name__
-        if any(name in strategy for name in ("FSDP", "DeepSpeed", "ModelParallel")):
-            raise MisconfigurationException(
-                f"`trainer.strategy` must be a single device or ddp for EM, but is {strategy} instead: an M-step needs whole rows of parameters."
-            )
-
-    def configure_optimizers(self) -> BaumWelch:
-        data_size = None
-        if self.discount is not None:
-            data_size = getattr(getattr(self.trainer, "datamodule", None), "train_size", None)
-            if data_size is None and any(value for options in self.priors.values() for value in options.values()):
-                raise MisconfigurationException(
-                    "Online EM with a prior needs to know how many sequences there are: train with a datamodule that has `train_size`."
-                )
-        return BaumWelch(self.distributions, self.discount, self.priors, self.frozen, data_size)
 
     @property
     def _validates(self) -> bool:
@@ -271,36 +216,17 @@ class HMM(LightningModule, ABC):
         return self.trainer.enable_validation and sum(self.trainer.num_val_batches) > 0
 
     def on_fit_start(self) -> None:
-        self._users_accumulation = self.trainer.accumulate_grad_batches
         self._impossible = []  # an interrupted run may have left something
         for metric in (self.train_likelihood, self.val_likelihood):
             metric.reset()
-
-    def on_train_epoch_start(self) -> None:
-        if self.discount is None:
-            # One M-step an epoch, from the gradients of all batches: Lightning steps at the last batch in any case. The number
-            # is a power of two, so that dividing the loss by it and multiplying again changes no bit.
-            self.trainer.accumulate_grad_batches = 2**31
-
-    def on_fit_end(self) -> None:
-        self.trainer.accumulate_grad_batches = self._users_accumulation
-
-    def training_step(self, batch: Sequences, batch_idx: int) -> Tensor | None:
-        if not self.automatic_optimization:
-            self._many_updates(batch)
-            return None
-        loss = self._negative_log_likelihood(batch)
-        # Lightning divides the loss by the number of batches it accumulates, and DDP takes the mean over ranks. Counts must
-        # be sums: the maximum likelihood does not notice the scale, a prior does.
-        return loss * (self.trainer.accumulate_grad_batches * self.trainer.world_size)
 
     @staticmethod
     def _require_sequences(batch: Any) -> None:
         if not isinstance(batch, Sequences):
             raise TypeError(f"A batch must be `Sequences`, but is a {type(batch).__name__} instead. Give the DataLoader `collate_fn=Sequences.collate`.")
 
-    def _negative_log_likelihood(self, batch: Sequences) -> Tensor:
-        """Minus the weighted log-likelihood of all restarts, whose gradient is minus the expected statistics."""
+    def total_log_likelihood(self, batch: Sequences) -> Tensor:
+        """(restarts,) the weighted log-likelihood of a training batch, differentiable; noted for the epoch's metrics."""
         self._require_sequences(batch)
         totals = []
         for restart in range(self.restarts):
@@ -310,33 +236,7 @@ class HMM(LightningModule, ABC):
             self._watch_impossible(batch, impossible)
         total = torch.stack(totals)
         self.train_likelihood.update(total.detach(), batch.num_observed())
-        return -total.sum()
-
-    def _many_updates(self, batch: Sequences) -> None:
-        """Online EM inside one training batch; in one compiled pass where that is possible."""
-        assert self.sequences_per_update is not None
-        optimizer: Any = self.optimizers()
-        if self.trainer.world_size == 1 and self.device.type == "cpu" and self.fused_kernel is not None:
-            scores = optimizer.optimizer.fused_pass(batch, self.sequences_per_update, self.fused_kernel)
-            weights = torch.ones_like(scores[0]) if batch.weights is None else batch.weights
-            counted = torch.where(weights == 0, torch.zeros_like(scores), scores * weights)  # zero times -inf would be NaN
-            self.train_likelihood.update(counted.sum(1), batch.num_observed())
-            optimizer.zero_grad()
-            optimizer.step()  # moves nothing; it counts, and without a count no checkpoint would be written
-            return
-        # A global batch is dealt to the ranks one by one, so of its first n sequences a rank has every world_size-th.
-        rank, world_size = self.trainer.global_rank, self.trainer.world_size
-        total = int(self.trainer.strategy.reduce(torch.tensor(len(batch), device=self.device), reduce_op="sum"))
-        cuts = [-(-(n - rank) // world_size) for n in range(0, total, self.sequences_per_update)] + [len(batch)]
-        for first, last in pairwise(cuts):
-            optimizer.zero_grad()
-            self.manual_backward(self._negative_log_likelihood(batch[max(first, 0) : last]) * world_size)
-            optimizer.step()
-
-    @property
-    def fused_kernel(self) -> Any:
-        """The compiled pass of many online updates, or ``None`` where the family has none."""
-        return None
+        return total
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self._raise_impossible()
@@ -371,19 +271,7 @@ class HMM(LightningModule, ABC):
         if self.train_likelihood.update_called:  # not where an epoch was resumed from its very end
             self.epoch_log_likelihood = self.train_likelihood.compute().reshape(-1)
             self._log_likelihood("train", self.epoch_log_likelihood)
-        optimizer = self.optimizers()
-        optimizer = getattr(optimizer, "optimizer", optimizer)
-        if isinstance(optimizer, BaumWelch):
-            self._say_kept_rows(optimizer)
         self.train_likelihood.reset()
-
-    def _say_kept_rows(self, optimizer: BaumWelch) -> None:
-        for name, kept in optimizer.kept_rows.items():
-            if name not in self._said and int(kept):
-                self._said.add(name)
-                warnings.warn(
-                    f"{int(kept)} rows of `{name}` got no counts and keep their values: fewer states, or a pseudocount, may suit the data better.", stacklevel=2
-                )
 
     # Validation, test, prediction
 

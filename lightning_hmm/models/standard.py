@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_hmm.distributions import CategoricalRows, DiagonalGaussian, Distribution
 from lightning_hmm.inference import dense
-from lightning_hmm.models.base import HMM
+from lightning_hmm.models.em import BaumWelchHMM
 from lightning_hmm.sequences import Sequences
 
 
@@ -28,7 +28,7 @@ _OF_OTHER_EMISSIONS = {
 }
 
 
-class StandardHMM(HMM):
+class StandardHMM(BaumWelchHMM):
     r"""K states, a full transition matrix, categorical or Gaussian emissions, trained by Baum-Welch.
 
     .. math:: z_1 \sim \pi, \quad z_t \mid z_{t-1} = i \sim A_i, \quad y_t \mid z_t = k \sim B_k \text{ or } N(\mu_k, \operatorname{diag} v_k)

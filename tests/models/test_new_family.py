@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 import lightning_hmm
-from lightning_hmm import HMM, Sequences, fit
+from lightning_hmm import BaumWelchHMM, Sequences, fit
 from lightning_hmm.distributions import CategoricalRows, Distribution
 from lightning_hmm.inference import dense
 from lightning_hmm.optim import BaumWelch
@@ -36,7 +36,7 @@ class Poisson(Distribution):
         return self.rate.shape[1]
 
 
-class PoissonHMM(HMM):
+class PoissonHMM(BaumWelchHMM):
     def __init__(self, num_states: int, num_features: int = 1, seed: int = 0, restarts: int = 1) -> None:
         super().__init__(num_states=num_states, num_symbols=None, num_features=num_features, restarts=restarts)
         self.save_hyperparameters()
