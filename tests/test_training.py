@@ -346,7 +346,7 @@ def test_strategies_that_cut_parameters_up_are_refused(name):
     strategy = type(name, (SingleDeviceStrategy,), {})(device=torch.device("cpu"))
     model = categorical()
     trainer = quiet_trainer(strategy=strategy)
-    with pytest.raises(MisconfigurationException, match=f"must be a single device or ddp for EM, but is {name}"):
+    with pytest.raises(MisconfigurationException, match=f"must be a single device or ddp for an HMM, but is {name}"):
         trainer.fit(model, loader(Sequences.from_list([[0, 1, 2]])))
 
 

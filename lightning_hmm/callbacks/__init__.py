@@ -1,7 +1,8 @@
-"""Callbacks: convergence, figures for TensorBoard, files of predictions."""
+"""Callbacks: convergence, figures for TensorBoard, files of predictions, reports."""
 
 from lightning_hmm.callbacks.convergence import Convergence
+from lightning_hmm.callbacks.cooccurrence import CooccurrenceReport
 from lightning_hmm.callbacks.figures import Figures
 from lightning_hmm.callbacks.predictions import PredictionWriter
 
-__all__ = ["Convergence", "Figures", "PredictionWriter"]
+__all__ = ["Convergence", "CooccurrenceReport", "Figures", "PredictionWriter"]

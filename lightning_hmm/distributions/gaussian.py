@@ -81,17 +81,7 @@ class DiagonalGaussian(Distribution):
     @torch.no_grad()
     def locate(self, sequences: Sequences) -> None:
         """Takes centre and scale from the data, each step with its sequence's weight; means and variances stay what they are."""
-        values, weights = _observations(sequences)
-        observed = ~values.isnan()
-        share = observed * weights[:, None]
-        total = share.sum(0)
-        if bool((total == 0).any()):
-            raise ValueError(f"Every feature must be observed somewhere, but feature {int((total == 0).nonzero()[0, 0])} is missing at every step.")
-        centre = (torch.where(observed, values, 0.0) * share).sum(0) / total
-        variance = (torch.where(observed, values - centre, 0.0) ** 2 * share).sum(0) / total
-        # A feature that never changes has no scale of its own; what its mean was rounded by is none.
-        rounding = (8 * torch.finfo(torch.float64).eps * centre.abs()) ** 2
-        scale = torch.where(variance > rounding, variance, torch.ones_like(variance))
+        centre, scale = data_location(sequences)
         means, variances = self.means, self.variances
         self.centre.copy_(centre.to(self.centre.device))
         self.scale.copy_(scale.to(self.scale.device))
@@ -140,6 +130,22 @@ class DiagonalGaussian(Distribution):
     @property
     def num_free_parameters(self) -> int:
         return 2 * self.eta1[0].numel()
+
+
+def data_location(sequences: Sequences) -> tuple[Tensor, Tensor]:
+    """(D,) means and variances of the features, each step with its sequence's weight; a variance of 1 where nothing varies."""
+    values, weights = _observations(sequences)
+    observed = ~values.isnan()
+    share = observed * weights[:, None]
+    total = share.sum(0)
+    if bool((total == 0).any()):
+        raise ValueError(f"Every feature must be observed somewhere, but feature {int((total == 0).nonzero()[0, 0])} is missing at every step.")
+    centre = (torch.where(observed, values, 0.0) * share).sum(0) / total
+    variance = (torch.where(observed, values - centre, 0.0) ** 2 * share).sum(0) / total
+    # A feature that never changes has no scale of its own; what its mean was rounded by is none.
+    rounding = (8 * torch.finfo(torch.float64).eps * centre.abs()) ** 2
+    scale = torch.where(variance > rounding, variance, torch.ones_like(variance))
+    return centre, scale
 
 
 def _observations(sequences: Sequences) -> tuple[Tensor, Tensor]:

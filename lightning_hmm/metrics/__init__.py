@@ -1,6 +1,7 @@
 """Metrics: float64 sums, exact under any split of the data over batches and ranks."""
 
-from lightning_hmm.metrics.likelihood import BitsPerSymbol, LogLikelihoodPerSymbol
+from lightning_hmm.metrics.cooccurrence import PairFrequencies
+from lightning_hmm.metrics.likelihood import BitsPerSymbol, LogLikelihoodPerSymbol, NormalisedNLL
 from lightning_hmm.metrics.states import MatchedStateAccuracy
 
-__all__ = ["BitsPerSymbol", "LogLikelihoodPerSymbol", "MatchedStateAccuracy"]
+__all__ = ["BitsPerSymbol", "LogLikelihoodPerSymbol", "MatchedStateAccuracy", "NormalisedNLL", "PairFrequencies"]

@@ -45,3 +45,31 @@ class BitsPerSymbol(LogLikelihoodPerSymbol):
 
     def compute(self) -> Tensor:
         return -super().compute() / math.log(2)
+
+
+class NormalisedNLL(Metric):
+    """Negative log-likelihood divided by the number of sequences and by the length of the longest, as Sicking et al. (2020) report it.
+
+    Sequences of different lengths make it smaller than the value per symbol, by as much as they fall short of the longest.
+    """
+
+    full_state_update = False
+    higher_is_better = False
+    log_likelihood: Tensor
+    num_sequences: Tensor
+    longest: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("log_likelihood", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("num_sequences", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("longest", torch.zeros((), dtype=torch.float64), dist_reduce_fx="max")
+
+    def update(self, log_likelihood: Tensor, lengths: Tensor) -> None:
+        """Adds (N,) log-likelihoods of sequences and their lengths."""
+        self.log_likelihood += log_likelihood.double().sum()
+        self.num_sequences += len(lengths)
+        self.longest = torch.maximum(self.longest, lengths.max().to(self.longest)) if len(lengths) else self.longest
+
+    def compute(self) -> Tensor:
+        return -self.log_likelihood / (self.num_sequences * self.longest)

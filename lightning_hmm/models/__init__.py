@@ -1,7 +1,8 @@
 """One LightningModule a file."""
 
 from lightning_hmm.models.base import HMM
+from lightning_hmm.models.dense import DenseHMM, fair_num_states
 from lightning_hmm.models.em import BaumWelchHMM
 from lightning_hmm.models.standard import StandardHMM
 
-__all__ = ["HMM", "BaumWelchHMM", "StandardHMM"]
+__all__ = ["HMM", "BaumWelchHMM", "DenseHMM", "StandardHMM", "fair_num_states"]

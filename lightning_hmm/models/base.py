@@ -17,11 +17,18 @@ from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_hmm.inference import dense
 from lightning_hmm.metrics import LogLikelihoodPerSymbol, MatchedStateAccuracy
 from lightning_hmm.sequences import Sequences, Vocabulary
+
+_OF_OTHER_EMISSIONS = {
+    "emission_probs": "`emission_probs` is of categorical emissions; a Gaussian model has `means` and `variances`.",
+    "means": "`means` is of Gaussian emissions; a categorical model has `emission_probs`.",
+    "variances": "`variances` is of Gaussian emissions; a categorical model has `emission_probs`.",
+}
 
 
 class HMM(LightningModule, ABC):
@@ -73,6 +80,12 @@ class HMM(LightningModule, ABC):
         self.epoch_log_likelihood: Tensor | None = None
         self._impossible: list[Tensor] = []
         self._said: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        # Asked for after a property has raised, too: torch replaces the message of its AttributeError.
+        if name in _OF_OTHER_EMISSIONS:
+            raise AttributeError(_OF_OTHER_EMISSIONS[name])
+        return super().__getattr__(name)
 
     # What a family brings
 
@@ -206,9 +219,22 @@ class HMM(LightningModule, ABC):
     def setup(self, stage: str) -> None:
         if stage != "fit":
             return
+        self._refuse_unsuited_trainer()
         datamodule: Any = getattr(self.trainer, "datamodule", None)
         if self.starts_from_data and self.trainer.ckpt_path is None and hasattr(datamodule, "train_sequences"):
             self.initialise(datamodule.train_sequences)
+
+    def _refuse_unsuited_trainer(self) -> None:
+        trainer = self.trainer
+        if trainer.precision not in ("32-true", "64-true"):
+            raise MisconfigurationException(
+                f"`trainer.precision` must be 32-true or 64-true for an HMM, but is {trainer.precision} instead: counts need more than 16 bits."
+            )
+        strategy = type(trainer.strategy).__name__
+        if any(name in strategy for name in ("FSDP", "DeepSpeed", "ModelParallel")):
+            raise MisconfigurationException(
+                f"`trainer.strategy` must be a single device or ddp for an HMM, but is {strategy} instead: an M-step needs whole rows of parameters."
+            )
 
     @property
     def _validates(self) -> bool:

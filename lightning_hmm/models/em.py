@@ -68,26 +68,13 @@ class BaumWelchHMM(HMM):
         """Degrees of freedom."""
         return sum(distribution.num_free_parameters for distribution in self.distributions.values())
 
-    def setup(self, stage: str) -> None:
-        if stage == "fit":
-            self._refuse_unsuited_trainer()
-        super().setup(stage)
-
     def _refuse_unsuited_trainer(self) -> None:
+        super()._refuse_unsuited_trainer()
         trainer = self.trainer
         if trainer.gradient_clip_val is not None:
             raise MisconfigurationException(
                 f"`trainer.gradient_clip_val` must not be set for EM, but is {trainer.gradient_clip_val} instead: "
                 "gradients are expected counts, and clipping them pulls rows together."
-            )
-        if trainer.precision not in ("32-true", "64-true"):
-            raise MisconfigurationException(
-                f"`trainer.precision` must be 32-true or 64-true for EM, but is {trainer.precision} instead: counts need more than 16 bits."
-            )
-        strategy = type(trainer.strategy).__name__
-        if any(name in strategy for name in ("FSDP", "DeepSpeed", "ModelParallel")):
-            raise MisconfigurationException(
-                f"`trainer.strategy` must be a single device or ddp for EM, but is {strategy} instead: an M-step needs whole rows of parameters."
             )
 
     def configure_optimizers(self) -> BaumWelch:

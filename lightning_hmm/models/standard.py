@@ -21,11 +21,11 @@ class GaussianPrediction(NamedTuple):
     variance: Tensor
 
 
-_OF_OTHER_EMISSIONS = {
-    "emission_probs": "`emission_probs` is of categorical emissions; a Gaussian model has `means` and `variances`.",
-    "means": "`means` is of Gaussian emissions; a categorical model has `emission_probs`.",
-    "variances": "`variances` is of Gaussian emissions; a categorical model has `emission_probs`.",
-}
+def gaussian_mixture(weights: Tensor, means: Tensor, variances: Tensor) -> GaussianPrediction:
+    """Moments of (N,) mixtures of the same K components: weights (N, K), means and variances (K, D)."""
+    mean = weights @ means
+    spread = (means - mean[:, None]) ** 2  # (N, K, D)
+    return GaussianPrediction(mean, torch.einsum("nk,nkd->nd", weights, variances + spread))
 
 
 class StandardHMM(BaumWelchHMM):
@@ -129,12 +129,6 @@ class StandardHMM(BaumWelchHMM):
     def evidence(self, restart: int, sequences: Sequences) -> dense.Emission:
         return dense.Symbols(self.emission.log_probs[restart]) if isinstance(self.emission, CategoricalRows) else self.emission.natural(restart)
 
-    def __getattr__(self, name: str) -> Any:
-        # torch replaces the message of an AttributeError that a property raises.
-        if name in _OF_OTHER_EMISSIONS:
-            raise AttributeError(_OF_OTHER_EMISSIONS[name])
-        return super().__getattr__(name)
-
     @property
     def initial_probs(self) -> Tensor:
         """(K,) p(z_1)."""
@@ -149,23 +143,23 @@ class StandardHMM(BaumWelchHMM):
     def emission_probs(self) -> Tensor:
         """(K, V) p(symbol | state)."""
         if isinstance(self.emission, DiagonalGaussian):
-            raise AttributeError(_OF_OTHER_EMISSIONS["emission_probs"])
+            raise AttributeError  # `HMM.__getattr__` says why
         return self.emission.probs[self.chosen]
 
-    def _gaussian(self, name: str) -> DiagonalGaussian:
+    def _gaussian(self) -> DiagonalGaussian:
         if isinstance(self.emission, CategoricalRows):
-            raise AttributeError(_OF_OTHER_EMISSIONS[name])
+            raise AttributeError
         return self.emission
 
     @property
     def means(self) -> Tensor:
         """(K, D) Gaussian means."""
-        return self._gaussian("means").means[self.chosen]
+        return self._gaussian().means[self.chosen]
 
     @property
     def variances(self) -> Tensor:
         """(K, D) Gaussian variances."""
-        return self._gaussian("variances").variances[self.chosen]
+        return self._gaussian().variances[self.chosen]
 
     def set_parameters(
         self,
@@ -184,7 +178,7 @@ class StandardHMM(BaumWelchHMM):
                 raise ValueError("`emission` must be given as `means` and `variances` for Gaussian emissions.")
             self.emission.set(emission)
         if means is not None or variances is not None:
-            gaussian = self._gaussian("means")
+            gaussian = self._gaussian()
             if means is None and not bool(self.initialised):
                 raise ValueError("`means` must be given with `variances`, as long as the model has none from data.")
             gaussian.set(gaussian.means if means is None else means, gaussian.variances if variances is None else variances)
@@ -226,9 +220,7 @@ class StandardHMM(BaumWelchHMM):
     def predict_emission(self, state_probs: Tensor) -> Tensor | GaussianPrediction:
         if isinstance(self.emission, CategoricalRows):
             return state_probs @ self.emission_probs
-        mean = state_probs @ self.means
-        spread = (self.means - mean[:, None]) ** 2  # (N, K, D)
-        return GaussianPrediction(mean, torch.einsum("nk,nkd->nd", state_probs, self.variances + spread))
+        return gaussian_mixture(state_probs, self.means, self.variances)
 
 
 def _online_em(initial: Tensor, transition: Tensor, emission: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -1,0 +1,1 @@
+"""Experiments of Sicking et al. (2020), DenseHMM."""
