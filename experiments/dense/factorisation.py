@@ -97,9 +97,7 @@ def main() -> None:
     parser.add_argument("--matrices", type=int, default=100)
     parser.add_argument("--starts", type=int, default=20)
     parser.add_argument("--steps", type=int, default=4000)
-    parser.add_argument(
-        "--warm-share", type=float, default=0.3, help="share of a softmax's steps on the cross entropy; 0 as in the paper"
-    )
+    parser.add_argument("--warm-share", type=float, default=0.3, help="share of a softmax's steps on the cross entropy; 0 as in the paper")
     parser.add_argument("--learning-rate", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="2 matrices, 2 starts, 50 steps, n = 3 only")
