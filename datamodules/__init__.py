@@ -2,6 +2,8 @@
 
 from datamodules.base import SequenceDataModule
 from datamodules.files import FileDataModule
+from datamodules.pos import POSDataModule
+from datamodules.protein import ProteinDataModule
 from datamodules.synthetic import SyntheticDataModule
 
-__all__ = ["FileDataModule", "SequenceDataModule", "SyntheticDataModule"]
+__all__ = ["FileDataModule", "POSDataModule", "ProteinDataModule", "SequenceDataModule", "SyntheticDataModule"]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import glob
-import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +20,7 @@ import torch
 from torch import Tensor
 
 from datamodules.base import SequenceDataModule, as_dataset, as_table
+from datamodules.paths import cache_name, ending, find_files, some
 from lightning_hmm.sequences import MISSING, Sequences, Vocabulary
 
 Format = Literal["auto", "csv", "parquet", "jsonl", "text"]
@@ -99,16 +98,19 @@ class FileDataModule(SequenceDataModule):
         self.standardize = standardize
 
         paths = {"train": path, "val": val_path, "test": test_path}
-        files = {part: self._find(given, part, format) for part, given in paths.items() if given is not None}
+        files = {
+            part: find_files(given, self.data_dir, "path" if part == "train" else f"{part}_path", ENDINGS if format == "auto" else None)
+            for part, given in paths.items()
+            if given is not None
+        }
         formats = {file: format if format != "auto" else _format(file) for group in files.values() for file in group}
         if len(set(formats.values())) > 1:
             raise ValueError(f"`path` must lead to files of one format, but they are {', '.join(sorted(set(formats.values())))}. Narrow it, or set `format`.")
         if set(formats.values()) == {"text"} and (columns or sequence_column):
             raise ValueError("`columns` and `sequence_column` are for tables, but a text has no columns. Leave them out, or set `format`.")
         reader = _Reader(next(iter(formats.values())), delimiter, sequence_column, columns, "symbols" if named else kind, named, unit, per, missing_token)
-        stamps = [(part, str(file), str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for part, group in files.items() for file in group]
-        digest = hashlib.blake2b(json.dumps([CACHE_VERSION, reader, stamps]).encode(), digest_size=8).hexdigest()
-        self._dataset, metadata = self.cached(f"{files['train'][0].name}-{digest}", lambda: reader.read(files))
+        name = cache_name([CACHE_VERSION, reader], files)
+        self._dataset, metadata = self.cached(name, lambda: reader.read(files))
         self._parts: dict[str, int] = json.loads(metadata["parts"])
         self._lookup: np.ndarray | None = None
 
@@ -125,30 +127,6 @@ class FileDataModule(SequenceDataModule):
                 raise ValueError(
                     f"`num_symbols` must be {'' if self.vocabulary is not None else 'at least '}{needed} for this data, but is {num_symbols} instead."
                 )
-
-    def _find(self, given: str | list[str], part: str, format: str) -> list[Path]:
-        """The files that a path, or each of a list of them, leads to."""
-        option = "path" if part == "train" else f"{part}_path"
-        found: list[Path] = []
-        for pattern in [given] if isinstance(given, str) else given:
-            places = [Path(pattern).expanduser(), self.data_dir / pattern]
-            for place in places:
-                entries = sorted(place.iterdir()) if place.is_dir() else [place] if place.exists() else sorted(map(Path, glob.glob(str(place), recursive=True)))
-                files = [file for file in entries if file.is_file() and not file.name.startswith(".")]
-                if place.is_dir() and format == "auto":
-                    files = [file for file in files if _ending(file) in ENDINGS]
-                if files:
-                    break
-            else:
-                folders = dict.fromkeys(place if place.is_dir() else place.parent for place in places)
-                listing = "; ".join(f"{folder}/ holds {_some(sorted(entry.name for entry in folder.iterdir()))}" for folder in folders if folder.is_dir())
-                raise FileNotFoundError(
-                    f"`{option}` must lead to a file, but {pattern!r} does not, here or under {self.data_dir}. {listing or 'No such folder'}."
-                )
-            found += files
-        if not found:
-            raise ValueError(f"`{option}` must name at least one file, but is an empty list instead.")
-        return found
 
     def _values(self) -> Sequences:
         return Sequences.from_arrow(self._dataset.with_format("arrow")[:]["values"])
@@ -255,7 +233,7 @@ class _Reader(NamedTuple):
             try:
                 columns.append(pa.concat_tables([pa.table([array], ["x"]) for array in arrays], promote_options="permissive")["x"].combine_chunks())
             except pa.ArrowException as error:
-                raise ValueError(f"Columns must be of one type in all files, but those of {_some(list(map(str, paths)))} are not: {error}") from None
+                raise ValueError(f"Columns must be of one type in all files, but those of {some(list(map(str, paths)))} are not: {error}") from None
         values, metadata = self._convert([self._clean(column) for column in columns], place)
 
         sizes = [content.num_sequences for content in contents]
@@ -307,7 +285,7 @@ class _Reader(NamedTuple):
     def _table(self, data: pa.Buffer, path: Path) -> _Steps:
         source = pa.BufferReader(data)
         if self.format == "csv":
-            parse = pa.csv.ParseOptions(delimiter=self.delimiter or ("\t" if _ending(path) == ".tsv" else ","))
+            parse = pa.csv.ParseOptions(delimiter=self.delimiter or ("\t" if ending(path) == ".tsv" else ","))
             names = pa.csv.open_csv(source, parse_options=parse).schema.names
             columns, every = self._choose(names, path)
             parse.ignore_empty_lines = len(names) > 1  # where there is one cell in a line, an empty line is an empty cell
@@ -352,9 +330,9 @@ class _Reader(NamedTuple):
         columns = self.columns or [name for name in names if name not in ids]
         for option, wanted in (("columns", columns), ("sequence_column", ids)):
             if missing := [name for name in wanted if name not in names]:
-                raise ValueError(f"`{option}` must be in the file, but {path} has no column {missing[0]!r}. It has {_some(names)}.")
+                raise ValueError(f"`{option}` must be in the file, but {path} has no column {missing[0]!r}. It has {some(names)}.")
         if not columns:
-            raise ValueError(f"There must be a column of values beside `sequence_column`, but {path} has only {_some(names)}.")
+            raise ValueError(f"There must be a column of values beside `sequence_column`, but {path} has only {some(names)}.")
         return columns, [*columns, *(name for name in ids if name not in columns)]
 
     # All files together
@@ -470,15 +448,7 @@ def _is_list(kind: pa.DataType) -> bool:
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
-def _ending(path: Path) -> str:
-    return Path(path.name.removesuffix(".gz")).suffix.lower()
-
-
 def _format(path: Path) -> str:
-    if _ending(path) not in ENDINGS:
+    if ending(path) not in ENDINGS:
         raise ValueError(f"`format` must be given for {path}, whose ending is none of {', '.join(ENDINGS)}, with or without .gz.")
-    return ENDINGS[_ending(path)]
-
-
-def _some(names: list[str]) -> str:
-    return (", ".join(names[:10]) or "nothing") + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+    return ENDINGS[ending(path)]

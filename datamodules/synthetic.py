@@ -97,23 +97,14 @@ class SyntheticDataModule(SequenceDataModule):
     def load_dataset(self) -> datasets.Dataset:
         draw = generator(self.seed, "sequences")
         lengths = torch.randint(self.min_length, self.max_length + 1, (self.num_sequences,), generator=draw)
-        path = torch.empty(self.num_sequences, self.max_length, dtype=torch.int64)
-        probs = self.initial_probs.expand(self.num_sequences, -1)
-        for t in range(self.max_length):
-            path[:, t] = torch.multinomial(probs, 1, generator=draw).squeeze(1)
-            probs = self.transition_probs[path[:, t]]
-        states = path[torch.arange(self.max_length) < lengths.unsqueeze(1)]  # (N, T) -> (steps,)
+        states = draw_states(self.initial_probs, self.transition_probs, lengths, draw)
         values = self._emit(states, draw)
         return as_dataset(as_table(Sequences.from_lengths(values, lengths), Sequences.from_lengths(states, lengths)))
 
     def _emit(self, states: Tensor, draw: torch.Generator) -> Tensor:
         """Draws one symbol, (steps,), or vector, (steps, num_features), for each state."""
         if self.emission_probs is not None:
-            values = torch.empty(len(states), dtype=torch.int64)
-            for state, probs in enumerate(self.emission_probs):
-                visits = torch.nonzero(states == state).squeeze(1)
-                if len(visits):
-                    values[visits] = torch.multinomial(probs, len(visits), replacement=True, generator=draw)
+            values = draw_symbols(self.emission_probs, states, draw)
         else:
             assert self.means is not None
             assert self.variances is not None
@@ -121,6 +112,27 @@ class SyntheticDataModule(SequenceDataModule):
             values = self.means[states] + self.variances.sqrt()[states] * noise
         missing = torch.rand(values.shape, dtype=torch.float64, generator=draw) < self.missing_fraction
         return values.masked_fill(missing, float("nan") if values.is_floating_point() else MISSING)
+
+
+def draw_states(initial_probs: Tensor, transition_probs: Tensor, lengths: Tensor, draw: torch.Generator) -> Tensor:
+    """(K,), (K, K), (N,) -> (steps,): a path of states for each of N sequences, packed."""
+    longest = int(lengths.max()) if len(lengths) else 0
+    path = torch.empty(len(lengths), longest, dtype=torch.int64)
+    probs = initial_probs.expand(len(lengths), -1)
+    for t in range(longest):
+        path[:, t] = torch.multinomial(probs, 1, generator=draw).squeeze(1)
+        probs = transition_probs[path[:, t]]
+    return path[torch.arange(longest) < lengths.unsqueeze(1)]  # (N, T) -> (steps,)
+
+
+def draw_symbols(emission_probs: Tensor, states: Tensor, draw: torch.Generator) -> Tensor:
+    """(K, V), (steps,) -> (steps,): a symbol for each state."""
+    symbols = torch.empty(len(states), dtype=torch.int64)
+    for state, probs in enumerate(emission_probs):
+        visits = torch.nonzero(states == state).squeeze(1)
+        if len(visits):
+            symbols[visits] = torch.multinomial(probs, len(visits), replacement=True, generator=draw)
+    return symbols
 
 
 def stationary(transition_probs: Tensor) -> Tensor:
