@@ -143,7 +143,7 @@ class ProteinDataModule(SymbolDataModule):
         return Symbols(symbols.numpy(), lengths.numpy(), names, states.numpy())
 
 
-def read_fasta(path: Path, molecule: Molecule = "protein", block_size: int = 2**25) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def read_fasta(path: Path, molecule: Molecule = "protein", block_size: int = 2**21) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """The chains of a FASTA file, or of a text with one in a line, block by block: letters as numbers, packed, and lengths.
 
     Reads no more of the file than is asked for, and holds a few times `block_size` bytes. No loop over chains.

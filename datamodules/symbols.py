@@ -24,7 +24,7 @@ CACHE_VERSION = 1  # raise it whenever the same file and options are read differ
 class Symbols(NamedTuple):
     """Packed sequences of symbols.
 
-    numbers: (steps,) which of the names each is, -1 for a missing one.
+    numbers: (steps,) which of the names each is, -1 for a missing one; int64, or uint8 if none is missing.
     lengths: (N,) steps of each sequence.
     names: the symbols; not all need to occur.
     states: (steps,) the states they were drawn from, if they were drawn.
@@ -134,7 +134,7 @@ def merge_rare(symbols: Symbols, fraction: float, residual: str) -> Symbols:
 
     The names are sorted, after the residual one if there is any.
     """
-    counts = np.bincount(symbols.numbers[symbols.numbers != MISSING], minlength=len(symbols.names))
+    counts = _counts(symbols)
     if not counts.any():
         raise ValueError("There must be some symbols, but all are missing.")
     order = sorted(np.flatnonzero(counts).tolist(), key=lambda number: (counts[number], symbols.names[number]))
@@ -148,10 +148,18 @@ def merge_rare(symbols: Symbols, fraction: float, residual: str) -> Symbols:
 def encode(symbols: Symbols, names: list[str], residual: str) -> Symbols:
     """The same symbols numbered as in `names`; what is not there becomes the residual one."""
     known = {name: number for number, name in enumerate(names)}
-    used = np.bincount(symbols.numbers[symbols.numbers != MISSING], minlength=len(symbols.names)) > 0
-    if residual not in known and (strangers := [name for name, there in zip(symbols.names, used, strict=True) if there and name not in known]):
+    strange = [name not in known and residual not in known for name in symbols.names]
+    if any(strange) and (strangers := [symbols.names[number] for number in np.flatnonzero(strange & (_counts(symbols) > 0))]):
         raise ValueError(
             f"Symbols must be in `vocabulary`, but {strangers[0]!r} is not. Name it there, or name one {residual!r}, for all symbols that it does not have."
         )
     lookup = np.array([*(known.get(name, known.get(residual, MISSING)) for name in symbols.names), MISSING], np.int64)  # the last is where -1 leads
     return symbols._replace(numbers=lookup[symbols.numbers], names=list(names))
+
+
+def _counts(symbols: Symbols) -> np.ndarray:
+    """(names,) how often each occurs."""
+    numbers = torch.from_numpy(symbols.numbers)
+    seen = numbers if numbers.dtype == torch.uint8 else numbers[numbers != MISSING]
+    counts: np.ndarray = torch.bincount(seen, minlength=len(symbols.names)).numpy()  # numpy would first make eight bytes of each
+    return counts
