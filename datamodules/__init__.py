@@ -1,7 +1,10 @@
 """Data for the models: each module turns one kind of data into `Sequences` batches."""
 
+from datamodules.accelerometer import AccelerometerDataModule
 from datamodules.base import SequenceDataModule
 from datamodules.files import FileDataModule
+from datamodules.pos import POSDataModule
+from datamodules.protein import ProteinDataModule
 from datamodules.synthetic import SyntheticDataModule
 
-__all__ = ["FileDataModule", "SequenceDataModule", "SyntheticDataModule"]
+__all__ = ["AccelerometerDataModule", "FileDataModule", "POSDataModule", "ProteinDataModule", "SequenceDataModule", "SyntheticDataModule"]

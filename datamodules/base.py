@@ -6,6 +6,7 @@ constructed, `num_symbols` and `num_features`: the command line hands them to th
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import uuid
@@ -21,6 +22,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 from lightning import LightningDataModule
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -215,19 +217,26 @@ class SequenceDataModule(LightningDataModule, ABC):
         """The table that `build` makes, kept as ``<data_dir>/cache/<name>.arrow`` and memory-mapped, and its schema's metadata.
 
         The name must tell apart whatever the table depends on. The file is one record batch, which is what can be read as
-        packed sequences without a copy, and appears in one move, so that several processes may build it at the same time.
+        packed sequences without a copy, and appears in one move, so that several processes may build it at the same time. Where
+        the folder may not be written to, the table stays in memory.
         """
         path = self.data_dir / "cache" / f"{name}.arrow"
         if not path.exists():
             table = build().combine_chunks()
-            path.parent.mkdir(parents=True, exist_ok=True)
             unfinished = path.with_suffix(f".{uuid.uuid4().hex}.part")
-            with pa.OSFile(str(unfinished), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
-                writer.write_table(table, max_chunksize=max(1, len(table)))
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with pa.OSFile(str(unfinished), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+                    writer.write_table(table, max_chunksize=max(1, len(table)))
+            except OSError as error:
+                if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                    raise
+                rank_zero_warn(f"{path.parent} cannot be written to, so the data is read again each time. Set `data_dir` to a folder of your own.")
+                return as_dataset(table), metadata_of(table.schema)
             unfinished.replace(path)
         with pa.memory_map(str(path)) as source:
-            metadata = pa.ipc.open_stream(source).schema.metadata or {}
-        return datasets.Dataset.from_file(str(path)), {key.decode(): value.decode() for key, value in metadata.items()}
+            metadata = metadata_of(pa.ipc.open_stream(source).schema)
+        return datasets.Dataset.from_file(str(path)), metadata
 
 
 def as_table(sequences: Sequences, states: Sequences | None = None) -> pa.Table:
@@ -243,6 +252,11 @@ def as_table(sequences: Sequences, states: Sequences | None = None) -> pa.Table:
 def as_dataset(table: pa.Table) -> datasets.Dataset:
     """An Arrow table in memory as a `datasets.Dataset`."""
     return datasets.Dataset(datasets.table.InMemoryTable(table))
+
+
+def metadata_of(schema: pa.Schema) -> dict[str, str]:
+    """What is noted in the schema of a table beside its columns."""
+    return {key.decode(): value.decode() for key, value in (schema.metadata or {}).items()}
 
 
 def _as_column(sequences: Sequences) -> pa.Array:

@@ -1,5 +1,6 @@
 """The split, storage and loaders that all data modules share."""
 
+import errno
 import itertools
 from collections.abc import Iterable
 from pathlib import Path
@@ -212,6 +213,19 @@ def test_the_cache_is_built_once_and_memory_mapped(tmp_path):
         assert column.num_chunks == 1
         assert column.to_pylist() == [[1, 2], [3]]
     assert [file.name for file in (tmp_path / "cache").iterdir()] == ["pair.arrow"]
+
+
+def test_where_nothing_may_be_written_the_table_stays_in_memory(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(errno.EACCES, "no")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    table = as_table(Sequences.from_list([[1, 2], [3]])).replace_schema_metadata({"note": "hello"})
+    with pytest.warns(UserWarning, match="cannot be written to, so the data is read again each time"):
+        dataset, metadata = Counting(data_dir=str(tmp_path)).cached("pair", lambda: table)
+    assert dataset["values"][:] == [[1, 2], [3]]
+    assert metadata == {"note": "hello"}
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_data_dir_comes_from_the_environment(monkeypatch):

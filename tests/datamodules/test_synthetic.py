@@ -88,6 +88,50 @@ def test_concentration_is_that_of_a_dirichlet():
     assert flat.max(1).values.mean() < 0.01
 
 
+def test_mostly_constant_transitions():
+    """Five of twenty entries hold 60 % of the mass, and stand out; the others are equal."""
+    data = SyntheticDataModule(num_states=20, transitions="mostly_constant")
+    rows = data.transition_probs.sort(dim=1, descending=True).values
+    torch.testing.assert_close(rows.sum(1), torch.ones(20, dtype=torch.float64))
+    torch.testing.assert_close(rows[:, :5].sum(1), torch.full((20,), 0.6, dtype=torch.float64))
+    torch.testing.assert_close(rows[:, 5:], torch.full((20, 15), 0.4 / 15, dtype=torch.float64))
+    assert len(data.transition_probs.argmax(1).unique()) > 8  # 20 draws of one in 20 meet 12.8 on average, with deviation 1.4
+    even = SyntheticDataModule(num_states=20, transitions="mostly_constant", concentration=1e6, kept=2, kept_mass=0.3).transition_probs
+    torch.testing.assert_close(even.topk(2).values, torch.full((20, 2), 0.15, dtype=torch.float64), rtol=0.01, atol=0)
+
+
+def test_graded_transitions():
+    probs = SyntheticDataModule(num_states=20, transitions="graded").transition_probs
+    torch.testing.assert_close(probs.sort(dim=1).values, (torch.arange(1, 21, dtype=torch.float64) / 210).expand(20, -1))
+    assert len(probs.argmax(1).unique()) > 8
+
+
+@pytest.mark.parametrize(("states", "features", "width"), [(20, 2, 4), (27, 3, 2), (4, 1, 3), (1, 2, 0)])
+def test_a_grid_of_means(states, features, width):
+    data = SyntheticDataModule(emission="gaussian", num_states=states, num_features=features, layout="grid", separation=3.2)
+    distances = torch.cdist(data.means, data.means)
+    nearest = (distances + torch.diag(torch.full((states,), torch.inf, dtype=torch.float64))).min(dim=1).values
+    if states > 1:
+        torch.testing.assert_close(nearest, torch.full((states,), 3.2, dtype=torch.float64))
+    assert data.means.amax().item() == pytest.approx(3.2 * width)
+    assert bool((data.variances == 1).all())
+
+
+def test_every_symbol_occurs_in_training():
+    words = {"num_states": 10, "num_symbols": 10, "concentration": 0.1, "num_sequences": 20, "length": 200, "val_fraction": 0.0, "test_fraction": 0.5}
+    redrawn = 0
+    for seed in range(20):
+        data, plain = (ready(seed=seed, every_symbol=every, **words) for every in (True, False))
+        assert (len(data.train_sequences), len(data.test_sequences)) == (10, 10)
+        assert len(data.train_sequences.values.unique()) == 10
+        torch.testing.assert_close(data.initial_probs @ data.transition_probs, data.initial_probs, rtol=1e-12, atol=1e-15)
+        same = torch.equal(data.transition_probs, plain.transition_probs)
+        assert same == (len(plain.train_sequences.values.unique()) == 10)  # redrawn where needed, and only there
+        assert bool((data.emission_probs[data.true_states("train").values, data.train_sequences.values] > 0).all())
+        redrawn += not same
+    assert 0 < redrawn < 20
+
+
 def test_same_seed_same_data():
     first, again, other = (ready(num_sequences=20, length=7, seed=seed) for seed in (3, 3, 4))
     assert torch.equal(first.train_sequences.values, again.train_sequences.values)
@@ -125,7 +169,7 @@ def test_parts_have_their_states():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"emission": "poisson"}, "`emission` must be 'categorical' or 'gaussian', but is 'poisson' instead"),
+        ({"emission": "poisson"}, "`emission` must be one of categorical, gaussian, but is 'poisson' instead"),
         ({"num_states": 0}, "`num_states` must be positive, but is 0 instead"),
         ({"num_sequences": 0}, "`num_sequences` must be positive, but is 0 instead"),
         ({"concentration": 0.0}, "`concentration` must be positive, but is 0.0 instead"),
@@ -134,6 +178,14 @@ def test_parts_have_their_states():
         ({"missing_fraction": 1.0}, "`missing_fraction` must be at least 0 and less than 1, but is 1.0 instead"),
         ({"min_length": 9, "max_length": 3}, "from 9 to 3 instead"),
         ({"length": -1}, "from -1 to -1 instead"),
+        ({"transitions": "sparse"}, "`transitions` must be one of dirichlet, mostly_constant, graded, but is 'sparse' instead"),
+        ({"layout": "line"}, "`layout` must be one of random, grid, but is 'line' instead"),
+        ({"transitions": "mostly_constant", "kept": 5}, "`kept` must be positive and less than the 5 of `num_states`, but is 5 instead"),
+        ({"transitions": "mostly_constant", "kept": 0}, "`kept` must be positive and less than the 5 of `num_states`, but is 0 instead"),
+        ({"transitions": "mostly_constant", "kept": 3, "kept_mass": 0.5}, "`kept_mass` must be at least 3 of 5, .* but is 0.5 instead"),
+        ({"transitions": "mostly_constant", "kept": 3, "kept_mass": 1.0}, "`kept_mass` must be .* less than 1, but is 1.0 instead"),
+        ({"emission": "gaussian", "every_symbol": True}, "`every_symbol` is for symbols, but `emission` is 'gaussian'"),
+        ({"num_symbols": 50, "num_sequences": 2, "length": 20, "every_symbol": True}, "100 times not all of the 50 symbols occurred"),
     ],
 )
 def test_wrong_words(words, message):
