@@ -20,8 +20,7 @@ Kernel = Literal["exp", "sigmoid", "relu", "rbf", "abs_linear"]
 Objective = Literal["em", "cooccurrence", "likelihood"]
 
 _RELU_FLOOR = 1e-6
-# Of the reference implementation; the likelihood's was chosen here.
-_LEARNING_RATES = {"em": 0.01, "cooccurrence": 0.001, "likelihood": 0.01}
+_LEARNING_RATES = {"em": 0.03, "cooccurrence": 0.001, "likelihood": 0.1}
 
 
 def kernel_log_probs(kernel: Kernel, left: Tensor, right: Tensor) -> Tensor:
@@ -77,7 +76,7 @@ class DenseHMM(HMM):
         seed: of the starting vectors, which are standard normal.
         restarts: starts trained side by side; the best on validation data answers.
         optimizer: "adam" or "sgd".
-        learning_rate: if not given, 0.01, or 0.001 for ``cooccurrence``.
+        learning_rate: if not given, 0.03 for ``em``, 0.001 for ``cooccurrence`` and 0.1 for ``likelihood``.
         m_steps: of an epoch of ``em``.
         steps_per_epoch: of ``cooccurrence``.
         target: of ``cooccurrence``: "data" counts the pairs of the training data, "truth" takes the co-occurrences of the model

@@ -136,7 +136,7 @@ def test_the_transition_term_is_not_transposed():
 def test_an_epoch_is_an_e_step_and_some_adam_steps(rng):
     sequences = random_symbols(rng)
     fitted, model = fit(small(restarts=2), sequences, 3, 0, batch_size=5), small(restarts=2)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.03)
     for _ in range(3):
         model._e_step(sequences)
         counts = [value.grad for value in model._held]
