@@ -186,10 +186,11 @@ class CommandLine(LightningCLI):
         logs, epochs = self.trainer.log_dir, self.trainer.current_epoch
         tested = self.trainer.test(self.model, datamodule=self.datamodule, ckpt_path=best or None, verbose=False) if _has_test_data(self.datamodule) else []
         metrics = tested[0] if tested else {}
+        width = max(map(len, metrics), default=0)
         _say(
             "",
             f"Trained {type(self.model).__name__} for {epochs} epoch{'s' if epochs != 1 else ''}.",
-            *[f"  {name:<28} {value:.6f}" for name, value in sorted(metrics.items())],
+            *[f"  {name:<{width}}  {value:.6f}" for name, value in sorted(metrics.items())],
             *([f"Best checkpoint:  {best}"] if best else [f"Last checkpoint:  {last} (no validation data to choose by)"] if last else []),
             *([f"Logs:             {logs}", f"Look at them:     tensorboard --logdir {logs}"] if logs and self.trainer.loggers else []),
             *([f"Decode with it:   {_command('predict', logs)} --ckpt_path {best or last}"] if (best or last) and logs else []),

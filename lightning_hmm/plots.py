@@ -6,7 +6,7 @@ reference; in a notebook the last line of a cell shows one. K states, V symbols,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -167,6 +167,53 @@ def convergence(epochs: Array, train: Array, val: Array | None = None, chosen: i
     return figure
 
 
+def composition(before: Mapping[str, Array], after: Mapping[str, Array], names: Sequence[str] | None = None, max_labels: int = 40) -> Figure:
+    """The vectors of a DenseHMM and the matrices made of them, before training and after: states leave and enter, states emit symbols.
+
+    Args:
+        before: "U", "Z", "V", "W" with a vector in each row, and the matrices "transition" and, for symbols, "emission".
+        after: the same.
+        names: of the symbols; their numbers if not given.
+        max_labels: how many points or symbols are labelled.
+    """
+    matrices = [name for name in ("transition", "emission") if name in after]
+    figure = Figure(figsize=(5.2 * len(matrices) + 3.4 * (2 - len(matrices)) + 2, 6.4), dpi=110, layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08))
+    panels = figure.subplots(2, 2 + len(matrices), squeeze=False)
+    for row, (when, values) in zip(panels, {"before": before, "after": after}.items(), strict=True):
+        places = iter(row)
+        for pair, matrix in ((("Z", "U"), "transition"), (("W", "V"), "emission")):
+            axes = next(places)
+            _draw_vectors(axes, {name: _numpy(values[name]) for name in pair}, names, max_labels)
+            _title(axes, f"{pair[0]} and {pair[1]}, {when}")
+            if matrix in values:
+                axes, probs = next(places), _numpy(values[matrix])
+                _, blocks = _heat_map(axes, probs, _PROBABILITY, PowerNorm(0.5, 0, 1))
+                _title(axes, ("A" if matrix == "transition" else "B") + f", {when}{blocks}")
+                axes.tick_params(labelsize=8, labelcolor=_INK, color=_GREY, length=3)
+                _label_ticks(axes.yaxis, probs.shape[0], max_labels=max_labels)
+                _label_ticks(axes.xaxis, probs.shape[1], names if matrix == "emission" else None, max_labels)
+    return figure
+
+
+def cooccurrences(target: Array, model: Array, names: Sequence[str] | None = None, max_labels: int = 40) -> Figure:
+    """Frequencies of symbol pairs in the data, under the model, and their difference. The colours are those of square roots: most pairs are rare."""
+    wanted, made = _numpy(target), _numpy(model)
+    figure = Figure(figsize=(13, 4.6), dpi=110, layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08))
+    largest, gap = max(wanted.max(), made.max()), max(np.abs(made - wanted).max(), 1e-12)
+    scale = PowerNorm(0.5, 0, largest)
+    panels = (("Data", wanted, _PROBABILITY, scale), ("Model", made, _PROBABILITY, scale), ("Model less data", made - wanted, _SIGNED, Normalize(-gap, gap)))
+    for axes, (title, matrix, colours, norm) in zip(figure.subplots(1, 3), panels, strict=True):
+        image, blocks = _heat_map(axes, matrix, colours, norm, written=False)
+        _title(axes, title + blocks)
+        axes.set_aspect("equal")
+        axes.tick_params(labelsize=8, labelcolor=_INK, color=_GREY, length=3)
+        _label_ticks(axes.yaxis, len(matrix), names, max_labels)
+        _label_ticks(axes.xaxis, len(matrix), names, max_labels)
+        axes.set(xlabel="next symbol", ylabel="symbol")
+        _colour_bar(figure, axes, image, "difference" if colours is _SIGNED else "frequency")
+    return figure
+
+
 def expected_dwell(probs: Array) -> np.ndarray:
     """(K,) expected steps of a visit, 1 / (1 - A_kk); infinite for a state that is never left."""
     stay = np.minimum(np.diagonal(_numpy(probs)), 1.0)
@@ -282,6 +329,32 @@ def _draw_dwell(axes: Axes, dwell: np.ndarray) -> None:
 # Parts of figures
 
 
+def _draw_vectors(axes: Axes, vectors: Mapping[str, np.ndarray], names: Sequence[str] | None, max_labels: int) -> None:
+    """Points in the plane: vectors of length one on its diagonal, longer ones along their two directions of largest spread."""
+    together = np.concatenate(list(vectors.values()))
+    if together.shape[1] == 1:
+        together = np.repeat(together, 2, axis=1)
+    elif together.shape[1] > 2:
+        centred = together - together.mean(0)
+        together = centred @ np.linalg.svd(centred, full_matrices=False)[2][:2].T
+    first = 0
+    for number, (name, rows) in enumerate(vectors.items()):
+        points = together[first : first + len(rows)]
+        first += len(rows)
+        axes.scatter(points[:, 0], points[:, 1], s=14, color=COLOURS[number], label=name, marker="os"[number])
+        if len(rows) <= max_labels:
+            for index, point in enumerate(points):
+                text = _shown(names[index]) if name == "V" and names is not None else str(index)
+                axes.annotate(text, point, (3, 3), textcoords="offset points", fontsize=7, color=COLOURS[number], parse_math=False)
+    axes.margins(0.12)
+    axes.grid(color="#E6E6E6", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(_GREY)
+    axes.tick_params(labelsize=8, labelcolor=_INK, color=_GREY, length=3)
+    _legend(axes)
+
+
 def _numpy(array: Array) -> np.ndarray:
     return array.detach().double().cpu().numpy() if isinstance(array, Tensor) else np.asarray(array, dtype=np.float64)
 
@@ -326,8 +399,11 @@ def _block_means(matrix: np.ndarray, rows: int, columns: int) -> np.ndarray:
     return means
 
 
-def _heat_map(axes: Axes, matrix: np.ndarray, colours: Colormap, norm: Normalize) -> tuple[AxesImage, str]:
-    """Draws a matrix and returns what the title must say about blocks; axes count rows and columns, whatever the blocks."""
+def _heat_map(axes: Axes, matrix: np.ndarray, colours: Colormap, norm: Normalize, written: bool = True) -> tuple[AxesImage, str]:
+    """Draws a matrix and returns what the title must say about blocks; axes count rows and columns, whatever the blocks.
+
+    The cells of a small matrix carry their numbers, if `written`.
+    """
     rows, columns = (-(-size // _MAX_ROWS) for size in matrix.shape)
     drawn, blocks = matrix, ""
     if rows > 1 or columns > 1:
@@ -338,7 +414,7 @@ def _heat_map(axes: Axes, matrix: np.ndarray, colours: Colormap, norm: Normalize
     axes.grid(False)
     axes.spines[:].set_visible(True)
     axes.spines[:].set_color(_FAINT)
-    if max(matrix.shape) <= _WRITTEN:
+    if written and max(matrix.shape) <= _WRITTEN:
         for (row, column), value in np.ndenumerate(matrix):
             red, green, blue, _ = colours(norm(value))
             dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.6

@@ -214,3 +214,33 @@ def test_figures_leave_nothing_behind(rng):
     gc.collect()
     assert not any(figure() for figure in figures)
     assert pyplot.get_fignums() == before
+
+
+# Dense vectors and pairs of symbols
+
+
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_vectors_are_drawn_with_their_matrices(rng, length):
+    def vectors() -> dict[str, np.ndarray]:
+        return {name: rng.normal(size=(6 if name == "V" else 4, length)) for name in "UZVW"}
+
+    matrices = {"transition": rows(rng, 4, 4), "emission": rows(rng, 4, 6)}
+    before, after = vectors() | matrices, vectors() | matrices
+    figure = plots.composition(before, after, names=["a", "$b", " ", "d", "e", "f"])
+    render(figure)
+    assert len(figure.axes) == 8
+    assert [axes.get_title("left") for axes in figure.axes[4:]] == ["Z and U, after", "A, after", "W and V, after", "B, after"]
+    np.testing.assert_array_equal(figure.axes[7].images[0].get_array(), matrices["emission"])
+    if length == 2:
+        np.testing.assert_allclose(figure.axes[4].collections[1].get_offsets(), after["U"])
+    del before["emission"], after["emission"]
+    assert len(plots.composition(before, after).axes) == 6
+
+
+def test_pairs_of_data_and_model_and_their_difference(rng):
+    target, model = (rng.dirichlet(np.ones(25)).reshape(5, 5) for _ in range(2))
+    figure = plots.cooccurrences(target, model, names=list("abcde"))
+    render(figure)
+    drawn = [axes.images[0].get_array() for axes in figure.axes[:3]]
+    for found, expected in zip(drawn, (target, model, model - target), strict=True):
+        np.testing.assert_allclose(found, expected)

@@ -18,6 +18,7 @@ from lightning_hmm.sequences import Sequences
 
 _MAX_SEQUENCES = 256
 _MAX_POSTERIOR = 2_000_000  # entries, steps times states: 16 MB
+_MAX_PAIRED = 2000  # symbols: their pairs are 32 MB
 _MAX_STATIONARY = 1000  # states: beyond them the cubic cost shows
 
 
@@ -29,6 +30,9 @@ class Figures(Callback):
       data if there are none), and how long a visit lasts. The stationary distribution would be that share in an endless
       sequence; it is drawn, and said to be, only where a model has no `posterior` for its batches.
     - ``figures/convergence``: the likelihood of all epochs. The curve is in the checkpoint, and goes on after a resume.
+    - ``figures/composition``: where probabilities are made of vectors, those and these before training and now. At the end the
+      vectors go to TensorBoard's projector, with the names of states and symbols.
+    - ``figures/cooccurrences``: where a model fits the frequencies of symbol pairs, those of data and model.
 
     A figure that a model has no numbers for is left out. The step is the number of EM updates.
 
@@ -86,6 +90,10 @@ class Figures(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.current_epoch > self._drawn_epoch:
             self._draw(trainer, pl_module, trainer.current_epoch)
+        for name, vectors in getattr(pl_module, "embeddings", {}).items():
+            names = _symbol_names(pl_module) if name == "V" else None
+            for writer in _writers(trainer):
+                writer.add_embedding(vectors, names or [str(row) for row in range(len(vectors))], tag=name, global_step=trainer.global_step)
 
     def _draw(self, trainer: Trainer, model: Any, epoch: int) -> None:
         self._drawn_epoch = epoch
@@ -109,6 +117,11 @@ class Figures(Callback):
             yield "emissions", emissions
         if share is not None or transition is not None:
             yield "state_usage", plots.state_usage(share, None if transition is None else plots.expected_dwell(transition), source)
+        if hasattr(model, "embeddings"):
+            yield "composition", plots.composition(_composition(model.at_start()), _composition(model), _symbol_names(model), self.max_labels)
+        target = getattr(model, "target_cooccurrences", None)
+        if target is not None and len(target) <= _MAX_PAIRED:
+            yield "cooccurrences", plots.cooccurrences(target, model.cooccurrences, _symbol_names(model), self.max_labels)
         epochs = sorted(self.train.keys() | self.val.keys())
         if epochs:
             unknown = [np.nan] * model.restarts
@@ -118,8 +131,7 @@ class Figures(Callback):
     def _emissions(self, model: Any, share: np.ndarray | None) -> Figure | None:
         probs = _matrix(model, "emission_probs")
         if probs is not None:
-            vocabulary = getattr(model, "vocabulary", None)
-            return plots.emission_matrix(probs, None if vocabulary is None else vocabulary.names, self.max_labels)
+            return plots.emission_matrix(probs, _symbol_names(model), self.max_labels)
         means, variances = _matrix(model, "means"), _matrix(model, "variances")
         if means is None or variances is None:
             return None
@@ -162,6 +174,16 @@ def _matrix(model: Any, name: str) -> np.ndarray | None:
     """A matrix of the model's, if it has one by that name."""
     value = getattr(model, name, None)
     return value.detach().cpu().numpy() if isinstance(value, Tensor) and value.dim() == 2 else None
+
+
+def _symbol_names(model: Any) -> list[str] | None:
+    vocabulary = getattr(model, "vocabulary", None)
+    return None if vocabulary is None else vocabulary.names
+
+
+def _composition(model: Any) -> dict[str, Any]:
+    matrices = {name: _matrix(model, f"{name}_probs") for name in ("transition", "emission")}
+    return model.embeddings | {name: matrix for name, matrix in matrices.items() if matrix is not None}
 
 
 def _excerpt(batch: Sequences, max_steps: int) -> Sequences:

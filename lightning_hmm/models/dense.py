@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any, Literal, get_args
 
@@ -256,6 +257,14 @@ class DenseHMM(HMM):
     def embeddings(self) -> dict[str, Tensor]:
         """The chosen restart's vectors by name: U, Z, W with a row for each state, V with one for each symbol or feature."""
         return {name: getattr(self, name)[self.chosen].detach() for name in ("U", "Z", "V", "W")}
+
+    def at_start(self) -> DenseHMM:
+        """The model as it was before training."""
+        words = inspect.signature(DenseHMM.__init__).parameters
+        model = DenseHMM(**{name: value for name, value in self.hparams.items() if name in words})
+        for name in ("chosen", "centre", "scale", "located"):
+            getattr(model, name).copy_(getattr(self, name))
+        return model
 
     @property
     def num_free_parameters(self) -> int:

@@ -16,7 +16,7 @@ from matplotlib import pyplot
 from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_hmm import Sequences, StandardHMM, fit
+from lightning_hmm import DenseHMM, Sequences, StandardHMM, fit
 from lightning_hmm.callbacks import Figures
 from lightning_hmm.callbacks import figures as figures_module
 from tests.helpers import random_symbols, random_vectors
@@ -307,3 +307,26 @@ def test_more_epochs_of_the_same_trainer_go_on(rng, tmp_path):
     trainer.fit(model, loader)
     assert list(callback.train) == [1, 2, 3]
     assert steps(tmp_path) == at(1, 2, 3)
+
+
+# Dense vectors
+
+
+def test_vectors_reach_the_projector_with_their_names(rng, tmp_path):
+    model = DenseHMM(3, 5, embedding_dim=2, objective="cooccurrence", steps_per_epoch=2, symbol_names=list("abcde"))
+    fit(model, random_symbols(rng), max_epochs=2, tolerance=0, logger=logger(tmp_path), callbacks=[Figures()])
+    assert {"figures/composition", "figures/cooccurrences"} <= steps(tmp_path).keys()
+    for name, count in {"U": 3, "Z": 3, "W": 3, "V": 5}.items():
+        folder = tmp_path / "00002" / name
+        saved = np.loadtxt(folder / "tensors.tsv")
+        np.testing.assert_allclose(saved, model.embeddings[name], rtol=1e-5)
+        assert (folder / "metadata.tsv").read_text().split() == (list("abcde") if name == "V" else [str(state) for state in range(count)])
+
+
+def test_composition_shows_the_start_and_now(rng, tmp_path, drawn):
+    model = DenseHMM(3, 5, embedding_dim=2, m_steps=2, restarts=2)
+    start = [DenseHMM(3, 5, embedding_dim=2, restarts=2).natural_parameters(restart)[1].exp() for restart in range(2)]
+    fit(model, random_symbols(rng), max_epochs=1, tolerance=0, logger=logger(tmp_path), callbacks=[Figures()])
+    before, after = (drawn[-1]["composition"].axes[panel].images[0].get_array() for panel in (1, 5))
+    np.testing.assert_allclose(before, start[int(model.chosen)].detach())
+    np.testing.assert_allclose(after, model.transition_probs)
