@@ -54,6 +54,13 @@ def check(model: oracle.Model, single: bool) -> list[oracle.Answer]:
 
 
 @PRECISIONS
+def test_rare_transitions_that_must_be_used_again_and_again(single):
+    """Each step keeps more than it may lose, but the product of two is below the smallest float64."""
+    model = given(log(0.5, 0.5), log([1, 1e-190], [1e-190, 1]), log([1, 0], [0, 1], [1, 0], [0, 1], [0, 1]).numpy())
+    check(model, single)
+
+
+@PRECISIONS
 @pytest.mark.parametrize("probability", [1e-9, 1e-30, 1e-39, 1e-45, 1e-300, 1e-320])
 def test_a_rare_transition_that_must_be_used(single, probability):
     """A probability below the smallest float32 is still not zero."""

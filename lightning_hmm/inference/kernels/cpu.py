@@ -67,9 +67,10 @@ def _sweep(groups: Groups, lanes: int, work: Callable[..., None]) -> None:
         run_lanes(lanes, partial(work, order=order, tile=tile))
 
 
-def _workspace_size(longest: int, tile: int, padded: int) -> int:
-    """Numbers that `e_step_lane` works with: alpha, rows, beta, gamma, partial sums."""
-    return 2 * (longest + 1) * tile * padded + padded * padded
+def _workspace_size(kind: int, longest: int, tile: int, padded: int) -> int:
+    """Numbers that `e_step_lane` works with: alpha, emission rows unless they are in a table, kappa, beta and gamma, partial sums."""
+    steps = longest if kind == SYMBOLS else 2 * longest
+    return (steps + loops.pair_window(tile) + 2) * tile * padded + padded * padded
 
 
 _NO_IDS = np.zeros(0, np.int64)
@@ -91,7 +92,10 @@ def emission_arrays(kind: int, parameters: list[np.ndarray], values: np.ndarray,
         table[:-1, :num_states][possible] = np.exp(log_probs[possible] - shifts[:-1][possible, None])
         table[-1, :num_states] = 1
         return (SYMBOLS, values, table, shifts, _NONE, _NONE, _NO_CENTRE, _NONE, _NONE, _NONE)
-    table = np.zeros((0, 0), np.float64 if logs else dtype)
+    table = _NONE
+    if not logs:
+        table = aligned_zeros(dtype, 1, padded_size(parameters[0].shape[1 if kind == STEPS else 0], dtype.itemsize))
+        table[:] = 1
     if kind == STEPS:
         return (STEPS, _NO_IDS, table, _NO_CENTRE, parameters[0], _NONE, _NO_CENTRE, _NONE, _NONE, _NONE)
     eta1, eta2, log_norm, centre = parameters
@@ -143,7 +147,7 @@ def e_step(kind, log_initial, log_transition, parameters, values, offsets, weigh
     log_likelihood, impossible_step = np.zeros(num_sequences), np.full(num_sequences, -1)
     padded = initial.shape[0]
     initial_counts, transition_counts = np.zeros((lanes, padded)), np.zeros((lanes, num_states, num_states))
-    visits = aligned_zeros(np.float64, lanes, statistic_rows, padded)
+    visits = aligned_zeros(np.float64, lanes, statistic_rows + 1, padded)
     sums = aligned_zeros(np.float64, 2, lanes, statistic_rows if kind == GAUSSIAN else 0, padded)
     step_rows = num_steps if per_step else 0
     smoothed = np.zeros((num_steps if per_step or (kind == STEPS and smooth) else 0, num_states))
@@ -163,7 +167,7 @@ def e_step(kind, log_initial, log_transition, parameters, values, offsets, weigh
         first = order[lane * tile]  # the longest of this lane
         longest = int(offsets[first + 1] - offsets[first])
         loops.e_step_lane(lane, lanes, tile, order, offsets, *emission, initial, transition, transposed, scaled, flush, collapse,
-                          longest, workspace(dtype, _workspace_size(longest, tile, padded)), log_likelihood, initial_counts[lane],
+                          longest, workspace(dtype, _workspace_size(kind, longest, tile, padded)), log_likelihood, initial_counts[lane],
                           transition_counts[lane], visits[lane], sums[0, lane], sums[1, lane], smoothed, filtered)
 
     _sweep(groups, lanes, forward_backward if smooth else forward)
@@ -180,7 +184,7 @@ def e_step(kind, log_initial, log_transition, parameters, values, offsets, weigh
         # Out of float32's range is seldom out of float64's, which is far cheaper than log space.
         return e_step(kind, log_initial, log_transition, parameters, values, offsets, weights, single=False, smooth=smooth, per_step=per_step, last=last)
     transition_counts = transition_counts.sum(0)
-    initial_counts, visits, sums = (array[..., :num_states] for array in (initial_counts.sum(0), visits.sum(0), sums.sum(1)))
+    initial_counts, visits, sums = (array[..., :num_states] for array in (initial_counts.sum(0), visits[:, :-1].sum(0), sums.sum(1)))
     if scale != 1:
         for array in (initial_counts, transition_counts, visits, sums, smoothed):
             array *= scale
@@ -240,7 +244,7 @@ def online_em(
         batch_offsets, order, offsets, symbols, weights, tile, FLUSH[_DOUBLE], COLLAPSE[_DOUBLE], ALWAYS_FED[_DOUBLE], NEGLIGIBLE[_DOUBLE],
         float(discount), int(updates), size, float(data_size), np.asarray(pseudocounts, np.float64), np.asarray(frozen, np.bool_),
         log_initial, log_transition, log_emission, initial_buffer, transition_buffer, emission_buffer,
-        longest, workspace(_DOUBLE, _workspace_size(longest, tile, padded)), log_likelihood, impossible_step,
+        longest, workspace(_DOUBLE, _workspace_size(SYMBOLS, longest, tile, padded)), log_likelihood, impossible_step,
     )  # fmt: skip
     impossible = np.flatnonzero((impossible_step >= 0) & (weights != 0)) if impossible_step.max(initial=-1) >= 0 else _NO_IDS
     return log_likelihood, (int(impossible[0]), int(impossible_step[impossible[0]])) if impossible.shape[0] else None
@@ -257,7 +261,7 @@ def em_step(log_initial, log_transition, log_emission, symbols, offsets, weights
         tile, padded = min(_TILE, 4 * -(-num_sequences // 4)), 8 * -(-num_states // 8)
         log_likelihood = np.zeros(num_sequences)
         loops.em_step(offsets, symbols, weights, tile, FLUSH[_DOUBLE], COLLAPSE[_DOUBLE], ALWAYS_FED[_DOUBLE], NEGLIGIBLE[_DOUBLE],
-                      log_initial, log_transition, log_emission, longest, workspace(_DOUBLE, _workspace_size(longest, tile, padded)), log_likelihood)
+                      log_initial, log_transition, log_emission, longest, workspace(_DOUBLE, _workspace_size(SYMBOLS, longest, tile, padded)), log_likelihood)
         return log_likelihood
     log_likelihood, impossible, initial, transition, visits, *_ = e_step(
         SYMBOLS, log_initial, log_transition, [log_emission], symbols, offsets, weights, single=single, smooth=True
