@@ -44,8 +44,8 @@ def plan(offsets: np.ndarray, num_states: int, itemsize: int) -> Groups:
 
     Very long sequences are a group of their own, one to a tile: a tile has as many steps as its longest sequence.
     """
-    lengths = np.diff(offsets)
-    order = np.argsort(-lengths, kind="stable") if np.any(lengths[1:] != lengths[:-1]) else np.arange(lengths.shape[0])
+    lengths = offsets[1:] - offsets[:-1]
+    order = np.argsort(-lengths, kind="stable") if (lengths[1:] != lengths[:-1]).any() else np.arange(lengths.shape[0])
     order = order[: np.count_nonzero(lengths)]
     most_steps = _TILE_BYTES // (2 * _TILE * padded_size(num_states, itemsize) * itemsize)
     num_long = int(np.searchsorted(-lengths[order], -most_steps)) if order.shape[0] else 0
@@ -81,16 +81,11 @@ _NO_CENTRE = np.zeros(0)
 def emission_arrays(kind: int, parameters: list[np.ndarray], values: np.ndarray, dtype: np.dtype, *, logs: bool) -> Arrays:
     """The emission part of every kernel's arguments. `logs`: symbol tables as log-probabilities, for log space."""
     if kind == SYMBOLS:
-        log_probs = np.ascontiguousarray(parameters[0].T)  # (V, K)
         if logs:
-            return (SYMBOLS, values, log_probs, _NO_CENTRE, _NONE, _NONE, _NO_CENTRE, _NONE, _NONE, _NONE)
-        num_symbols, num_states = log_probs.shape
-        shifts = np.zeros(num_symbols + 1)
-        shifts[:-1] = log_probs.max(axis=1)
-        table = aligned_zeros(dtype, num_symbols + 1, padded_size(num_states, dtype.itemsize))
-        possible = shifts[:-1] > -np.inf
-        table[:-1, :num_states][possible] = np.exp(log_probs[possible] - shifts[:-1][possible, None])
-        table[-1, :num_states] = 1
+            return (SYMBOLS, values, np.ascontiguousarray(parameters[0].T), _NO_CENTRE, _NONE, _NONE, _NO_CENTRE, _NONE, _NONE, _NONE)
+        num_states, num_symbols = parameters[0].shape
+        table, shifts = aligned_zeros(dtype, num_symbols + 1, padded_size(num_states, dtype.itemsize)), np.zeros(num_symbols + 1)
+        loops.fill_table(parameters[0], table, shifts)
         return (SYMBOLS, values, table, shifts, _NONE, _NONE, _NO_CENTRE, _NONE, _NONE, _NONE)
     table = _NONE
     if not logs:
@@ -105,12 +100,9 @@ def emission_arrays(kind: int, parameters: list[np.ndarray], values: np.ndarray,
 
 def _padded_chain(log_initial: np.ndarray, log_transition: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """exp of both, padded with zeros; the matrix and its transpose as flat arrays."""
-    num_states = log_initial.shape[0]
-    padded = padded_size(num_states, dtype.itemsize)
+    padded = padded_size(log_initial.shape[0], dtype.itemsize)
     initial, (transition, transposed) = np.zeros(padded, dtype), aligned_zeros(dtype, 2, padded, padded)
-    initial[:num_states] = np.exp(log_initial)
-    transition[:num_states, :num_states] = np.exp(log_transition)
-    transposed[:] = transition.T
+    loops.fill_chain(log_initial, log_transition, initial, transition, transposed)
     return initial, transition.reshape(-1), transposed.reshape(-1)
 
 
@@ -148,15 +140,15 @@ def e_step(kind, log_initial, log_transition, parameters, values, offsets, weigh
     padded = initial.shape[0]
     initial_counts, transition_counts = np.zeros((lanes, padded)), np.zeros((lanes, num_states, num_states))
     visits = aligned_zeros(np.float64, lanes, statistic_rows + 1, padded)
-    sums = aligned_zeros(np.float64, 2, lanes, statistic_rows if kind == GAUSSIAN else 0, padded)
+    sums = aligned_zeros(np.float64, 2, lanes, statistic_rows, padded) if kind == GAUSSIAN else np.zeros((2, lanes, 0, padded))
     step_rows = num_steps if per_step else 0
     smoothed = np.zeros((num_steps if per_step or (kind == STEPS and smooth) else 0, num_states))
     filtered = np.zeros((step_rows, num_states))
     last_rows = np.zeros((num_sequences if last else 0, num_states))
     flush, collapse = FLUSH[dtype], COLLAPSE[dtype]
     # Messages are multiplied by the weights in the working precision: very large and very small ones are scaled before.
-    scale = _power_of_two(weights)
-    scaled = weights / scale
+    scale = _power_of_two(weights) if smooth else 1.0
+    scaled = weights if scale == 1 else weights / scale
 
     def forward(lane, order, tile, leak=0.0, likelihood=log_likelihood, rows=last_rows):
         loops.score_lane(lane, lanes, tile, order, offsets, *emission, initial, transition, num_states, flush, collapse, leak, likelihood, rows)
@@ -180,7 +172,8 @@ def e_step(kind, log_initial, log_transition, parameters, values, offsets, weigh
                 array[:] = 0
             _sweep([(order[~lost[order]], tile) for order, tile in groups], lanes, forward_backward)
         log_likelihood[lost] = np.nan
-    if dtype == np.float32 and np.any(np.isnan(log_likelihood)):
+    collapsed = np.flatnonzero(np.isnan(log_likelihood))
+    if dtype == np.float32 and collapsed.shape[0]:
         # Out of float32's range is seldom out of float64's, which is far cheaper than log space.
         return e_step(kind, log_initial, log_transition, parameters, values, offsets, weights, single=False, smooth=smooth, per_step=per_step, last=last)
     transition_counts = transition_counts.sum(0)
@@ -188,7 +181,6 @@ def e_step(kind, log_initial, log_transition, parameters, values, offsets, weigh
     if scale != 1:
         for array in (initial_counts, transition_counts, visits, sums, smoothed):
             array *= scale
-    collapsed = np.flatnonzero(np.isnan(log_likelihood))
     if collapsed.shape[0]:
         exact = emission_arrays(kind, parameters, values, dtype, logs=True)
         loops.exact_sequences(collapsed, offsets, exact, log_initial, log_transition, weights, smooth, log_likelihood, impossible_step,

@@ -41,6 +41,28 @@ _strict_kernel = njit(nogil=True, cache=True, error_model="numpy")
 
 
 @_kernel
+def fill_chain(log_initial, log_transition, initial, transition, transposed):
+    """The probabilities of the hidden chain, into arrays that are padded with zeros."""
+    for i in range(log_initial.shape[0]):
+        initial[i] = np.exp(log_initial[i])
+        for j in range(log_initial.shape[0]):
+            transition[i, j] = np.exp(log_transition[i, j])
+            transposed[j, i] = transition[i, j]
+
+
+@_kernel
+def fill_table(log_emission, table, shifts):
+    """Emission rows of the symbols, divided by their largest entry, whose logarithm goes to `shifts`; the last is a missing symbol's."""
+    num_states, num_symbols = log_emission.shape
+    for v in range(num_symbols):
+        shifts[v] = log_emission[:, v].max()
+        for k in range(num_states):
+            table[v, k] = np.exp(log_emission[k, v] - shifts[v]) if shifts[v] > -np.inf else 0.0
+    for k in range(num_states):
+        table[num_symbols, k] = 1.0
+
+
+@_kernel
 def _density_rows(t, slot, active, starts, kind, steps, features, centre, eta1, eta2, log_norm, scratch, rows, sums):
     """rows[slot, b] = p(y_t | state) / max over states, for the running sequences; the maximum's logarithm joins `sums`."""
     num_states, padded = scratch.shape[0], rows.shape[2]
@@ -561,23 +583,12 @@ def online_em(batch_offsets, order, offsets, symbols, weights, tile, flush, coll
     padded = 8 * ((num_states + 7) // 8)
     initial, transition, transposed = np.zeros(padded), _aligned(padded * padded).reshape(padded, padded), _aligned(padded * padded).reshape(padded, padded)
     table, shifts = _aligned((num_symbols + 1) * padded).reshape(num_symbols + 1, padded), np.zeros(num_symbols + 1)
-    log_table = np.zeros((num_symbols, num_states))
     initial_counts, transition_counts, visits = np.zeros(padded), np.zeros((num_states, num_states)), _aligned((num_symbols + 1) * padded).reshape(num_symbols + 1, padded)
     none, no_centre, bound = np.zeros((0, 0)), np.zeros(0), np.zeros(offsets.shape[0] - 1)
     for batch in range(batch_offsets.shape[0] - 1):
         ids = order[batch_offsets[batch] : batch_offsets[batch + 1]]
-        for i in range(num_states):
-            initial[i] = np.exp(log_initial[i])
-            for j in range(num_states):
-                transition[i, j] = np.exp(log_transition[i, j])
-                transposed[j, i] = transition[i, j]
-        for v in range(num_symbols):
-            shifts[v] = log_emission[:, v].max()
-            for k in range(num_states):
-                log_table[v, k] = log_emission[k, v]
-                table[v, k] = np.exp(log_emission[k, v] - shifts[v]) if shifts[v] > -np.inf else 0.0
-        for k in range(num_states):
-            table[num_symbols, k] = 1.0
+        fill_chain(log_initial, log_transition, initial, transition, transposed)
+        fill_table(log_emission, table, shifts)
         possible, kept, again = True, ids, True
         while again:
             initial_counts[:], transition_counts[:], visits[:] = 0, 0, 0
@@ -594,7 +605,7 @@ def online_em(batch_offsets, order, offsets, symbols, weights, tile, flush, coll
                 kept = ids[~lost]
         for n in ids:
             if np.isnan(log_likelihood[n]):
-                exact = (SYMBOLS, symbols, log_table, shifts, none, none, np.zeros(0), none, none, none)
+                exact = (SYMBOLS, symbols, log_emission.T.copy(), shifts, none, none, np.zeros(0), none, none, none)
                 exact_sequences(np.full(1, n), offsets, exact, log_initial, log_transition, weights, True, log_likelihood, impossible_step,
                                  initial_counts, transition_counts, visits, none, none, none, none, none)
                 possible = possible and (log_likelihood[n] > -np.inf or weights[n] == 0)
