@@ -422,6 +422,10 @@ def sample(initial: Tensor, transition: Tensor, lengths: Tensor, generator: torc
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cpu().cumsum(0)])
     initial_probs, transition_probs = _numpy([initial.exp().cpu(), transition.exp().cpu()])
     states = dense_loops.sample_chains(initial_probs, transition_probs, offsets.numpy(), _uniforms(int(offsets[-1]), generator))
+    if states.min(initial=0) < 0:
+        row = int((states < 0).argmax())
+        which = "`initial`" if row in offsets.numpy() else f"`transition` row {states[row - 1]}"
+        raise ValueError(f"{which} must have some probability to draw from, but has none.")
     return Sequences(torch.from_numpy(states).to(initial.device), offsets)
 
 
@@ -440,4 +444,6 @@ def sample_posterior(initial: Tensor, transition: Tensor, emission: Emission, se
 def draw_rows(probs: Tensor, chosen: Tensor, generator: torch.Generator) -> Tensor:
     """One draw from row ``chosen[t]`` of `probs` for each t: symbols of states, for example."""
     draws = dense_loops.sample_rows(_numpy([probs.cpu()])[0], chosen.cpu().numpy(), _uniforms(len(chosen), generator))
+    if draws.min(initial=0) < 0:
+        raise ValueError(f"`probs` row {int(chosen[int((draws < 0).argmax())])} must have some probability to draw from, but has none.")
     return torch.from_numpy(draws).to(probs.device)
