@@ -39,6 +39,11 @@ Arrays = tuple[Any, ...]
 Groups = list[tuple[np.ndarray, int]]
 
 
+def _most_steps(num_states: int, itemsize: int) -> int:
+    """Steps of the longest sequence that shares a tile with others."""
+    return _TILE_BYTES // (2 * _TILE * padded_size(num_states, itemsize) * itemsize)
+
+
 def plan(offsets: np.ndarray, num_states: int, itemsize: int) -> Groups:
     """The non-empty sequences, longest first, with the size of the tiles they go in; from shapes alone, never from threads.
 
@@ -47,8 +52,7 @@ def plan(offsets: np.ndarray, num_states: int, itemsize: int) -> Groups:
     lengths = offsets[1:] - offsets[:-1]
     order = np.argsort(-lengths, kind="stable") if (lengths[1:] != lengths[:-1]).any() else np.arange(lengths.shape[0])
     order = order[: np.count_nonzero(lengths)]
-    most_steps = _TILE_BYTES // (2 * _TILE * padded_size(num_states, itemsize) * itemsize)
-    num_long = int(np.searchsorted(-lengths[order], -most_steps)) if order.shape[0] else 0
+    num_long = int(np.searchsorted(-lengths[order], -_most_steps(num_states, itemsize))) if order.shape[0] else 0
     long, short = order[:num_long], order[num_long:]
     if int(offsets[-1]) * num_states * num_states < _SMALL_WORK:
         tile = min(_TILE, 4 * -(-short.shape[0] // 4))
@@ -71,6 +75,15 @@ def _workspace_size(kind: int, longest: int, tile: int, padded: int) -> int:
     """Numbers that `e_step_lane` works with: alpha, emission rows unless they are in a table, kappa, beta and gamma, partial sums."""
     steps = longest if kind == SYMBOLS else 2 * longest
     return (steps + loops.pair_window(tile) + 2) * tile * padded + padded * padded
+
+
+def _in_place_sizes(num_states: int, longest: int, num_sequences: int) -> tuple[int, int, np.ndarray]:
+    """Of EM in place, which is in float64: the size of tiles, the longest sequence in one, and the workspace."""
+    tile, most_steps, padded = min(_TILE, 4 * -(-num_sequences // 4)), _most_steps(num_states, 8), 8 * -(-num_states // 8)
+    size = _workspace_size(SYMBOLS, min(longest, most_steps), tile, padded)
+    if longest > most_steps:
+        size = max(size, _workspace_size(SYMBOLS, longest, 1, padded))
+    return tile, most_steps, workspace(_DOUBLE, size)
 
 
 _NO_IDS = np.zeros(0, np.int64)
@@ -230,13 +243,12 @@ def online_em(
         order = order[lengths[order] > 0]
         batch_offsets = np.searchsorted(batches[order], np.arange(-(-num_sequences // batch_size) + 1))
     log_likelihood, impossible_step = np.zeros(num_sequences), np.full(num_sequences, -1)
-    tile = min(_TILE, 4 * -(-min(batch_size, num_sequences) // 4))
-    padded = 8 * -(-log_initial.shape[0] // 8)
+    tile, most_steps, memory = _in_place_sizes(log_initial.shape[0], longest, min(batch_size, num_sequences))
     loops.online_em(
-        batch_offsets, order, offsets, symbols, weights, tile, FLUSH[_DOUBLE], COLLAPSE[_DOUBLE], ALWAYS_FED[_DOUBLE], NEGLIGIBLE[_DOUBLE],
+        batch_offsets, order, offsets, symbols, weights, tile, most_steps, FLUSH[_DOUBLE], COLLAPSE[_DOUBLE], ALWAYS_FED[_DOUBLE], NEGLIGIBLE[_DOUBLE],
         float(discount), int(updates), size, float(data_size), np.asarray(pseudocounts, np.float64), np.asarray(frozen, np.bool_),
         log_initial, log_transition, log_emission, initial_buffer, transition_buffer, emission_buffer,
-        longest, workspace(_DOUBLE, _workspace_size(SYMBOLS, longest, tile, padded)), log_likelihood, impossible_step,
+        memory, log_likelihood, impossible_step,
     )  # fmt: skip
     impossible = np.flatnonzero((impossible_step >= 0) & (weights != 0)) if impossible_step.max(initial=-1) >= 0 else _NO_IDS
     return log_likelihood, (int(impossible[0]), int(impossible_step[impossible[0]])) if impossible.shape[0] else None
@@ -250,10 +262,10 @@ def em_step(log_initial, log_transition, log_emission, symbols, offsets, weights
     num_states, num_sequences = log_emission.shape[0], offsets.shape[0] - 1
     if int(offsets[-1]) * num_states * num_states < _SMALL_WORK:
         longest = int((offsets[1:] - offsets[:-1]).max(initial=0))
-        tile, padded = min(_TILE, 4 * -(-num_sequences // 4)), 8 * -(-num_states // 8)
+        tile, most_steps, memory = _in_place_sizes(num_states, longest, num_sequences)
         log_likelihood = np.zeros(num_sequences)
-        loops.em_step(offsets, symbols, weights, tile, FLUSH[_DOUBLE], COLLAPSE[_DOUBLE], ALWAYS_FED[_DOUBLE], NEGLIGIBLE[_DOUBLE],
-                      log_initial, log_transition, log_emission, longest, workspace(_DOUBLE, _workspace_size(SYMBOLS, longest, tile, padded)), log_likelihood)
+        loops.em_step(offsets, symbols, weights, tile, most_steps, FLUSH[_DOUBLE], COLLAPSE[_DOUBLE], ALWAYS_FED[_DOUBLE], NEGLIGIBLE[_DOUBLE],
+                      log_initial, log_transition, log_emission, memory, log_likelihood)
         return log_likelihood
     log_likelihood, impossible, initial, transition, visits, *_ = e_step(
         SYMBOLS, log_initial, log_transition, [log_emission], symbols, offsets, weights, single=single, smooth=True

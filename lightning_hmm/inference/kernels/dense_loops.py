@@ -571,13 +571,13 @@ def _aligned(size):
 
 
 @_kernel
-def online_em(batch_offsets, order, offsets, symbols, weights, tile, flush, collapse, fed, negligible, discount, step, sizes, total_size,
+def online_em(batch_offsets, order, offsets, symbols, weights, tile, most_steps, flush, collapse, fed, negligible, discount, step, sizes, total_size,
                pseudocounts, frozen, log_initial, log_transition, log_emission, initial_buffer, transition_buffer, emission_buffer,
-               longest, workspace, log_likelihood, impossible_step):
+               workspace, log_likelihood, impossible_step):
     """EM updates for consecutive batches of sequences, parameters and count buffers changed in place.
 
     One update is E-step, ``buffer = discount * buffer + (1 - discount) * counts``, M-step. `sizes` is the buffer of batch
-    sizes. Returns the number of batches done; fewer than given where a sequence is impossible.
+    sizes. Sequences longer than `most_steps` have tiles of their own, as in `cpu.plan`. Returns the number of batches done; fewer than given where a sequence is impossible.
     """
     num_states, num_symbols = log_emission.shape
     padded = 8 * ((num_states + 7) // 8)
@@ -592,9 +592,15 @@ def online_em(batch_offsets, order, offsets, symbols, weights, tile, flush, coll
         possible, kept, again = True, ids, True
         while again:
             initial_counts[:], transition_counts[:], visits[:] = 0, 0, 0
-            e_step_lane(0, 1, tile, kept, offsets, SYMBOLS, symbols, table, shifts, none, none, no_centre, none, none, none,
-                         initial, transition.reshape(-1), transposed.reshape(-1), weights, flush, collapse, longest, workspace,
-                         log_likelihood, initial_counts, transition_counts, visits, none, none, none, none)
+            num_long = 0
+            while num_long < kept.shape[0] and offsets[kept[num_long] + 1] - offsets[kept[num_long]] > most_steps:
+                num_long += 1
+            for group, size in ((kept[:num_long], 1), (kept[num_long:], tile)):
+                if group.shape[0] > 0:
+                    e_step_lane(0, 1, size, group, offsets, SYMBOLS, symbols, table, shifts, none, none, no_centre, none, none, none,
+                                 initial, transition.reshape(-1), transposed.reshape(-1), weights, flush, collapse,
+                                 offsets[group[0] + 1] - offsets[group[0]], workspace,
+                                 log_likelihood, initial_counts, transition_counts, visits, none, none, none, none)
             again = kept.shape[0] == ids.shape[0] and np.exp(log_transition.min()) < fed
             if again:  # as in `e_step`
                 score_lane(0, 1, tile, ids, offsets, SYMBOLS, symbols, table, shifts, none, none, no_centre, none, none, none,
@@ -631,8 +637,8 @@ def online_em(batch_offsets, order, offsets, symbols, weights, tile, flush, coll
 
 
 @_kernel
-def em_step(offsets, symbols, weights, tile, flush, collapse, fed, negligible, log_initial, log_transition, log_emission,
-            longest, workspace, log_likelihood):
+def em_step(offsets, symbols, weights, tile, most_steps, flush, collapse, fed, negligible, log_initial, log_transition, log_emission,
+            workspace, log_likelihood):
     """One EM update from all sequences: `online_em` with one batch and nothing to remember."""
     num_states, num_symbols = log_emission.shape
     num_sequences, filled = offsets.shape[0] - 1, 0
@@ -640,6 +646,6 @@ def em_step(offsets, symbols, weights, tile, flush, collapse, fed, negligible, l
     for n in range(num_sequences):
         filled += offsets[n + 1] > offsets[n]
     buffers = np.zeros(num_states), np.zeros((num_states, num_states)), np.zeros((num_states, num_symbols))
-    online_em(np.array([0, filled]), order[:filled], offsets, symbols, weights, tile, flush, collapse, fed, negligible, 0.0, 0, np.zeros(1), 1.0,
+    online_em(np.array([0, filled]), order[:filled], offsets, symbols, weights, tile, most_steps, flush, collapse, fed, negligible, 0.0, 0, np.zeros(1), 1.0,
               np.zeros(3), np.zeros(3, np.bool_), log_initial, log_transition, log_emission, buffers[0], buffers[1], buffers[2],
-              longest, workspace, log_likelihood, np.full(num_sequences, -1))
+              workspace, log_likelihood, np.full(num_sequences, -1))
