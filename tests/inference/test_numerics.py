@@ -337,3 +337,13 @@ def test_small_weights_beside_large_ones(single):
         step = dense.e_step(*model.with_weights(weights).parameters, single=single)
         expected = oracle.statistics(model, answers, np.array(weights))[1]
         assert_allclose(step.transition, expected, rtol=1e-5 if single else 1e-12, atol=1e-6 * max(weights) if single else 0)
+
+
+@pytest.mark.parametrize("spoilt", ["initial", "transition", "emission"])
+@pytest.mark.parametrize("question", [dense.log_likelihood, dense.e_step, dense.posterior, dense.viterbi], ids=lambda question: question.__name__)
+def test_nan_is_refused(spoilt, question):
+    """Flushing compares, and a comparison with NaN is false: it would count as zero."""
+    parameters = {"initial": log(0.5, 0.5), "transition": log([0.5, 0.5], [0.5, 0.5]), "emission": log([0.5, 0.5], [0.5, 0.5])}
+    parameters[spoilt][..., 1] = torch.nan
+    with pytest.raises(ValueError, match=rf"^`{spoilt}` must hold numbers, but the entry at \((0, )?1,?\) is nan instead"):
+        question(parameters["initial"], parameters["transition"], dense.Symbols(parameters["emission"]), Sequences.from_list([[0, 1]]))

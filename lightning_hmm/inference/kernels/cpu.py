@@ -134,6 +134,15 @@ def _power_of_two(weights: np.ndarray) -> float:
     return 1.0 if largest == 0 or 1e-6 < largest < 1e6 else float(np.ldexp(1.0, np.frexp(largest)[1] - 1))
 
 
+def _refuse_nan(kind: int, log_initial: np.ndarray, log_transition: np.ndarray, parameters: list[np.ndarray]) -> None:
+    """NaN would be lost in a comparison somewhere. (Log-probabilities above zero are allowed: each entry is free.)"""
+    named = [("initial", log_initial), ("transition", log_transition), *(("emission", array) for array in parameters if kind != STEPS)]
+    for name, array in named:
+        if array.size and np.isnan(array.min()):
+            where = tuple(map(int, np.argwhere(np.isnan(array))[0]))
+            raise ValueError(f"`{name}` must hold numbers, but the entry at {where} is nan instead.")
+
+
 def e_step(kind, log_initial, log_transition, parameters, values, offsets, weights, *, single, smooth, per_step=False, last=False):
     """Runs the E-step (or, without `smooth`, the forward pass) of all sequences.
 
@@ -141,6 +150,7 @@ def e_step(kind, log_initial, log_transition, parameters, values, offsets, weigh
     (visits, sum1, sum2; each (V or D, K)), smoothed rows times weight, filtered rows, and filtered rows of the last steps.
     """
     num_states, num_sequences, num_steps = log_initial.shape[0], offsets.shape[0] - 1, int(offsets[-1])
+    _refuse_nan(kind, log_initial, log_transition, parameters)
     tables = parameters[:1] if kind == SYMBOLS else []
     dtype = _working_dtype(single, log_initial, log_transition, *tables)
     emission = emission_arrays(kind, parameters, values, dtype, logs=False)
@@ -204,6 +214,7 @@ def e_step(kind, log_initial, log_transition, parameters, values, offsets, weigh
 def viterbi(kind, log_initial, log_transition, parameters, values, offsets):
     """Returns the most probable paths, packed, and their log-probabilities."""
     num_states = log_initial.shape[0]
+    _refuse_nan(kind, log_initial, log_transition, parameters)
     emission = emission_arrays(kind, parameters, values, np.dtype(np.float64), logs=True)
     padded = padded_size(num_states, 8)
     initial, transition = np.full(padded, -np.inf), np.full((padded, padded), -np.inf)
