@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _get_current_dispatch_mode as get_current_dispatch_mode
 
 from lightning_hmm.inference.kernels import cpu, dense_loops, portable
 from lightning_hmm.sequences import Sequences
@@ -144,7 +145,7 @@ def _e_step_op(
 
 
 @_e_step_op.register_kernel("cpu")
-def _(kind, initial, transition, parameters, values, offsets, weights, single, smooth, per_step):
+def _e_step_cpu(kind, initial, transition, parameters, values, offsets, weights, single, smooth, per_step):
     log_initial, log_transition, *natural = _numpy([initial, transition, *parameters])
     arrays = log_initial, log_transition, natural, _values_numpy(values), offsets.numpy(), weights.numpy()
     results = cpu.e_step(kind, *arrays, single=single, smooth=smooth, per_step=per_step, last=not smooth)
@@ -172,7 +173,6 @@ def _save(ctx, inputs, output):
     ctx.mark_non_differentiable(*output[1:])  # a gradient through these would be a silent zero
 
 
-@once_differentiable
 def _backward(ctx, grad_weighted, *unused):
     """Gradients are the statistics, times the incoming gradient."""
     initial, transition, values, offsets, weights, *rest = ctx.saved_tensors
@@ -197,7 +197,35 @@ def _backward(ctx, grad_weighted, *unused):
     return None, *gradients, emission, None, None, None, None, None, None
 
 
-_e_step_op.register_autograd(_backward, setup_context=_save)
+_e_step_op.register_autograd(once_differentiable(_backward), setup_context=_save)
+
+
+class _DirectEStep(torch.autograd.Function):
+    """The operator on plain CPU tensors, without torch's dispatcher, which takes longer than the E-step of a small model."""
+
+    @staticmethod
+    def forward(kind, initial, transition, values, offsets, weights, single, per_step, *parameters):
+        return _e_step_cpu(kind, initial, transition, parameters, values, offsets, weights, single, True, per_step)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        kind, initial, transition, values, offsets, weights, single, per_step, *parameters = inputs
+        _save(ctx, (kind, initial, transition, parameters, values, offsets, weights, single, True, per_step), output)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_weighted, *unused):
+        if grad_weighted is None:
+            return (None,) * (8 + ctx.num_parameters)
+        _, initial, transition, emission, *_ = _backward(ctx, grad_weighted)
+        return None, initial, transition, None, None, None, None, None, *emission
+
+
+def _is_plain(*tensors: Tensor) -> bool:
+    """Whether these are numbers in memory that nobody but autograd watches: no fake tensors, no tracing, no compiler."""
+    kinds = all(type(tensor) in (Tensor, torch.nn.Parameter) and tensor.is_cpu for tensor in tensors)
+    return kinds and not torch.compiler.is_compiling() and get_current_dispatch_mode() is None
 
 
 @torch.library.custom_op("lightning_hmm::dense_viterbi", mutates_args=())
@@ -206,7 +234,7 @@ def _viterbi_op(kind: int, initial: Tensor, transition: Tensor, parameters: Sequ
 
 
 @_viterbi_op.register_kernel("cpu")
-def _(kind, initial, transition, parameters, values, offsets):
+def _viterbi_cpu(kind, initial, transition, parameters, values, offsets):
     log_initial, log_transition, *natural = _numpy([initial, transition, *parameters])
     path, log_probability = cpu.viterbi(kind, log_initial, log_transition, natural, _values_numpy(values), offsets.numpy())
     return torch.from_numpy(path), torch.from_numpy(log_probability)
@@ -222,9 +250,14 @@ def _call(
 ) -> _Results:
     _check(initial, transition, emission, sequences)
     kind, parameters = _unpack(emission)
+    values, offsets = sequences.values, sequences.offsets
     if weights is None:
         weights = torch.ones(len(sequences), dtype=portable.wide_dtype(initial.device), device=initial.device)
-    return _e_step_op(kind, initial, transition, parameters, sequences.values, sequences.offsets, weights, single, smooth, per_step)
+    if not _is_plain(initial, transition, *parameters, values):
+        return _e_step_op(kind, initial, transition, parameters, values, offsets, weights, single, smooth, per_step)
+    if smooth and torch.is_grad_enabled():
+        return _DirectEStep.apply(kind, initial, transition, values, offsets, weights, single, per_step, *parameters)
+    return _e_step_cpu(kind, initial, transition, parameters, values, offsets, weights, single, smooth, per_step)
 
 
 def _check(initial: Tensor, transition: Tensor, emission: Emission, sequences: Sequences) -> None:
@@ -289,7 +322,8 @@ def viterbi(initial: Tensor, transition: Tensor, emission: Emission, sequences: 
     """The most probable path of each sequence; of equally probable ones that with the lowest numbers from the end."""
     _check(initial, transition, emission, sequences)
     kind, parameters = _unpack(emission)
-    path, log_probability = _viterbi_op(kind, initial, transition, parameters, sequences.values, sequences.offsets)
+    run = _viterbi_cpu if _is_plain(initial, transition, *parameters, sequences.values) else _viterbi_op
+    path, log_probability = run(kind, initial, transition, parameters, sequences.values, sequences.offsets)
     return Path(sequences.with_values(path), log_probability)
 
 
@@ -388,6 +422,10 @@ def sample(initial: Tensor, transition: Tensor, lengths: Tensor, generator: torc
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cpu().cumsum(0)])
     initial_probs, transition_probs = _numpy([initial.exp().cpu(), transition.exp().cpu()])
     states = dense_loops.sample_chains(initial_probs, transition_probs, offsets.numpy(), _uniforms(int(offsets[-1]), generator))
+    if states.min(initial=0) < 0:
+        row = int((states < 0).argmax())
+        which = "`initial`" if row in offsets.numpy() else f"`transition` row {states[row - 1]}"
+        raise ValueError(f"{which} must have some probability to draw from, but has none.")
     return Sequences(torch.from_numpy(states).to(initial.device), offsets)
 
 
@@ -406,4 +444,6 @@ def sample_posterior(initial: Tensor, transition: Tensor, emission: Emission, se
 def draw_rows(probs: Tensor, chosen: Tensor, generator: torch.Generator) -> Tensor:
     """One draw from row ``chosen[t]`` of `probs` for each t: symbols of states, for example."""
     draws = dense_loops.sample_rows(_numpy([probs.cpu()])[0], chosen.cpu().numpy(), _uniforms(len(chosen), generator))
+    if draws.min(initial=0) < 0:
+        raise ValueError(f"`probs` row {int(chosen[int((draws < 0).argmax())])} must have some probability to draw from, but has none.")
     return torch.from_numpy(draws).to(probs.device)

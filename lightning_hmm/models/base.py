@@ -123,7 +123,7 @@ class HMM(LightningModule, ABC):
     def as_sequences(self, data: Any) -> Sequences:
         """`Sequences` as they are; lists of numbers, or of names where the model has a vocabulary, made into some."""
         if isinstance(data, Sequences):
-            return data.to(self.device)
+            return data if data.device == self.device else data.to(self.device)
         if self.vocabulary is not None and len(data) and (isinstance(data[0], str) or (len(data[0]) and isinstance(data[0][0], str))):
             return Sequences.from_strings(data, self.vocabulary).to(self.device)
         return Sequences.from_list(data).to(self.device)
@@ -137,9 +137,8 @@ class HMM(LightningModule, ABC):
     def score(self, sequences: Any) -> Tensor:
         """(N,) the natural log-likelihood of each sequence; -inf, and a warning that names the step, where impossible."""
         sequences = self.as_sequences(sequences)
-        plain = Sequences(sequences.values, sequences.offsets)
-        _, log_likelihood, impossible = self.inference.weighted_log_likelihood(*self.inference_arguments(plain), single=self.arithmetic == "float32")
-        self._warn_impossible(plain, impossible)
+        _, log_likelihood, impossible = self.inference.weighted_log_likelihood(*self.inference_arguments(sequences), single=self.arithmetic == "float32")
+        self._warn_impossible(sequences, impossible)
         return log_likelihood
 
     @torch.no_grad()
@@ -208,8 +207,9 @@ class HMM(LightningModule, ABC):
     @staticmethod
     def _warn_impossible(sequences: Sequences, impossible: Tensor, stacklevel: int = 4) -> None:
         """Points at the line that asked: above this, the question, and torch's decorator of it."""
-        found = torch.nonzero(impossible >= 0).flatten().tolist()
-        if found:
+        impossible_ones = impossible >= 0
+        if bool(impossible_ones.any()):
+            found = torch.nonzero(impossible_ones).flatten().tolist()
             more = f" ({len(found)} sequences in all.)" if len(found) > 1 else ""
             message = dense.impossible_message(sequences, found[0], int(impossible[found[0]])) + more
             warnings.warn(message, stacklevel=stacklevel)
@@ -341,8 +341,15 @@ class HMM(LightningModule, ABC):
 
     def _log_likelihood(self, part: str, values: Tensor) -> None:
         value = values[int(self.chosen)]
+        bits = -value / math.log(2)
+        if part == "train" and not self.trainer.loggers and self.trainer.progress_bar_callback is None:
+            # `log` takes longer than the E-step of a small model. Where nobody looks, the values are put where it would leave them.
+            for kept in (self.trainer.callback_metrics, self.trainer.logged_metrics):
+                kept.update({"train/log_likelihood": value, "train/bits_per_symbol": bits})
+            self.trainer.progress_bar_metrics["train/log_likelihood"] = float(value)
+            return
         self.log(f"{part}/log_likelihood", value, prog_bar=part == "train")
-        self.log(f"{part}/bits_per_symbol", -value / math.log(2), prog_bar=part == "val")
+        self.log(f"{part}/bits_per_symbol", bits, prog_bar=part == "val")
 
     def predict_step(self, batch: Sequences, batch_idx: int) -> dict[str, Any]:
         """The most probable states and the log-likelihood of each sequence."""

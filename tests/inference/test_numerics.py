@@ -54,6 +54,13 @@ def check(model: oracle.Model, single: bool) -> list[oracle.Answer]:
 
 
 @PRECISIONS
+def test_rare_transitions_that_must_be_used_again_and_again(single):
+    """Each step keeps more than it may lose, but the product of two is below the smallest float64."""
+    model = given(log(0.5, 0.5), log([1, 1e-190], [1e-190, 1]), log([1, 0], [0, 1], [1, 0], [0, 1], [0, 1]).numpy())
+    check(model, single)
+
+
+@PRECISIONS
 @pytest.mark.parametrize("probability", [1e-9, 1e-30, 1e-39, 1e-45, 1e-300, 1e-320])
 def test_a_rare_transition_that_must_be_used(single, probability):
     """A probability below the smallest float32 is still not zero."""
@@ -330,3 +337,13 @@ def test_small_weights_beside_large_ones(single):
         step = dense.e_step(*model.with_weights(weights).parameters, single=single)
         expected = oracle.statistics(model, answers, np.array(weights))[1]
         assert_allclose(step.transition, expected, rtol=1e-5 if single else 1e-12, atol=1e-6 * max(weights) if single else 0)
+
+
+@pytest.mark.parametrize("spoilt", ["initial", "transition", "emission"])
+@pytest.mark.parametrize("question", [dense.log_likelihood, dense.e_step, dense.posterior, dense.viterbi], ids=lambda question: question.__name__)
+def test_nan_is_refused(spoilt, question):
+    """Flushing compares, and a comparison with NaN is false: it would count as zero."""
+    parameters = {"initial": log(0.5, 0.5), "transition": log([0.5, 0.5], [0.5, 0.5]), "emission": log([0.5, 0.5], [0.5, 0.5])}
+    parameters[spoilt][..., 1] = torch.nan
+    with pytest.raises(ValueError, match=rf"^`{spoilt}` must hold numbers, but the entry at \((0, )?1,?\) is nan instead"):
+        question(parameters["initial"], parameters["transition"], dense.Symbols(parameters["emission"]), Sequences.from_list([[0, 1]]))

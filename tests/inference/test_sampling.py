@@ -105,3 +105,13 @@ def test_seeds():
         assert torch.equal(draw(3), draw(3))
         assert not torch.equal(draw(3), draw(4))
     assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_a_row_without_probability_is_named():
+    nothing, even = torch.full((2,), -torch.inf, dtype=torch.float64), torch.full((2,), 0.5, dtype=torch.float64).log()
+    with pytest.raises(ValueError, match=r"^`initial` must have some probability to draw from, but has none\.$"):
+        dense.sample(nothing, torch.stack([even, even]), torch.tensor([0, 3]), generator())
+    with pytest.raises(ValueError, match=r"^`transition` row 1 must have some probability"):
+        dense.sample(even, torch.stack([even, nothing]), torch.tensor([1, 50]), generator())
+    with pytest.raises(ValueError, match=r"^`probs` row 1 must have some probability"):
+        dense.draw_rows(torch.stack([even, nothing]).exp(), torch.tensor([0, 0, 1]), generator())

@@ -10,6 +10,7 @@ import torch
 
 from lightning_hmm import BaumWelch, Sequences, StandardHMM
 from lightning_hmm.inference import dense
+from lightning_hmm.inference.kernels import cpu
 from tests.helpers import assert_same_parameters, random_symbols, random_vectors
 
 
@@ -224,6 +225,23 @@ def test_the_fused_pass_equals_step_by_step(rng, restarts, frozen):
     assert np.isclose(sum(scores), float(sum((part * sequences.weights).sum() for part in fused)), rtol=1e-10)
     for first, second in zip(optimizers[0].state.values(), optimizers[1].state.values(), strict=True):
         torch.testing.assert_close(first["statistics"], second["statistics"], rtol=1e-9, atol=1e-14)
+
+
+def test_the_fused_pass_works_on_very_long_sequences_alone(rng, monkeypatch):
+    """A tile of many has as many steps as its longest: the memory would be that of 32 sequences as long."""
+    lengths = [40, 3, 0, 90, 8, 7, 60, 5]
+    sequences = Sequences.from_lengths(rng.integers(5, size=sum(lengths)), lengths)
+    models, sizes = [categorical(), categorical()], []
+    workspace = cpu.workspace
+    monkeypatch.setattr(cpu, "workspace", lambda dtype, size: sizes.append(size) or workspace(dtype, size))
+    for model, longest_in_a_tile in zip(models, (1000, 16), strict=True):
+        monkeypatch.setattr(cpu, "_TILE_BYTES", 2 * 32 * 8 * 8 * longest_in_a_tile)
+        BaumWelch(model.distributions, 0.5).fused_pass(sequences, 8, model.fused_kernel)
+    assert_same_parameters(*models)
+    assert sizes[1] < sizes[0] / 3
+    dense.em_step(*(model_part[0].detach().clone() for model_part in (models[0].initial.log_probs, models[0].transition.log_probs)),
+                  dense.Symbols(models[0].emission.log_probs[0].detach().clone()), sequences)  # fmt: skip
+    assert sizes[2] == sizes[1]
 
 
 def test_the_fused_pass_names_an_impossible_sequence():

@@ -16,7 +16,18 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from lightning_hmm.inference.kernels.simd import accumulate_row, combine_row, make_product, rescale_row, smooth_row, weigh_row
+from lightning_hmm.inference.kernels.simd import (
+    accumulate_row,
+    filter_four,
+    filter_one,
+    lanes_of,
+    make_product,
+    scale_row,
+    smooth_four,
+    smooth_one,
+    smooth_row,
+    step_four,
+)
 
 SYMBOLS, STEPS, GAUSSIAN = 0, 1, 2
 
@@ -30,8 +41,30 @@ _strict_kernel = njit(nogil=True, cache=True, error_model="numpy")
 
 
 @_kernel
-def _density_rows(t, slot, active, starts, kind, steps, features, centre, eta1, eta2, log_norm, scratch, rows, shifts_out):
-    """rows[slot, b] = p(y_t | state) / max over states, for the running sequences; the maximum's logarithm apart."""
+def fill_chain(log_initial, log_transition, initial, transition, transposed):
+    """The probabilities of the hidden chain, into arrays that are padded with zeros."""
+    for i in range(log_initial.shape[0]):
+        initial[i] = np.exp(log_initial[i])
+        for j in range(log_initial.shape[0]):
+            transition[i, j] = np.exp(log_transition[i, j])
+            transposed[j, i] = transition[i, j]
+
+
+@_kernel
+def fill_table(log_emission, table, shifts):
+    """Emission rows of the symbols, divided by their largest entry, whose logarithm goes to `shifts`; the last is a missing symbol's."""
+    num_states, num_symbols = log_emission.shape
+    for v in range(num_symbols):
+        shifts[v] = log_emission[:, v].max()
+        for k in range(num_states):
+            table[v, k] = np.exp(log_emission[k, v] - shifts[v]) if shifts[v] > -np.inf else 0.0
+    for k in range(num_states):
+        table[num_symbols, k] = 1.0
+
+
+@_kernel
+def _density_rows(t, slot, active, starts, kind, steps, features, centre, eta1, eta2, log_norm, scratch, rows, sums):
+    """rows[slot, b] = p(y_t | state) / max over states, for the running sequences; the maximum's logarithm joins `sums`."""
     num_states, padded = scratch.shape[0], rows.shape[2]
     for b in range(active):
         row = starts[b] + t
@@ -43,7 +76,7 @@ def _density_rows(t, slot, active, starts, kind, steps, features, centre, eta1, 
         largest = -np.inf
         for k in range(num_states):
             largest = max(largest, scratch[k])
-        shifts_out[b] = largest
+        sums[b] += largest
         for k in range(num_states):
             rows[slot, b, k] = np.exp(scratch[k] - largest) if largest > -np.inf else 0.0
         for k in range(num_states, padded):
@@ -64,171 +97,222 @@ def _gaussian_row(row, features, centre, eta1, eta2, log_norm, out):
 
 @_kernel
 def _forward_tile(members, lengths, starts, keep, kind, symbols, table, shifts, steps, features, centre, eta1, eta2, log_norm,
-                  initial, transition, flush, collapse, leak, alpha, rows, totals, scratch, log_likelihood):
-    """Filters one tile. alpha[slot, b] ~ p(z_t | y_1:t), normalised by totals[slot, b]; slot = t, or t % 2.
+                  initial, transition, flush, collapse, leak, alpha, rows, scales, scratch, ends, log_likelihood):
+    """Filters one tile. alpha[slot, b] ~ p(z_t | y_1:t), scaled by scales[slot, b] to a sum of one; slot = t, or t % 2.
 
-    Emission rows of symbols are those of `table`; others are made, and left in rows[slot, b].
+    Emission rows of symbols are those of `table`; others are made, and left in rows[slot, b]. Where there is room, `ends` takes
+    the last messages.
 
     `leak` is added to every predicted probability. With K times `flush`, that is more than the flushing of the step before
     took away, the result is an upper bound of the likelihood.
     """
     num_states, tile, padded = scratch.shape[0], alpha.shape[1], alpha.shape[2]
-    zero, one, flush = alpha.dtype.type(0.0), alpha.dtype.type(1.0), alpha.dtype.type(flush)
+    zero, one, flush, collapse = alpha.dtype.type(0.0), np.ones(1, alpha.dtype), alpha.dtype.type(flush), alpha.dtype.type(collapse)
     alpha_at, rows_at, table_at, transition_at = alpha.ctypes.data, rows.ctypes.data, table.ctypes.data, transition.ctypes.data
-    row_bytes = padded * alpha.itemsize
-    product, step_shifts = np.ones(tile), np.zeros(tile)  # product: of the normalisers since their logarithm was last taken
+    scales_at, row_bytes = scales.ctypes.data, padded * alpha.itemsize
+    missing, places = table.shape[0] - 1, np.zeros(tile, np.int64)  # the last row is all ones: a missing symbol tells nothing
+    # The likelihood is exp(sums) * products: a logarithm is taken only where a product might leave the range of floats.
+    products, sums = np.ones(tile), np.zeros(tile)
+    places_at, products_at = places.ctypes.data, products.ctypes.data
     active = members
-    for t in range(lengths[0]):
+    for t in range(lengths[0] + 1):
         now = t if keep else t % 2
         before = t - 1 if keep else 1 - now
-        while lengths[active - 1] <= t:
+        while active > 0 and lengths[active - 1] <= t:
             active -= 1
-        if kind != SYMBOLS:
-            _density_rows(t, now, active, starts, kind, steps, features, centre, eta1, eta2, log_norm, scratch, rows, step_shifts)
+            log_likelihood[active] = sums[active] + np.log(products[active])
+            if ends.shape[0] > 0:
+                for k in range(num_states):
+                    ends[active, k] = alpha[before, active, k]
+        if active == 0:
+            break
+        # Whole blocks of four rows are cheaper than single ones: ended sequences may run on as if their symbols were missing.
+        rows_done = min(tile, 4 * ((active + 3) // 4))
+        now_at, before_at = alpha_at + now * tile * row_bytes, alpha_at + before * tile * row_bytes
+        narrow = t > 0 and padded == lanes_of(zero) and rows_done % 4 == 0 and leak == 0
         if t == 0:
-            for b in range(active):
-                for k in range(padded):
-                    alpha[0, b, k] = initial[k]
-        else:
-            # Whole blocks of four rows are cheaper than single ones. What this writes into ended sequences, the backward pass
-            # clears; without one, their last rows must stay.
-            rows_done = min(tile, 4 * ((active + 3) // 4)) if keep else active
-            _multiply(zero, alpha_at + now * tile * row_bytes, alpha_at + before * tile * row_bytes, padded, 1, transition_at, padded, rows_done, padded, num_states)
+            _multiply(zero, now_at, one.ctypes.data, 0, 0, initial.ctypes.data, padded, rows_done, padded, 1)
+        elif not narrow:
+            _multiply(zero, now_at, before_at, padded, 1, transition_at, padded, rows_done, padded, num_states)
         if leak > 0:
             for b in range(active):
                 for k in range(num_states):
                     alpha[now, b, k] += alpha.dtype.type(leak)
-        for b in range(active):
-            here = (now * tile + b) * row_bytes
-            emission_at = rows_at + here
-            if kind == SYMBOLS:
+        if kind == SYMBOLS:
+            for b in range(active):
                 symbol = symbols[starts[b] + t]
-                if symbol < 0:
-                    symbol = shifts.shape[0] - 1  # the last row is all ones: a missing symbol tells nothing
-                emission_at, step_shifts[b] = table_at + symbol * row_bytes, shifts[symbol]
-            total = weigh_row(zero, padded, alpha_at + here, emission_at, flush)
-            totals[now, b] = total
-            if total > collapse:
-                rescale_row(zero, padded, alpha_at + here, one / total, flush)
-                product[b] *= total
-                if product[b] < 1e-200 or product[b] > 1e200:
-                    log_likelihood[b] += np.log(product[b])
-                    product[b] = 1.0
-                log_likelihood[b] += step_shifts[b]
+                row = symbol if symbol >= 0 else missing
+                places[b] = table_at + row * row_bytes
+                sums[b] += shifts[row]
+        else:
+            _density_rows(t, now, active, starts, kind, steps, features, centre, eta1, eta2, log_norm, scratch, rows, sums)
+            for b in range(active):
+                places[b] = rows_at + (now * tile + b) * row_bytes
+        for b in range(active, rows_done):
+            places[b] = table_at + missing * row_bytes
+        for b in range(rows_done, tile):
+            for k in range(padded):
+                alpha[now, b, k] = zero
+        b = 0
+        while b < rows_done:
+            size = 4 if b + 4 <= rows_done else 1
+            here, emissions, scale, product = b * row_bytes, places_at + 8 * b, scales_at + (now * tile + b) * alpha.itemsize, products_at + 8 * b
+            if narrow:
+                leaving = step_four(zero, now_at + here, before_at + here, transition_at, num_states, emissions, flush, collapse, scale, product)
+            elif size == 4:
+                leaving = filter_four(zero, padded, now_at + here, emissions, flush, collapse, scale, product)
             else:
-                for k in range(padded):
-                    alpha[now, b, k] = zero
-                log_likelihood[b] = np.nan
-    for b in range(members):
-        log_likelihood[b] += np.log(product[b])
+                leaving = filter_one(zero, padded, now_at + here, emissions, flush, collapse, scale, product)
+            if leaving:
+                for i in range(b, b + size):
+                    if products[i] < 1e-100 or products[i] > 1e100:
+                        sums[i] = sums[i] + np.log(products[i]) if products[i] > 0 else np.nan  # zero: the step collapsed
+                        products[i] = 1.0
+            b += size
 
 
 @_kernel
-def _backward_tile(members, lengths, starts, ids, num_states, kind, symbols, table, shifts, features, centre, transposed, weights,
-                   alpha, rows, totals, beta, gamma, initial_counts, visits, sum1, sum2, smoothed, filtered):
-    """Smooths one tile: adds its initial and emission statistics, and fills `rows` with
+def _add_pairs(partial, transition, transition_counts):
+    """transition_counts += A_ij sum over steps of alpha_t-1(i) kappa_t(j), which begins anew."""
+    num_states, padded = transition_counts.shape[0], partial.shape[0]
+    for i in range(num_states):
+        for j in range(num_states):
+            transition_counts[i, j] += np.float64(partial[i, j]) * transition[i * padded + j]
+    partial[:] = 0
 
-    kappa_t(j) = w b_j(y_t) beta_t(j) / total_t,   so that   w E[i -> j] = A_ij sum_t alpha_t-1(i) kappa_t(j)
 
-    beta is normalised at every step, so that the pair posteriors of a step sum to one whatever came after it.
+@_kernel
+def _backward_tile(members, lengths, starts, ids, kind, symbols, table, features, centre, transition, transposed, weights,
+                   alpha, rows, scales, beta, gamma, kappa, partial, initial_counts, transition_counts, visits, sum1, sum2, smoothed, filtered):
+    """Smooths one tile and adds its statistics.
+
+    kappa_t(j) = b_j(y_t) beta_t(j) / total_t,   so that   w E[i -> j] = A_ij sum_t alpha_t-1(i) kappa_t(j)
+
+    beta begins with the weight w at the last step. The sum of alpha beta is then w at every step, but for rounding: every eighth
+    step puts it right. `kappa` holds a few steps, as many as one product takes. The last row of `visits` takes what nobody asks for.
     """
-    tile, padded = alpha.shape[1], alpha.shape[2]
-    zero, one = alpha.dtype.type(0.0), alpha.dtype.type(1.0)
-    alpha_at, rows_at, beta_at, gamma_at = alpha.ctypes.data, rows.ctypes.data, beta.ctypes.data, gamma.ctypes.data
-    transposed_at, initial_at, table_at = transposed.ctypes.data, initial_counts.ctypes.data, table.ctypes.data
-    visits_at, sum1_at, sum2_at = visits.ctypes.data, sum1.ctypes.data, sum2.ctypes.data
+    num_states, tile, padded, window = transition_counts.shape[0], alpha.shape[1], alpha.shape[2], kappa.shape[0]
+    zero, lanes = alpha.dtype.type(0.0), lanes_of(alpha.dtype.type(0.0))
+    alpha_at, rows_at, beta_at, gamma_at, kappa_at = alpha.ctypes.data, rows.ctypes.data, beta.ctypes.data, gamma.ctypes.data, kappa.ctypes.data
+    transposed_at, table_at, scales_at, partial_at = transposed.ctypes.data, table.ctypes.data, scales.ctypes.data, partial.ctypes.data
+    initial_at, visits_at, sum1_at, sum2_at = initial_counts.ctypes.data, visits.ctypes.data, sum1.ctypes.data, sum2.ctypes.data
     row_bytes, total_bytes = padded * alpha.itemsize, padded * 8
-    active = 0
+    missing, nowhere = table.shape[0] - 1, visits_at + (visits.shape[0] - 1) * total_bytes
+    places, counted = np.zeros(tile, np.int64), np.zeros(tile, np.int64)
+    places_at, counted_at = places.ctypes.data, counted.ctypes.data
+    quads = min(padded, 4 * ((num_states + 3) // 4))  # whole blocks of rows are cheaper than single ones
+    beta[:], partial[:] = zero, zero
+    active, summed, end = 0, 0, lengths[0]
     for t in range(lengths[0] - 1, -1, -1):
         while active < members and lengths[active] > t:
             for k in range(padded):
-                beta[active, k] = one
+                beta[active, k] = alpha.dtype.type(weights[ids[active]])
             active += 1
-        for b in range(active):
-            weight, row = weights[ids[b]], starts[b] + t
-            here, back, share = (t * tile + b) * row_bytes, beta_at + b * row_bytes, gamma_at + b * row_bytes
-            # Where alpha is zero the message back is of no use, and may be beyond any bound: it is made zero.
-            total = smooth_row(zero, padded, alpha_at + here, back, share)
-            scale = zero  # where the forward pass gave up: such a sequence adds nothing here
-            if total != zero:  # negative where the weight is, which an incoming gradient may be
-                scale = alpha.dtype.type(weight) / (total * totals[t, b])
-                weight /= total
-            emission_at = rows_at + here
-            if kind == SYMBOLS:
-                symbol = symbols[row]
-                if symbol >= 0:
-                    accumulate_row(zero, padded, visits_at + symbol * total_bytes, share, weight)
-                else:
-                    symbol = shifts.shape[0] - 1
-                emission_at = table_at + symbol * row_bytes
-            if t > 0:
-                combine_row(zero, padded, rows_at + here, emission_at, back, scale)
+        rows_done = min(tile, 4 * ((active + 3) // 4))
+        slot = (t - 1) % window
+        step_at, slot_at = alpha_at + t * tile * row_bytes, kappa_at + slot * tile * row_bytes
+        if t % 8 == 4:
+            for b in range(active):
+                total = smooth_row(zero, padded, step_at + b * row_bytes, beta_at + b * row_bytes, gamma_at + b * row_bytes)
+                # Zero where the forward pass gave up; negative where the weight is, which an incoming gradient may be.
+                scale_row(zero, padded, beta_at + b * row_bytes, alpha.dtype.type(weights[ids[b]]) / total if total != zero else zero)
+        if kind == SYMBOLS:
+            for b in range(active):
+                symbol = symbols[starts[b] + t]
+                row = symbol if symbol >= 0 else missing
+                places[b], counted[b] = table_at + row * row_bytes, visits_at + row * total_bytes
+        else:
+            for b in range(active):
+                places[b], counted[b] = rows_at + (t * tile + b) * row_bytes, nowhere
+        for b in range(active, rows_done):
+            places[b], counted[b] = table_at + missing * row_bytes, nowhere
+        if kind != SYMBOLS or smoothed.shape[0] > 0 or t == 0:
+            for b in range(active):
+                row, share = starts[b] + t, gamma_at + b * row_bytes
+                smooth_row(zero, padded, step_at + b * row_bytes, beta_at + b * row_bytes, share)
+                if t == 0:
+                    accumulate_row(zero, padded, initial_at, share, 1.0)
+                if kind == GAUSSIAN:
+                    for d in range(features.shape[1]):
+                        y = np.float64(features[row, d]) - centre[d]
+                        if not np.isnan(y):
+                            accumulate_row(zero, padded, visits_at + d * total_bytes, share, 1.0)
+                            accumulate_row(zero, padded, sum1_at + d * total_bytes, share, y)
+                            accumulate_row(zero, padded, sum2_at + d * total_bytes, share, y * y)
+                if smoothed.shape[0] > 0:
+                    for k in range(num_states):
+                        smoothed[row, k] = gamma[b, k]
+                if filtered.shape[0] > 0:
+                    for k in range(num_states):
+                        filtered[row, k] = alpha[t, b, k]
+        b, scale_at = 0, scales_at + t * tile * alpha.itemsize
+        while b + 4 <= rows_done:
+            here, scale = b * row_bytes, scale_at + b * alpha.itemsize
+            if padded == lanes:  # a known length saves the loop over vectors
+                smooth_four(zero, lanes, slot_at + here, step_at + here, beta_at + here, scale, places_at + 8 * b, counted_at + 8 * b)
             else:
-                accumulate_row(zero, padded, initial_at, share, weight)
-            if kind == GAUSSIAN:
-                for d in range(features.shape[1]):
-                    y = np.float64(features[row, d]) - centre[d]
-                    if not np.isnan(y):
-                        accumulate_row(zero, padded, visits_at + d * total_bytes, share, weight)
-                        accumulate_row(zero, padded, sum1_at + d * total_bytes, share, weight * y)
-                        accumulate_row(zero, padded, sum2_at + d * total_bytes, share, weight * y * y)
-            if smoothed.shape[0] > 0:
-                for k in range(num_states):
-                    smoothed[row, k] = gamma[b, k] * weight
-            if filtered.shape[0] > 0:
-                for k in range(num_states):
-                    filtered[row, k] = alpha[t, b, k]
-        if t > 0:
-            rows_done = min(tile, 4 * ((active + 3) // 4))
-            _multiply(zero, beta_at, rows_at + t * tile * row_bytes, padded, 1, transposed_at, padded, rows_done, padded, num_states)
-        for b in range(active, tile):  # ended sequences take no part in the pair counts of this step
+                smooth_four(zero, padded, slot_at + here, step_at + here, beta_at + here, scale, places_at + 8 * b, counted_at + 8 * b)
+            b += 4
+        while b < rows_done:
+            here, scale = b * row_bytes, scale_at + b * alpha.itemsize
+            smooth_one(zero, padded, slot_at + here, step_at + here, beta_at + here, scale, places_at + 8 * b, counted_at + 8 * b)
+            b += 1
+        if t == 0:
+            break
+        for b in range(rows_done, tile):  # ended sequences take no part in the pair counts of this step
             for k in range(padded):
-                rows[t, b, k] = zero
-                alpha[t, b, k] = zero
+                kappa[slot, b, k] = zero
+        _multiply(zero, beta_at, slot_at, padded, 1, transposed_at, padded, rows_done, padded, num_states)
+        if slot == 0:
+            depth = (end - t) * tile
+            _multiply_add(zero, partial_at, step_at - tile * row_bytes, 1, padded, kappa_at, padded, quads, padded, depth)
+            end, summed = t, summed + depth
+            if summed >= 2048:  # few enough for sums in float32
+                _add_pairs(partial, transition, transition_counts)
+                summed = 0
+    _add_pairs(partial, transition, transition_counts)
 
 
 @_kernel
-def _pair_counts(longest, transition, alpha, kappa, partial, transition_counts):
-    """transition_counts += A_ij sum over steps of alpha_t-1(i) kappa_t(j), in blocks short enough for float32 sums."""
-    num_states, zero = transition_counts.shape[0], alpha.dtype.type(0.0)
-    tile, padded = alpha.shape[1], alpha.shape[2]
-    alpha_at, kappa_at, partial_at = alpha.ctypes.data, kappa.ctypes.data, partial.ctypes.data
-    row_bytes = padded * alpha.itemsize
-    rows, quads = (longest - 1) * tile, min(padded, 4 * ((num_states + 3) // 4))  # whole blocks of rows are cheaper than single ones
-    for block in range(0, rows, 2048):
-        partial[:] = zero
-        for first in range(block, min(block + 2048, rows), 128):
-            depth = min(128, rows - first)
-            _multiply_add(zero, partial_at, alpha_at + first * row_bytes, 1, padded, kappa_at + (first + tile) * row_bytes, padded, quads, padded, depth)
-        for i in range(num_states):
-            for j in range(num_states):
-                transition_counts[i, j] += np.float64(partial[i, j]) * transition[i * padded + j]
+def pair_window(tile):
+    """How many steps go into one product of the pair counts: about 128 rows of it."""
+    return max(1, 128 // tile)
+
+
+@_kernel
+def _find_sequences(ids, offsets, starts, lengths):
+    """Where the sequences of a tile begin, and how long they are; returns their number."""
+    for b in range(ids.shape[0]):
+        starts[b] = offsets[ids[b]]
+        lengths[b] = offsets[ids[b] + 1] - starts[b]
+    return ids.shape[0]
 
 
 @_kernel
 def e_step_lane(lane, lanes, tile, order, offsets, kind, symbols, table, shifts, steps, features, centre, eta1, eta2, log_norm,
                  initial, transition, transposed, weights, flush, collapse, longest, workspace,
                  log_likelihood, initial_counts, transition_counts, visits, sum1, sum2, smoothed, filtered):
-    """Forward-backward over the tiles of one lane; everything after `workspace` is output. Statistics are padded like rows."""
+    """Forward-backward over the tiles of one lane; everything after `workspace` is output.
+
+    Statistics are padded like rows, and `visits` has a row more than there are symbols.
+    """
     num_states, padded = transition_counts.shape[0], initial.shape[0]
-    first, second, third = longest * tile * padded, 2 * longest * tile * padded, (2 * longest + 1) * tile * padded
-    alpha, rows = workspace[:first].reshape(longest, tile, padded), workspace[first:second].reshape(longest, tile, padded)
-    beta, gamma = workspace[second:third].reshape(tile, padded), workspace[third : third + tile * padded].reshape(tile, padded)
-    partial = workspace[third + tile * padded :][: padded * padded].reshape(padded, padded)
-    scratch, totals = np.zeros(num_states), np.zeros((longest, tile), initial.dtype)
+    window, size, rows_kept = pair_window(tile), tile * padded, longest if kind != SYMBOLS else 0
+    alpha, rest = workspace[: longest * size].reshape(longest, tile, padded), workspace[longest * size :]
+    rows, rest = rest[: rows_kept * size].reshape(rows_kept, tile, padded), rest[rows_kept * size :]
+    kappa, rest = rest[: window * size].reshape(window, tile, padded), rest[window * size :]
+    beta, gamma = rest[:size].reshape(tile, padded), rest[size : 2 * size].reshape(tile, padded)
+    partial = rest[2 * size :][: padded * padded].reshape(padded, padded)
+    scratch, scales, ends = np.zeros(num_states), np.empty((longest, tile), initial.dtype), np.empty((0, 0), initial.dtype)
     lengths, starts = np.zeros(tile, np.int64), np.zeros(tile, np.int64)
     for start in range(lane * tile, order.shape[0], lanes * tile):
         ids = order[start : start + tile]
-        members = ids.shape[0]
-        for b in range(members):
-            starts[b] = offsets[ids[b]]
-            lengths[b] = offsets[ids[b] + 1] - starts[b]
-        tile_likelihood = np.zeros(members)
+        members = _find_sequences(ids, offsets, starts, lengths)
+        tile_likelihood = np.empty(members)
         _forward_tile(members, lengths, starts, True, kind, symbols, table, shifts, steps, features, centre, eta1, eta2, log_norm,
-                      initial, transition, flush, collapse, 0.0, alpha, rows, totals, scratch, tile_likelihood)
-        _backward_tile(members, lengths, starts, ids, num_states, kind, symbols, table, shifts, features, centre, transposed, weights,
-                       alpha, rows, totals, beta, gamma, initial_counts, visits, sum1, sum2, smoothed, filtered)
-        _pair_counts(lengths[0], transition, alpha, rows, partial, transition_counts)
+                      initial, transition, flush, collapse, 0.0, alpha, rows, scales, scratch, ends, tile_likelihood)
+        _backward_tile(members, lengths, starts, ids, kind, symbols, table, features, centre, transition, transposed, weights,
+                       alpha, rows, scales, beta, gamma, kappa, partial, initial_counts, transition_counts, visits, sum1, sum2, smoothed, filtered)
         for b in range(members):
             log_likelihood[ids[b]] = tile_likelihood[b]
 
@@ -240,22 +324,19 @@ def score_lane(lane, lanes, tile, order, offsets, kind, symbols, table, shifts, 
     padded = initial.shape[0]
     alpha = np.empty((2, tile, padded), initial.dtype)
     rows = np.zeros((2, tile, padded), initial.dtype)
-    totals, scratch = np.zeros((2, tile), initial.dtype), np.zeros(num_states)
+    scales, scratch, ends = np.empty((2, tile), initial.dtype), np.zeros(num_states), np.empty((tile, num_states), initial.dtype)
     lengths, starts = np.zeros(tile, np.int64), np.zeros(tile, np.int64)
     for start in range(lane * tile, order.shape[0], lanes * tile):
         ids = order[start : start + tile]
-        members = ids.shape[0]
-        for b in range(members):
-            starts[b] = offsets[ids[b]]
-            lengths[b] = offsets[ids[b] + 1] - starts[b]
-        tile_likelihood = np.zeros(members)
+        members = _find_sequences(ids, offsets, starts, lengths)
+        tile_likelihood = np.empty(members)
         _forward_tile(members, lengths, starts, False, kind, symbols, table, shifts, steps, features, centre, eta1, eta2, log_norm,
-                      initial, transition, flush, collapse, leak, alpha, rows, totals, scratch, tile_likelihood)
+                      initial, transition, flush, collapse, leak, alpha, rows, scales, scratch, ends, tile_likelihood)
         for b in range(members):
             log_likelihood[ids[b]] = tile_likelihood[b]
             if last.shape[0] > 0:
                 for k in range(num_states):
-                    last[ids[b], k] = alpha[(lengths[b] - 1) % 2, b, k]
+                    last[ids[b], k] = ends[b, k]
 
 
 @_strict_kernel
@@ -490,41 +571,36 @@ def _aligned(size):
 
 
 @_kernel
-def online_em(batch_offsets, order, offsets, symbols, weights, tile, flush, collapse, fed, negligible, discount, step, sizes, total_size,
+def online_em(batch_offsets, order, offsets, symbols, weights, tile, most_steps, flush, collapse, fed, negligible, discount, step, sizes, total_size,
                pseudocounts, frozen, log_initial, log_transition, log_emission, initial_buffer, transition_buffer, emission_buffer,
-               longest, workspace, log_likelihood, impossible_step):
+               workspace, log_likelihood, impossible_step):
     """EM updates for consecutive batches of sequences, parameters and count buffers changed in place.
 
     One update is E-step, ``buffer = discount * buffer + (1 - discount) * counts``, M-step. `sizes` is the buffer of batch
-    sizes. Returns the number of batches done; fewer than given where a sequence is impossible.
+    sizes. Sequences longer than `most_steps` have tiles of their own, as in `cpu.plan`. Returns the number of batches done; fewer than given where a sequence is impossible.
     """
     num_states, num_symbols = log_emission.shape
     padded = 8 * ((num_states + 7) // 8)
     initial, transition, transposed = np.zeros(padded), _aligned(padded * padded).reshape(padded, padded), _aligned(padded * padded).reshape(padded, padded)
     table, shifts = _aligned((num_symbols + 1) * padded).reshape(num_symbols + 1, padded), np.zeros(num_symbols + 1)
-    log_table = np.zeros((num_symbols, num_states))
-    initial_counts, transition_counts, visits = np.zeros(padded), np.zeros((num_states, num_states)), _aligned(num_symbols * padded).reshape(num_symbols, padded)
+    initial_counts, transition_counts, visits = np.zeros(padded), np.zeros((num_states, num_states)), _aligned((num_symbols + 1) * padded).reshape(num_symbols + 1, padded)
     none, no_centre, bound = np.zeros((0, 0)), np.zeros(0), np.zeros(offsets.shape[0] - 1)
     for batch in range(batch_offsets.shape[0] - 1):
         ids = order[batch_offsets[batch] : batch_offsets[batch + 1]]
-        for i in range(num_states):
-            initial[i] = np.exp(log_initial[i])
-            for j in range(num_states):
-                transition[i, j] = np.exp(log_transition[i, j])
-                transposed[j, i] = transition[i, j]
-        for v in range(num_symbols):
-            shifts[v] = log_emission[:, v].max()
-            for k in range(num_states):
-                log_table[v, k] = log_emission[k, v]
-                table[v, k] = np.exp(log_emission[k, v] - shifts[v]) if shifts[v] > -np.inf else 0.0
-        for k in range(num_states):
-            table[num_symbols, k] = 1.0
+        fill_chain(log_initial, log_transition, initial, transition, transposed)
+        fill_table(log_emission, table, shifts)
         possible, kept, again = True, ids, True
         while again:
             initial_counts[:], transition_counts[:], visits[:] = 0, 0, 0
-            e_step_lane(0, 1, tile, kept, offsets, SYMBOLS, symbols, table, shifts, none, none, no_centre, none, none, none,
-                         initial, transition.reshape(-1), transposed.reshape(-1), weights, flush, collapse, longest, workspace,
-                         log_likelihood, initial_counts, transition_counts, visits, none, none, none, none)
+            num_long = 0
+            while num_long < kept.shape[0] and offsets[kept[num_long] + 1] - offsets[kept[num_long]] > most_steps:
+                num_long += 1
+            for group, size in ((kept[:num_long], 1), (kept[num_long:], tile)):
+                if group.shape[0] > 0:
+                    e_step_lane(0, 1, size, group, offsets, SYMBOLS, symbols, table, shifts, none, none, no_centre, none, none, none,
+                                 initial, transition.reshape(-1), transposed.reshape(-1), weights, flush, collapse,
+                                 offsets[group[0] + 1] - offsets[group[0]], workspace,
+                                 log_likelihood, initial_counts, transition_counts, visits, none, none, none, none)
             again = kept.shape[0] == ids.shape[0] and np.exp(log_transition.min()) < fed
             if again:  # as in `e_step`
                 score_lane(0, 1, tile, ids, offsets, SYMBOLS, symbols, table, shifts, none, none, no_centre, none, none, none,
@@ -535,7 +611,7 @@ def online_em(batch_offsets, order, offsets, symbols, weights, tile, flush, coll
                 kept = ids[~lost]
         for n in ids:
             if np.isnan(log_likelihood[n]):
-                exact = (SYMBOLS, symbols, log_table, shifts, none, none, np.zeros(0), none, none, none)
+                exact = (SYMBOLS, symbols, log_emission.T.copy(), shifts, none, none, np.zeros(0), none, none, none)
                 exact_sequences(np.full(1, n), offsets, exact, log_initial, log_transition, weights, True, log_likelihood, impossible_step,
                                  initial_counts, transition_counts, visits, none, none, none, none, none)
                 possible = possible and (log_likelihood[n] > -np.inf or weights[n] == 0)
@@ -561,8 +637,8 @@ def online_em(batch_offsets, order, offsets, symbols, weights, tile, flush, coll
 
 
 @_kernel
-def em_step(offsets, symbols, weights, tile, flush, collapse, fed, negligible, log_initial, log_transition, log_emission,
-            longest, workspace, log_likelihood):
+def em_step(offsets, symbols, weights, tile, most_steps, flush, collapse, fed, negligible, log_initial, log_transition, log_emission,
+            workspace, log_likelihood):
     """One EM update from all sequences: `online_em` with one batch and nothing to remember."""
     num_states, num_symbols = log_emission.shape
     num_sequences, filled = offsets.shape[0] - 1, 0
@@ -570,6 +646,6 @@ def em_step(offsets, symbols, weights, tile, flush, collapse, fed, negligible, l
     for n in range(num_sequences):
         filled += offsets[n + 1] > offsets[n]
     buffers = np.zeros(num_states), np.zeros((num_states, num_states)), np.zeros((num_states, num_symbols))
-    online_em(np.array([0, filled]), order[:filled], offsets, symbols, weights, tile, flush, collapse, fed, negligible, 0.0, 0, np.zeros(1), 1.0,
+    online_em(np.array([0, filled]), order[:filled], offsets, symbols, weights, tile, most_steps, flush, collapse, fed, negligible, 0.0, 0, np.zeros(1), 1.0,
               np.zeros(3), np.zeros(3, np.bool_), log_initial, log_transition, log_emission, buffers[0], buffers[1], buffers[2],
-              longest, workspace, log_likelihood, np.full(num_sequences, -1))
+              workspace, log_likelihood, np.full(num_sequences, -1))

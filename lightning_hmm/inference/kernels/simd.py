@@ -12,6 +12,8 @@ do not overlap than on the numbers; for five states the row operations below mad
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import njit, types
@@ -43,10 +45,10 @@ def lanes_of(typing_context, like):
 class _Emitter:
     """Emits vector code for one precision into the function that numba is compiling."""
 
-    def __init__(self, builder: ir.IRBuilder, is_double: bool) -> None:
+    def __init__(self, builder: ir.IRBuilder, is_double: bool, lanes: int | None = None) -> None:
         self.builder = builder
         self.size = 8 if is_double else 4
-        self.lanes = _VECTOR_BYTES // self.size
+        self.lanes = lanes or _VECTOR_BYTES // self.size
         self.scalar = ir.DoubleType() if is_double else ir.FloatType()
         self.vector = ir.VectorType(self.scalar, self.lanes)
 
@@ -75,6 +77,25 @@ class _Emitter:
         mask = ir.Constant(ir.VectorType(ir.IntType(32), self.lanes), [0] * self.lanes)
         return self.builder.shuffle_vector(single, undefined, mask)
 
+    def load_word(self, base: ir.Value, index: int) -> ir.Value:
+        """Entry `index` of the int64 array at `base`."""
+        pointer = self.builder.inttoptr(self.builder.add(base, self.word(8 * index)), ir.IntType(64).as_pointer())
+        return self.builder.load(pointer, align=8, typ=ir.IntType(64))
+
+    def of(self, lanes: int) -> _Emitter:
+        """For vectors of `lanes` numbers of this precision."""
+        return _Emitter(self.builder, self.size == 8, lanes)
+
+    def wide(self, lanes: int) -> _Emitter:
+        """For vectors of `lanes` float64 numbers."""
+        return _Emitter(self.builder, True, lanes)
+
+    def add_scaled(self, source: _Emitter, place: ir.Value, values: ir.Value, factor: ir.Value | None) -> None:
+        """Adds `values` of the emitter `source`, times `factor` where given, to the numbers at `place`."""
+        values = self.builder.fpext(values, self.vector) if source.size < self.size else values
+        total = self.load(place, self.vector)
+        self.store(self.builder.fadd(total, values) if factor is None else self.multiply_add(factor, values, total), place)
+
     def multiply_add(self, left: ir.Value, right: ir.Value, total: ir.Value) -> ir.Value:
         name = f"llvm.fmuladd.v{self.lanes}f{8 * self.size}"
         kind = ir.FunctionType(self.vector, [self.vector] * 3)
@@ -84,11 +105,51 @@ class _Emitter:
         """`value` where ``left comparison right``, else zero."""
         return self.builder.select(self.builder.fcmp_ordered(comparison, left, right), value, self.constant(0.0))
 
-    def sum_lanes(self, value: ir.Value) -> ir.Value:
-        name = f"llvm.vector.reduce.fadd.v{self.lanes}f{8 * self.size}"
-        kind = ir.FunctionType(self.scalar, [self.scalar, self.vector])
-        reduce = cgutils.get_or_insert_function(self.builder.module, kind, name)
-        return self.builder.call(reduce, [ir.Constant(self.scalar, 0.0), value], fastmath=("reassoc",))
+    def loop(self, length: ir.Value, totals: list[ir.Value], body: Callable[[ir.Value, list[ir.Value]], list[ir.Value]]) -> list[ir.Value]:
+        """Runs ``totals = body(k, totals)`` for k = 0, one vector, two vectors, ... below `length`, at least once."""
+        builder = self.builder
+        before, loop, after = builder.block, builder.append_basic_block("vectors"), builder.append_basic_block("vectors_done")
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        k, running = builder.phi(ir.IntType(64)), [builder.phi(total.type) for total in totals]
+        new = body(k, running)
+        k_next = builder.add(k, self.word(self.lanes))
+        for phi, first, following in zip([k, *running], [self.word(0), *totals], [k_next, *new], strict=True):
+            phi.add_incoming(first, before)
+            phi.add_incoming(following, loop)
+        builder.cbranch(builder.icmp_signed("<", k_next, length), loop, after)
+        builder.position_at_end(after)
+        return new
+
+    def pick(self, left: ir.Value, right: ir.Value, lanes: list[int]) -> ir.Value:
+        """A vector of the given lanes of both, those of `right` numbered after those of `left`."""
+        return self.builder.shuffle_vector(left, right, ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes))
+
+    def sum_lanes(self, rows: list[ir.Value]) -> ir.Value:
+        """The sums of one or four vectors, as a vector of so many lanes.
+
+        Four are added by a tree that interleaves them: a quarter of the additions, and no vector waits for another.
+        """
+        if len(rows) == 1:
+            name = f"llvm.vector.reduce.fadd.v{self.lanes}f{8 * self.size}"
+            kind = ir.FunctionType(self.scalar, [self.scalar, self.vector])
+            reduce = cgutils.get_or_insert_function(self.builder.module, kind, name)
+            total = self.builder.call(reduce, [ir.Constant(self.scalar, 0.0), rows[0]], fastmath=("reassoc",))
+            return self.builder.insert_element(ir.Constant(ir.VectorType(self.scalar, 1), ir.Undefined), total, ir.Constant(ir.IntType(32), 0))
+        block = 1
+        while len(rows) > 1:  # a row has one lane of each block; shuffles inside 16 bytes are the cheap ones
+            group = max(2 * block, 16 // self.size)
+            lower = [k for k in range(self.lanes) if k % group < group // 2]
+            blocks = [lower[i : i + block] for i in range(0, len(lower), block)]
+            low = [k for lanes in blocks for k in [*lanes, *(lane + self.lanes for lane in lanes)]]
+            high = [k + group // 2 for k in low]
+            rows = [self.builder.fadd(self.pick(*pair, low), self.pick(*pair, high)) for pair in zip(rows[::2], rows[1::2], strict=True)]
+            block *= 2
+        (total,), lanes = rows, self.lanes
+        while lanes > block:
+            lanes //= 2
+            total = self.builder.fadd(self.pick(total, total, list(range(lanes))), self.pick(total, total, list(range(lanes, 2 * lanes))))
+        return total
 
 
 def _make_row_operation(num_arrays: int, num_scalars: int, body, *, sums: bool):
@@ -111,38 +172,20 @@ def _make_row_operation(num_arrays: int, num_scalars: int, body, *, sums: bool):
             length = args[1]
             given = cgutils.unpack_tuple(builder, args[2], num_arrays + num_scalars)
             addresses, scalars = given[:num_arrays], [emit.splat(value) for value in given[num_arrays:]]
-            before, loop, after = builder.block, builder.append_basic_block("row"), builder.append_basic_block("row_done")
-            builder.branch(loop)  # a row has at least one vector
-            builder.position_at_end(loop)
-            k = builder.phi(ir.IntType(64))
-            k.add_incoming(emit.word(0), before)
-            total = builder.phi(emit.vector)
-            total.add_incoming(emit.constant(0.0), before)
-            places = [emit.address(address, k) for address in addresses]
-            stores, summand = body(emit, [emit.load(place, emit.vector) for place in places], scalars)
-            for index, value in stores.items():
-                emit.store(value, places[index])
-            new_total = builder.fadd(total, summand) if sums else total
-            k_next = builder.add(k, emit.word(emit.lanes))
-            k.add_incoming(k_next, loop)
-            total.add_incoming(new_total, loop)
-            builder.cbranch(builder.icmp_signed("<", k_next, length), loop, after)
-            builder.position_at_end(after)
-            return emit.sum_lanes(new_total) if sums else context.get_dummy_value()
+
+            def body_at(k, totals):
+                places = [emit.address(address, k) for address in addresses]
+                stores, summand = body(emit, [emit.load(place, emit.vector) for place in places], scalars)
+                for index, value in stores.items():
+                    emit.store(value, places[index])
+                return [builder.fadd(totals[0], summand)] if sums else []
+
+            totals = emit.loop(length, [emit.constant(0.0)] if sums else [], body_at)
+            return builder.extract_element(emit.sum_lanes(totals), ir.Constant(ir.IntType(32), 0)) if sums else context.get_dummy_value()
 
         return signature, codegen
 
     return row
-
-
-def _weigh(emit, vectors, scalars):
-    joint = emit.keep_where(">=", vectors[0], scalars[0], emit.builder.fmul(vectors[0], vectors[1]))
-    return {0: joint}, joint
-
-
-def _rescale(emit, vectors, scalars):
-    value = emit.builder.fmul(vectors[0], scalars[0])
-    return {0: emit.keep_where(">=", value, scalars[1], value)}, None
 
 
 def _smooth(emit, vectors, scalars):
@@ -158,40 +201,195 @@ def accumulate_row(typing_context, like, length, total, row, weight):
     signature = types.void(like, types.intp, types.intp, types.intp, types.float64)
 
     def codegen(context, builder, signature, args):
-        emit, wide = _Emitter(builder, is_double), _Emitter(builder, True)
-        wide.vector, wide.lanes = ir.VectorType(wide.scalar, emit.lanes), emit.lanes
+        emit = _Emitter(builder, is_double)
+        wide = emit.wide(emit.lanes)
         _, length, total, row, weight = args
         factor = wide.splat(weight)
-        before, loop, after = builder.block, builder.append_basic_block("add"), builder.append_basic_block("add_done")
-        builder.branch(loop)
-        builder.position_at_end(loop)
-        k = builder.phi(ir.IntType(64))
-        k.add_incoming(emit.word(0), before)
-        values = emit.load(emit.address(row, k), emit.vector)
-        values = values if is_double else builder.fpext(values, wide.vector)
-        place = wide.address(total, k)
-        wide.store(wide.multiply_add(factor, values, wide.load(place, wide.vector)), place)
-        k_next = builder.add(k, emit.word(emit.lanes))
-        k.add_incoming(k_next, loop)
-        builder.cbranch(builder.icmp_signed("<", k_next, length), loop, after)
-        builder.position_at_end(after)
+
+        def add(k, _):
+            wide.add_scaled(emit, wide.address(total, k), emit.load(emit.address(row, k), emit.vector), factor)
+            return []
+
+        emit.loop(length, [], add)
         return context.get_dummy_value()
 
     return signature, codegen
 
 
-def _combine(emit, vectors, scalars):
-    return {0: emit.builder.fmul(emit.builder.fmul(vectors[1], vectors[2]), scalars[0])}, None
+def _scale(emit, vectors, scalars):
+    return {0: emit.builder.fmul(vectors[0], scalars[0])}, None
 
 
-# weigh_row(like, length, message, row, flush): message = message * row where message >= flush, else 0; returns the sum
-weigh_row = _make_row_operation(2, 1, _weigh, sums=True)
-# rescale_row(like, length, message, scale, flush): message *= scale, then 0 where below flush
-rescale_row = _make_row_operation(1, 2, _rescale, sums=False)
 # smooth_row(like, length, alpha, beta, gamma): beta = 0 where alpha is; gamma = alpha * beta; returns the sum of gamma
 smooth_row = _make_row_operation(3, 0, _smooth, sums=True)
-# combine_row(like, length, target, row, other, scale): target = row * other * scale
-combine_row = _make_row_operation(3, 1, _combine, sums=False)
+# scale_row(like, length, row, scale): row *= scale
+scale_row = _make_row_operation(1, 1, _scale, sums=False)
+
+
+def _multiply_block(emit, rows, vectors, start, x, x_row, x_col, y, y_row, depth, *, max_plus=False):
+    """Emits the inner loop of a product for `rows` x `vectors` accumulators, which begin as `start`; returns them."""
+    builder = emit.builder
+    places = [(r, v) for r in range(rows) for v in range(vectors)]
+    before, loop, after = builder.block, builder.append_basic_block("inner"), builder.append_basic_block("done")
+    builder.cbranch(builder.icmp_signed("<=", depth, emit.word(0)), after, loop)
+    builder.position_at_end(loop)
+    k, x_k, y_k = (builder.phi(ir.IntType(64)) for _ in range(3))
+    totals = {place: builder.phi(emit.vector) for place in places}
+    y_values = [emit.load(emit.address(y_k, emit.word(v * emit.lanes)), emit.vector) for v in range(vectors)]
+    sums = {}
+    for r in range(rows):
+        x_value = emit.splat(emit.load(emit.address(x_k, builder.mul(x_row, emit.word(r))), emit.scalar))
+        for v in range(vectors):
+            if max_plus:
+                candidate = builder.fadd(x_value, y_values[v])
+                larger = builder.fcmp_ordered(">", candidate, totals[r, v])
+                sums[r, v] = builder.select(larger, candidate, totals[r, v])
+            else:
+                sums[r, v] = emit.multiply_add(x_value, y_values[v], totals[r, v])
+    k_next = builder.add(k, emit.word(1))
+    steps = [(k, emit.word(0), k_next), (x_k, x, emit.address(x_k, x_col)), (y_k, y, emit.address(y_k, y_row))]
+    for phi, first, following in steps + [(totals[place], start[place], sums[place]) for place in places]:
+        phi.add_incoming(first, before)
+        phi.add_incoming(following, loop)
+    builder.cbranch(builder.icmp_signed("<", k_next, depth), loop, after)
+    builder.position_at_end(after)
+    results = {place: builder.phi(emit.vector) for place in places}
+    for place in places:
+        results[place].add_incoming(start[place], before)
+        results[place].add_incoming(sums[place], loop)
+    return results
+
+
+def _make_filter(rows: int):
+    """Returns the intrinsics
+
+        filter(like, length, messages, emissions, flush, collapse, scales, products)
+        step(like, messages, before, transition, depth, emissions, flush, collapse, scales, products)
+
+    For each of `rows` predicted messages: message = message * emission row, where message >= flush, else 0; then divided by
+    its sum, and 0 where below flush. The inverse of the sum goes to `scales`; where the sum is not above `collapse`, that and
+    the message are zero. `products`, in float64, are multiplied by the sums, or by zero where they collapsed; returns whether one
+    of them is zero or may soon leave the range of floats. `emissions` holds addresses.
+
+    `step` is for rows of one vector: it predicts the messages itself, from those `before`, and keeps them in registers.
+    """
+
+    def normalise(emit, total, collapse, scales, products):
+        """Stores the inverse sums, and multiplies `products`; returns the inverse sums as vectors, and whether a product leaves the range."""
+        builder, short, wide = emit.builder, emit.of(rows), emit.wide(rows)
+        kept = builder.fcmp_ordered(">", total, short.splat(collapse))
+        scale = builder.select(kept, builder.fdiv(short.constant(1.0), total), short.constant(0.0))
+        short.store(scale, scales)
+        total = total if emit.size == wide.size else builder.fpext(total, wide.vector)
+        product = builder.select(kept, builder.fmul(wide.load(products, wide.vector), total), wide.constant(0.0))
+        wide.store(product, products)
+        leaving = builder.or_(builder.fcmp_ordered("<", product, wide.constant(1e-100)), builder.fcmp_ordered(">", product, wide.constant(1e100)))
+        leaving = builder.icmp_unsigned("!=", builder.bitcast(leaving, ir.IntType(rows)), ir.Constant(ir.IntType(rows), 0))
+        return [emit.pick(scale, scale, [r] * emit.lanes) for r in range(rows)], leaving
+
+    def weigh(emit, message, emission, flush):
+        return emit.keep_where(">=", message, flush, emit.builder.fmul(message, emit.load(emission, emit.vector)))
+
+    def rescale(emit, message, factor, flush):
+        message = emit.builder.fmul(message, factor)
+        return emit.keep_where(">=", message, flush, message)
+
+    @intrinsic
+    def filter_rows(typing_context, like, length, messages, emissions, flush, collapse, scales, products):
+        is_double = like == types.float64
+        scalar = types.float64 if is_double else types.float32
+        signature = types.boolean(like, *[types.intp] * 3, scalar, scalar, *[types.intp] * 2)
+
+        def codegen(context, builder, signature, args):
+            emit = _Emitter(builder, is_double)
+            _, length, messages, emissions, flush, collapse, scales, products = args
+            flush = emit.splat(flush)
+            message_at = [emit.address(messages, builder.mul(length, emit.word(r))) for r in range(rows)]
+            emission_at = [emit.load_word(emissions, r) for r in range(rows)]
+
+            def weigh_all(k, totals):
+                joints = [weigh(emit, emit.load(emit.address(message, k), emit.vector), emit.address(emission, k), flush)
+                          for message, emission in zip(message_at, emission_at, strict=True)]  # fmt: skip
+                for joint, message in zip(joints, message_at, strict=True):
+                    emit.store(joint, emit.address(message, k))
+                return [builder.fadd(total, joint) for total, joint in zip(totals, joints, strict=True)]
+
+            total = emit.sum_lanes(emit.loop(length, [emit.constant(0.0)] * rows, weigh_all))
+            factors, leaving = normalise(emit, total, collapse, scales, products)
+
+            def rescale_all(k, _):
+                for message, factor in zip(message_at, factors, strict=True):
+                    place = emit.address(message, k)
+                    emit.store(rescale(emit, emit.load(place, emit.vector), factor, flush), place)
+                return []
+
+            emit.loop(length, [], rescale_all)
+            return leaving
+
+        return signature, codegen
+
+    @intrinsic
+    def step_rows(typing_context, like, messages, before, transition, depth, emissions, flush, collapse, scales, products):
+        is_double = like == types.float64
+        scalar = types.float64 if is_double else types.float32
+        signature = types.boolean(like, *[types.intp] * 5, scalar, scalar, *[types.intp] * 2)
+
+        def codegen(context, builder, signature, args):
+            emit = _Emitter(builder, is_double)
+            _, messages, before, transition, depth, emissions, flush, collapse, scales, products = args
+            flush, width = emit.splat(flush), emit.word(emit.lanes)
+            start = {(r, 0): emit.constant(0.0) for r in range(rows)}
+            predicted = _multiply_block(emit, rows, 1, start, before, width, emit.word(1), transition, width, depth)
+            joints = [weigh(emit, predicted[r, 0], emit.load_word(emissions, r), flush) for r in range(rows)]
+            factors, leaving = normalise(emit, emit.sum_lanes(joints), collapse, scales, products)
+            for r, (joint, factor) in enumerate(zip(joints, factors, strict=True)):
+                emit.store(rescale(emit, joint, factor, flush), emit.address(messages, emit.word(r * emit.lanes)))
+            return leaving
+
+        return signature, codegen
+
+    return filter_rows, step_rows
+
+
+def _make_smooth(rows: int):
+    """Returns the intrinsic ``smooth(like, length, kappas, alphas, betas, scales, emissions, counts)``.
+
+    For each of `rows` messages: kappa = beta * emission row * scale, where alpha > 0, else 0; and alpha * beta is added to the
+    float64 row of `counts`. `emissions` and `counts` hold addresses.
+    """
+
+    @intrinsic
+    def smooth_rows(typing_context, like, length, kappas, alphas, betas, scales, emissions, counts):
+        is_double = like == types.float64
+        signature = types.void(like, *[types.intp] * 7)
+
+        def codegen(context, builder, signature, args):
+            emit = _Emitter(builder, is_double)
+            _, length, kappas, alphas, betas, scales, emissions, counts = args
+            wide = emit.wide(emit.lanes)
+            apart = [builder.mul(length, emit.word(r)) for r in range(rows)]
+            emission_at, count_at = ([emit.load_word(table, r) for r in range(rows)] for table in (emissions, counts))
+            factors = [emit.splat(emit.load(emit.address(scales, emit.word(r)), emit.scalar)) for r in range(rows)]
+
+            def smooth(k, _):
+                for r in range(rows):
+                    alpha, beta = (emit.load(emit.address(base, apart[r], k), emit.vector) for base in (alphas, betas))
+                    beta = emit.keep_where(">", alpha, emit.constant(0.0), beta)
+                    weighed = builder.fmul(beta, emit.load(emit.address(emission_at[r], k), emit.vector))
+                    emit.store(builder.fmul(weighed, factors[r]), emit.address(kappas, apart[r], k))
+                    wide.add_scaled(emit, wide.address(count_at[r], k), builder.fmul(alpha, beta), None)
+                return []
+
+            emit.loop(length, [], smooth)
+            return context.get_dummy_value()
+
+        return signature, codegen
+
+    return smooth_rows
+
+
+(filter_four, step_four), (filter_one, _) = _make_filter(4), _make_filter(1)
+smooth_four, smooth_one = _make_smooth(4), _make_smooth(1)
 
 
 def _make_block(rows: int, vectors: int, *, max_plus: bool, accumulate: bool):
@@ -209,35 +407,7 @@ def _make_block(rows: int, vectors: int, *, max_plus: bool, accumulate: bool):
             c_at = {(r, v): emit.address(c, builder.mul(c_row, emit.word(r)), emit.word(v * emit.lanes)) for r, v in places}
             neutral = emit.constant(float("-inf") if max_plus else 0.0)
             start = {place: emit.load(c_at[place], emit.vector) if accumulate else neutral for place in places}
-
-            before, loop, after = builder.block, builder.append_basic_block("inner"), builder.append_basic_block("done")
-            builder.cbranch(builder.icmp_signed("<=", depth, emit.word(0)), after, loop)
-            builder.position_at_end(loop)
-            k, x_k, y_k = (builder.phi(ir.IntType(64)) for _ in range(3))
-            totals = {place: builder.phi(emit.vector) for place in places}
-            y_values = [emit.load(emit.address(y_k, emit.word(v * emit.lanes)), emit.vector) for v in range(vectors)]
-            sums = {}
-            for r in range(rows):
-                x_value = emit.splat(emit.load(emit.address(x_k, builder.mul(x_row, emit.word(r))), emit.scalar))
-                for v in range(vectors):
-                    if max_plus:
-                        candidate = builder.fadd(x_value, y_values[v])
-                        larger = builder.fcmp_ordered(">", candidate, totals[r, v])
-                        sums[r, v] = builder.select(larger, candidate, totals[r, v])
-                    else:
-                        sums[r, v] = emit.multiply_add(x_value, y_values[v], totals[r, v])
-            k_next = builder.add(k, emit.word(1))
-            steps = [(k, emit.word(0), k_next), (x_k, x, emit.address(x_k, x_col)), (y_k, y, emit.address(y_k, y_row))]
-            for phi, first, following in steps + [(totals[place], start[place], sums[place]) for place in places]:
-                phi.add_incoming(first, before)
-                phi.add_incoming(following, loop)
-            builder.cbranch(builder.icmp_signed("<", k_next, depth), loop, after)
-
-            builder.position_at_end(after)
-            results = {place: builder.phi(emit.vector) for place in places}
-            for place in places:
-                results[place].add_incoming(start[place], before)
-                results[place].add_incoming(sums[place], loop)
+            results = _multiply_block(emit, rows, vectors, start, x, x_row, x_col, y, y_row, depth, max_plus=max_plus)
             for place in places:
                 emit.store(results[place], c_at[place])
             return context.get_dummy_value()
@@ -259,6 +429,7 @@ def make_product(*, max_plus: bool, accumulate: bool):
     four_one = _make_block(4, 1, max_plus=max_plus, accumulate=accumulate)
     one_wide = _make_block(1, _WIDEST, max_plus=max_plus, accumulate=accumulate)
     one_one = _make_block(1, 1, max_plus=max_plus, accumulate=accumulate)
+    twelve_one = _make_block(12, 1, max_plus=max_plus, accumulate=accumulate)
 
     @njit(nogil=True, cache=True)
     def product(like, c, x, x_row, x_col, y, y_row, rows, columns, depth):
@@ -266,6 +437,26 @@ def make_product(*, max_plus: bool, accumulate: bool):
         size = _VECTOR_BYTES // lanes
         wide = _WIDEST * lanes
         r = 0
+        # Rows of one vector, in the two layouts that occur: known strides save most of the work on addresses.
+        if not accumulate and columns == lanes and y_row == lanes and x_row == lanes and x_col == 1:
+            while r + 4 <= rows:
+                if r + 8 <= rows:
+                    eight_one(like, c + r * lanes * size, lanes, x + r * lanes * size, lanes, 1, y, lanes, depth)
+                    r += 8
+                else:
+                    four_one(like, c + r * lanes * size, lanes, x + r * lanes * size, lanes, 1, y, lanes, depth)
+                    r += 4
+        if accumulate and columns == lanes and y_row == lanes and x_row == 1 and x_col == lanes:
+            while r + 4 <= rows:
+                if r + 12 == rows:
+                    twelve_one(like, c + r * lanes * size, lanes, x + r * size, 1, lanes, y, lanes, depth)
+                    r += 12
+                elif r + 8 <= rows:
+                    eight_one(like, c + r * lanes * size, lanes, x + r * size, 1, lanes, y, lanes, depth)
+                    r += 8
+                else:
+                    four_one(like, c + r * lanes * size, lanes, x + r * size, 1, lanes, y, lanes, depth)
+                    r += 4
         while columns < wide and r + 8 <= rows:
             for j in range(0, columns, lanes):
                 eight_one(like, c + (r * columns + j) * size, columns, x + r * x_row * size, x_row, x_col, y + j * size, y_row, depth)
