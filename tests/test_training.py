@@ -10,7 +10,6 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -276,17 +275,6 @@ def test_convergence_says_why(rng):
     model = fit(categorical(), sequences, 500, 0, callbacks=[callback])
     assert "below the tolerance of 0.001" in callback.stopping_reason
     assert model.trainer.current_epoch < 100
-
-
-def test_metrics_are_the_same_whether_or_not_somebody_looks(rng, tmp_path):
-    """Without a logger and a progress bar they do not go through Lightning's `log`."""
-    sequences = random_symbols(rng)
-    seen = []
-    for logger in (False, CSVLogger(tmp_path)):
-        trainer = fit(categorical(), sequences, max_epochs=2, logger=logger).trainer
-        seen.append((trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics))
-    assert seen[0] == seen[1]
-    assert list(seen[0][0]) == ["train/log_likelihood", "train/bits_per_symbol"]
 
 
 def test_tolerance_zero_never_stops(rng):

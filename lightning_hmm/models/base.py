@@ -341,15 +341,8 @@ class HMM(LightningModule, ABC):
 
     def _log_likelihood(self, part: str, values: Tensor) -> None:
         value = values[int(self.chosen)]
-        bits = -value / math.log(2)
-        if part == "train" and not self.trainer.loggers and self.trainer.progress_bar_callback is None:
-            # `log` takes longer than the E-step of a small model. Where nobody looks, the values are put where it would leave them.
-            for kept in (self.trainer.callback_metrics, self.trainer.logged_metrics):
-                kept.update({"train/log_likelihood": value, "train/bits_per_symbol": bits})
-            self.trainer.progress_bar_metrics["train/log_likelihood"] = float(value)
-            return
         self.log(f"{part}/log_likelihood", value, prog_bar=part == "train")
-        self.log(f"{part}/bits_per_symbol", bits, prog_bar=part == "val")
+        self.log(f"{part}/bits_per_symbol", -value / math.log(2), prog_bar=part == "val")
 
     def predict_step(self, batch: Sequences, batch_idx: int) -> dict[str, Any]:
         """The most probable states and the log-likelihood of each sequence."""
