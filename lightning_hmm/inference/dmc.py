@@ -38,9 +38,20 @@ class Transition(NamedTuple):
     log_values: Tensor
     log_constants: Tensor
 
-    def expand(self) -> Tensor:
-        """(N, N) the full matrix of log-probabilities."""
-        full = self.log_constants[:, None].expand(-1, len(self.log_constants))
+    @classmethod
+    def from_dense(cls, probs: Tensor, num_kept: int) -> Transition:
+        """Of rows of probabilities, which need not be all rows: the K largest entries of each are kept, the others averaged."""
+        order = probs.sort(dim=1, descending=True, stable=True).indices
+        indices, others = order[:, :num_kept].sort(dim=1).values, order[:, num_kept:]
+        return cls(indices, probs.gather(1, indices).log(), probs.gather(1, others).mean(1).log())
+
+    def to_dense(self) -> Tensor:
+        """(N, N) all probabilities."""
+        return self.expand().exp()
+
+    def expand(self, num_states: int | None = None) -> Tensor:
+        """(N, N) the full matrix of log-probabilities; of a part of the rows where `num_states` tells N."""
+        full = self.log_constants[:, None].expand(-1, num_states or len(self.log_constants))
         return full.scatter(1, self.indices, self.log_values)
 
 
