@@ -105,26 +105,30 @@ class Pairs(NamedTuple):
 
 ROUTINES = ("auto", "dense", "sparse")
 
-# Nanoseconds a step and sequence, measured (benchmarks/dmc.py --costs): for an entry of the full matrix in the dense routine, for a
-# kept entry and for a state in the sparse one. One sequence at a time, and many side by side; float32, then float64.
+# Nanoseconds a step and sequence, measured (benchmarks/dmc.py costs): for an entry of the full matrix in the dense routine, for a kept
+# entry and for a state in the sparse one. For one sequence at a time, and for many side by side; float32, then float64.
 _COSTS = {
-    ("forward", False): ((0.10, 0.55, 2.0), (0.20, 0.60, 2.5)),
-    ("forward", True): ((0.020, 0.055, 2.0), (0.040, 0.110, 3.0)),
-    ("e_step", False): ((0.25, 1.6, 6.0), (0.50, 1.8, 8.0)),
-    ("e_step", True): ((0.060, 1.6, 6.0), (0.120, 1.8, 8.0)),
+    ("forward", False): ((0.035, 0.32, 1.4), (0.073, 0.31, 1.9)),
+    ("forward", True): ((0.013, 0.029, 0.9), (0.027, 0.058, 1.2)),
+    ("e_step", False): ((0.086, 0.66, 2.7), (0.185, 0.70, 3.7)),
+    ("e_step", True): ((0.042, 0.66, 3.0), (0.086, 0.69, 3.8)),
 }
 _MANY = 8  # sequences from which on they are worked on side by side
+_PAIR_COST = (0.026, 0.052)  # of an entry of alpha^T kappa, which the dense routine has made in any case
 
 
-def prefers_dense(num_states: int, num_kept: int, num_sequences: int, *, single: bool, smooth: bool) -> bool:
-    """Whether the dense routine is expected to be faster, by measured costs."""
-    full, entry, state = _COSTS["e_step" if smooth else "forward", num_sequences >= _MANY][0 if single else 1]
-    return full * num_states < entry * num_kept + state
+def prefers_dense(num_states: int, num_kept: int, num_sequences: int, *, single: bool, smooth: bool, pairs: bool = False) -> bool:
+    """Whether the dense routine is expected to be faster, by measured costs; with `pairs`, all expected transitions are wanted too."""
+    precision = 0 if single else 1
+    full, entry, state = _COSTS["e_step" if smooth else "forward", num_sequences >= _MANY][precision]
+    return full * num_states < entry * num_kept + state + (_PAIR_COST[precision] * num_states if pairs else 0.0)
 
 
-def _use_dense(routine: str, transition: Transition, sequences: Sequences, *, single: bool, smooth: bool) -> bool:
+def _use_dense(routine: str, transition: Transition, sequences: Sequences, *, single: bool, smooth: bool, pairs: bool = False) -> bool:
+    if routine != "auto":
+        return routine == "dense"
     num_states, num_kept = transition.log_values.shape
-    return routine == "dense" or (routine == "auto" and prefers_dense(num_states, num_kept, len(sequences), single=single, smooth=smooth))
+    return prefers_dense(num_states, num_kept, len(sequences), single=single, smooth=smooth, pairs=pairs)
 
 
 # The operators, made like those of `inference.dense`. Outputs: log-likelihoods times weight, log-likelihoods, impossible steps, initial,
@@ -305,7 +309,7 @@ def _call(
     kind, parameters = _unpack(emission)
     if weights is None:
         weights = torch.ones(len(sequences), dtype=portable.wide_dtype(initial.device), device=initial.device)
-    use_dense = _use_dense(routine, transition, sequences, single=single, smooth=smooth)
+    use_dense = _use_dense(routine, transition, sequences, single=single, smooth=smooth, pairs=pairs)
     data = (sequences.values, sequences.offsets, weights)
     return _e_step_op(kind, initial, *transition, parameters, *data, single, smooth, per_step, pairs, use_dense)
 

@@ -29,11 +29,11 @@ from torch import Tensor
 
 from lightning_hmm.inference.dmc import Pairs, Transition
 from lightning_hmm.inference.kernels import selection_loops as loops
-from lightning_hmm.inference.kernels.lanes import num_lanes, run_lanes
+from lightning_hmm.inference.kernels.lanes import aligned_zeros, num_lanes, run_lanes
 
 CRITERIA = ("largest", "window")
 _BLOCK_ENTRIES = 1 << 20  # of a block of rows
-_CHUNK_STEPS = 4096  # whose products are summed in the working precision
+_TILE_ROWS = 128  # that one compiled product makes
 _GAIN = loops._GAIN
 _LAZY_ROWS = 32
 
@@ -103,12 +103,26 @@ class PairSums:
         size = self.num_states
         total = self.transition.log_constants.new_zeros(last - first, size)
         for alpha, kappa, _ in self.factors:
-            for start in range(0, len(alpha) - 1, _CHUNK_STEPS):
-                stop = min(start + _CHUNK_STEPS, len(alpha) - 1)
-                total += alpha[start:stop, first:last].T @ kappa[start + 1 : stop + 1, :size]
+            if alpha.is_cpu:
+                _multiply_compiled(first, last, alpha.numpy(), kappa.numpy(), total.numpy())
+            else:
+                total += alpha[:-1, first:last].T @ kappa[1:, :size]
         if self.factors:
             total *= Transition(*(tensor[first:last] for tensor in self.transition)).expand(size).exp()
         return total if self.counts is None else total.add_(self.counts[first:last])
+
+
+def _multiply_compiled(first: int, last: int, alpha: np.ndarray, kappa: np.ndarray, out: np.ndarray) -> None:
+    starts = range(first, last, _TILE_ROWS)
+    lanes = num_lanes(len(starts), 0)
+
+    def work(lane: int) -> None:
+        partial = aligned_zeros(alpha.dtype, min(_TILE_ROWS, last - first), alpha.shape[1])
+        for start in starts[lane::lanes]:
+            stop = min(start + _TILE_ROWS, last)
+            loops.multiply_rows(start, stop, alpha, kappa, partial[: stop - start], out[start - first : stop - first])
+
+    run_lanes(lanes, work)
 
 
 def choose_gemm(sums: PairSums, criterion: str, pseudocount: float = 0.0, total: Callable[[Tensor], Tensor] | None = None) -> Choice:

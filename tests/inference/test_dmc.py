@@ -245,6 +245,18 @@ def test_posterior_samples_visit_states_as_often_as_smoothed():
     assert (shares - expected).abs().max() < 5 * 0.5 / 4000**0.5
 
 
+def test_dense_is_used_where_it_is_faster(monkeypatch):
+    asked = []
+    plain = dmc._e_step_op
+    monkeypatch.setattr(dmc, "_e_step_op", lambda *args: asked.append(args[-1]) or plain(*args))
+    for num_states, num_kept in ((20, 5), (500, 2)):
+        model, transition = make("symbols", num_states, num_kept, [5])
+        for routine in ("auto", "dense", "sparse"):
+            dmc.log_likelihood(*arguments(model, transition), routine=routine)
+    assert asked == [True, True, False, False, True, False]
+    assert dmc.prefers_dense(200, 16, 1, single=True, smooth=True, pairs=True) > dmc.prefers_dense(200, 16, 1, single=True, smooth=True)
+
+
 def test_bad_arguments_are_named():
     model, transition = make("symbols", 4, 2)
     with pytest.raises(ValueError, match="`routine` must be auto, dense or sparse, but is 'gpu'"):

@@ -144,6 +144,25 @@ def test_sums_over_ranks_are_asked_for_block_by_block(monkeypatch):
     torch.testing.assert_close(choice.kept, 2 * counts.gather(1, choice.indices))
 
 
+@pytest.mark.parametrize("single", [False, True])
+def test_threads_change_no_bit(single):
+    model, transition = make("gaussian", 200, 5, [150, 30, 70])
+    threads, results = torch.get_num_threads(), []
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            with torch.no_grad():
+                *_, pairs = dmc.weighted_log_likelihood_and_pairs(*arguments(model, transition), single=single, routine="sparse")
+            counts = dmc.e_step(*arguments(model, transition), single=single, routine="sparse")
+            sums = PairSums(transition)
+            sums.add(pairs)
+            lazy = choose_lazily(pairs.alpha, pairs.kappa, transition, counts.kept, counts.rest)
+            results.append([*pairs, *counts[:5], *counts.emission, sums.rows(0, 200), *choose_gemm(sums, "window"), *lazy])
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
 def test_bad_arguments_are_named():
     transition = random_transition(np.random.default_rng(0), 4, 2)
     with pytest.raises(ValueError, match="`criterion` must be largest or window, but is 'best'"):

@@ -62,14 +62,16 @@ def _chain(log_initial: np.ndarray, indices: np.ndarray, log_values: np.ndarray,
     return Chain(initial, constants, values, columns, incoming_values, weights, np.unique(indices[low]).astype(np.int64), np.flatnonzero(low.any(1)))
 
 
-def _slices(chain: Chain, dtype: np.dtype) -> tuple[np.ndarray, ...]:
-    """The columns' lists, a vector's width of them side by side; columns with lists of like length together."""
-    lanes, lengths = vector_lanes(dtype.itemsize), np.diff(chain.columns.starts)
+def _slices(columns: Columns, incoming_weights: np.ndarray, neutral: float) -> tuple[np.ndarray, ...]:
+    """The columns' lists, a vector's width of them side by side, shorter ones filled up with `neutral`; those of like length together."""
+    dtype = incoming_weights.dtype
+    lanes, lengths = vector_lanes(dtype.itemsize), np.diff(columns.starts)
     order = np.argsort(-lengths, kind="stable")
     longest = lengths[order[::lanes]]  # the first of each slice has the longest list
     starts = np.concatenate([[0], np.cumsum(longest)])
     sources, weights = np.zeros((starts[-1], lanes), np.int32), aligned_zeros(dtype, starts[-1], lanes)
-    loops.interleave_columns(order, chain.columns.starts, chain.columns.sources, chain.incoming_weights, lanes, starts, sources, weights)
+    weights[:] = neutral
+    loops.interleave_columns(order, columns.starts, columns.sources, incoming_weights, lanes, starts, sources, weights)
     return order, starts, sources, weights
 
 
@@ -157,7 +159,7 @@ def e_step(
     flush, collapse, cancelled, smallest = FLUSH[dtype], COLLAPSE[dtype], CANCELLED[dtype], np.finfo(dtype).eps
     scale = _power_of_two(weights)
     scaled = weights / scale
-    slices = _slices(chain, dtype)
+    slices = _slices(chain.columns, chain.incoming_weights, 0.0)
     targets = _targets(indices, chain, dtype) if smooth else (np.zeros((0, 0, 0), np.int32), np.zeros((0, 0, 0), dtype))
     counts = np.zeros((lanes, targets[1].size))
     walk = (chain.initial, chain.constants, *slices, chain.columns.starts, chain.columns.sources, chain.incoming_values, chain.low_columns)
@@ -231,9 +233,12 @@ def viterbi(kind, log_initial, indices, log_values, log_constants, parameters, v
     num_states, lengths = log_initial.shape[0], np.diff(offsets)
     indices = np.ascontiguousarray(indices, np.int32)
     kind, symbols, table, *rest = emission_arrays(kind, parameters, values, np.dtype(np.float64), logs=True)
+    table = table.astype(dtype)
     columns, low = columns_of(indices), (log_values < log_constants[:, None]).any(1)
     row_best = log_values.max(1, initial=-np.inf).astype(dtype)
-    chain = (log_initial.astype(dtype), log_constants.astype(dtype), indices, log_values.astype(dtype), row_best, low, *columns)
+    rounded = log_values.astype(dtype)
+    slices = _slices(columns, rounded.reshape(-1)[columns.positions], -np.inf)
+    chain = (log_initial.astype(dtype), log_constants.astype(dtype), indices, rounded, row_best, low, *columns, *slices)
     order = np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]
     lanes = num_lanes(order.shape[0], 0)
     log_probability, path = np.zeros(offsets.shape[0] - 1), np.empty(int(offsets[-1]), np.int64)
@@ -241,7 +246,7 @@ def viterbi(kind, log_initial, indices, log_values, log_constants, parameters, v
     def work(lane):
         if lane < order.shape[0]:
             delta = aligned_zeros(dtype, int(lengths[order[lane]]), num_states)
-            loops.viterbi_lane(lane, lanes, order, offsets, kind, symbols, table.astype(dtype), *rest, *chain, delta, log_probability, path)
+            loops.viterbi_lane(lane, lanes, order, offsets, kind, symbols, table, *rest, *chain, delta, log_probability, path)
 
     run_lanes(lanes, work)
     return path, log_probability

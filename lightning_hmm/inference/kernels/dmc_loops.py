@@ -18,9 +18,20 @@ import numpy as np
 from numba import njit
 
 from lightning_hmm.inference.kernels.dense_loops import GAUSSIAN, STEPS, SYMBOLS, _draw, _gaussian_row, _kernel, _log_emission_row, _strict_kernel
-from lightning_hmm.inference.kernels.gather import exponential_row, gather_count, gather_sum, tile_column, tile_rescale, tile_weigh
+from lightning_hmm.inference.kernels.gather import (
+    denormals_off,
+    exponential_row,
+    gather_count,
+    gather_max,
+    gather_sum,
+    restore_denormals,
+    tile_column,
+    tile_rescale,
+    tile_weigh,
+)
 from lightning_hmm.inference.kernels.simd import accumulate_row, combine_row, rescale_row, smooth_row, weigh_row
 
+_SCATTER_COST = 8  # a kept entry of a single row takes about so many times as long as one in the lists of all columns
 _FLUSH_COUNTS = 256  # steps whose counts are summed in the working precision before they join the float64 sums
 
 # There are no NaN among these numbers, which lets comparisons be made on vectors; there may be infinities.
@@ -59,7 +70,7 @@ def incoming(indices, starts, sources, positions):
 
 @_strict_kernel
 def interleave_columns(order, starts, sources, weights, lanes, slice_starts, slice_sources, slice_weights):
-    """Puts the lists of `lanes` columns side by side, in the order `order`; shorter lists end in weights of zero."""
+    """Puts the lists of `lanes` columns side by side, in the order `order`; shorter lists leave what is in the arrays."""
     num_states = starts.shape[0] - 1
     for s in range(slice_starts.shape[0] - 1):
         for lane in range(lanes):
@@ -112,22 +123,20 @@ def _tile_features(t, active, starts, features, centre, y, observed):
 def _density_tile(t, active, starts, kind, steps, eta1, eta2, log_norm, y, observed, logs, out, shifts):
     """out[k, b] = p(y_t | k) / max over states for the running sequences, 0 for the others; shifts[b] is the maximum's logarithm."""
     num_states, tile = out.shape
-    if kind == STEPS:
-        for b in range(active):
-            for k in range(num_states):
-                logs[k, b] = steps[starts[b] + t, k]
-    else:
-        for k in range(num_states):
-            for b in range(tile):
-                logs[k, b] = 0.0
+    shifts[:] = -np.inf
+    for k in range(num_states):
+        row = logs[k]
+        if kind == STEPS:
+            for b in range(active):
+                row[b] = steps[starts[b] + t, k]
+        else:
+            row[:] = 0.0
             for d in range(y.shape[0]):
                 first, second, norm = eta1[d, k], eta2[d, k], log_norm[d, k]
                 for b in range(tile):
-                    logs[k, b] += (first + second * y[d, b]) * y[d, b] - norm * observed[d, b]
-    shifts[:] = -np.inf
-    for k in range(num_states):
+                    row[b] += (first + second * y[d, b]) * y[d, b] - norm * observed[d, b]
         for b in range(tile):
-            shifts[b] = logs[k, b] if logs[k, b] > shifts[b] else shifts[b]
+            shifts[b] = row[b] if row[b] > shifts[b] else shifts[b]
     for b in range(tile):
         if b >= active:
             shifts[b] = np.inf  # the rows of sequences that have ended are zero
@@ -136,24 +145,23 @@ def _density_tile(t, active, starts, kind, steps, eta1, eta2, log_norm, y, obser
     for k in range(num_states):
         for b in range(tile):
             out[k, b] = logs[k, b] - shifts[b]
-    exponential_row(out.dtype.type(0), num_states * tile, out.ctypes.data)
+        exponential_row(out.dtype.type(0), tile, out[k].ctypes.data)
 
 
 @_kernel
-def _symbol_tile(t, active, starts, symbols, table, table_shifts, out, shifts):
-    """out[k, b] = the row of the b-th sequence's symbol, turned; in blocks of states that stay in the nearest cache."""
+def _symbol_tile(t, active, starts, symbols, by_state, table_shifts, columns, out, shifts):
+    """out[k, b] = the probability of the b-th sequence's symbol; the last two columns of `by_state` are for a missing one and for none."""
     num_states, tile = out.shape
-    for first in range(0, num_states, 16):
-        last = min(first + 16, num_states)
-        for b in range(active):
+    missing = table_shifts.shape[0] - 1
+    for b in range(tile):
+        columns[b] = missing + 1
+        if b < active:
             symbol = symbols[starts[b] + t]
-            symbol = table_shifts.shape[0] - 1 if symbol < 0 else symbol
-            shifts[b] = table_shifts[symbol]
-            for k in range(first, last):
-                out[k, b] = table[symbol, k]
-        for k in range(first, last):
-            for b in range(active, tile):
-                out[k, b] = 0.0
+            columns[b] = missing if symbol < 0 else symbol
+            shifts[b] = table_shifts[columns[b]]
+    for k in range(num_states):
+        for b in range(tile):
+            out[k, b] = by_state[k, columns[b]]
 
 
 # Forward and backward
@@ -335,6 +343,7 @@ def e_step_lane(lane, lanes, order, offsets, kind, symbols, table, shifts, steps
     num_states, padded = indices.shape[0], constants.shape[0]
     beta, gamma, kept = _aligned(padded, constants), _aligned(padded, constants), _aligned(padded, constants)
     partial, scratch, gathered = _aligned(target_weights.size, constants), np.zeros(num_states), _aligned(slice_sources.shape[1], constants)
+    control = denormals_off()
     for n in order[lane::lanes]:
         first, last = offsets[n], offsets[n + 1]
         alpha = alpha_store[first:last] if in_place else alpha_store[: last - first]
@@ -350,6 +359,7 @@ def e_step_lane(lane, lanes, order, offsets, kind, symbols, table, shifts, steps
         _backward(first, last, weights[n], kind, symbols, table, shifts, features, centre, constants, indices, values,
                   target_indices, target_weights, low_rows, cancelled, smallest, alpha, rows, totals, beta, gamma, kept, partial,
                   initial_counts, counts, rest, visits, sum1, sum2, smoothed, filtered)
+    restore_denormals(control)
 
 
 @_kernel
@@ -360,6 +370,7 @@ def score_lane(lane, lanes, order, offsets, kind, symbols, table, shifts, steps,
     padded = constants.shape[0]
     alpha, rows = _aligned(2 * padded, constants).reshape(2, padded), _aligned(padded, constants).reshape(1, padded)
     totals, scratch, gathered = np.zeros(2, constants.dtype), np.zeros(num_states), _aligned(slice_sources.shape[1], constants)
+    control = denormals_off()
     for n in order[lane::lanes]:
         first, last = offsets[n], offsets[n + 1]
         log_likelihood[n] = _forward(
@@ -369,6 +380,7 @@ def score_lane(lane, lanes, order, offsets, kind, symbols, table, shifts, steps,
         if last_rows.shape[0] > 0:
             for k in range(num_states):
                 last_rows[n, k] = alpha[(last - first - 1) % 2, k]
+    restore_denormals(control)
 
 
 @_kernel
@@ -382,6 +394,10 @@ def score_tile_lane(lane, lanes, tile, order, offsets, kind, symbols, table, shi
     logs = np.zeros((num_states if kind != SYMBOLS else 0, tile))
     y, observed = np.zeros((features.shape[1], tile)), np.zeros((features.shape[1], tile))
     step_shifts, product, message = np.zeros(tile), np.ones(tile), np.zeros(num_states, constants.dtype)
+    by_state, columns = np.zeros((num_states, table.shape[0] + 1), constants.dtype), np.zeros(tile, np.int32)
+    if kind == SYMBOLS:
+        by_state[:, :-1] = table[:, :num_states].T
+    control = denormals_off()
     begins, lengths, alive = np.zeros(tile, np.int64), np.zeros(tile, np.int64), np.zeros(tile, np.bool_)
     row_bytes = tile * alpha.itemsize
     alpha_at, rows_at, constants_at = alpha.ctypes.data, rows.ctypes.data, constants.ctypes.data
@@ -419,7 +435,7 @@ def score_tile_lane(lane, lanes, tile, order, offsets, kind, symbols, table, shi
                     for b in range(tile):
                         alpha[now, k, b] += alpha.dtype.type(leak)
             if kind == SYMBOLS:
-                _symbol_tile(t, active, begins, symbols, table, shifts, rows, step_shifts)
+                _symbol_tile(t, active, begins, symbols, by_state, shifts, columns, rows, step_shifts)
             else:
                 if kind == GAUSSIAN:
                     _tile_features(t, active, begins, features, centre, y, observed)
@@ -446,6 +462,7 @@ def score_tile_lane(lane, lanes, tile, order, offsets, kind, symbols, table, shi
                             last_rows[ids[b], k] = alpha[now, k, b]
         for b in range(members):
             log_likelihood[ids[b]] += np.log(product[b])
+    restore_denormals(control)
 
 
 # The most probable path
@@ -458,6 +475,14 @@ def _largest_sum(left, right):
         if left[k] + right[k] > largest:
             largest = left[k] + right[k]
     return largest
+
+
+@_row_kernel
+def _count_above(left, right, limit):
+    count = 0
+    for k in range(left.shape[0]):
+        count += left[k] + right[k] > limit
+    return count
 
 
 @_row_kernel
@@ -505,15 +530,19 @@ def _step_back(j, common, starts, sources, positions, log_values, log_constants,
 
 @_strict_kernel
 def viterbi_lane(lane, lanes, order, offsets, kind, symbols, log_table, shifts, steps, features, centre, eta1, eta2, log_norm,
-                 log_initial, log_constants, indices, log_values, row_best, has_low, starts, sources, positions, delta_store, log_probability, path):
+                 log_initial, log_constants, indices, log_values, row_best, has_low, starts, sources, positions,
+                 column_order, slice_starts, slice_sources, slice_values, delta_store, log_probability, path):
     """The most probable paths. Only the scores are kept; the best state before is found again along the path.
 
     A state is reached at no less than the best constant, max_i delta(i) + log c_i. A row whose best kept entry does not beat
-    that is skipped. The one row whose constant it is does not offer it to the columns it keeps at less: these are done apart.
+    that is skipped; where few are skipped, all columns' lists are walked instead. The one row whose constant it is does not offer
+    it to the columns it keeps at less: these are done apart.
     """
     num_states, num_kept = indices.shape
+    lanes_wide, itemsize = slice_sources.shape[1], log_constants.itemsize
     flat_values, message, scratch = log_values.reshape(-1), np.zeros(num_states, log_constants.dtype), np.zeros(num_states)
-    common = np.zeros(delta_store.shape[0], np.int64)
+    common, gathered = np.zeros(delta_store.shape[0], np.int64), _aligned(lanes_wide, log_constants)
+    gathered_at, sources_at, values_at = gathered.ctypes.data, slice_sources.ctypes.data, slice_values.ctypes.data
     for n in order[lane::lanes]:
         first, last = offsets[n], offsets[n + 1]
         delta, score = delta_store[: last - first], 0.0
@@ -527,14 +556,21 @@ def viterbi_lane(lane, lanes, order, offsets, kind, symbols, log_table, shifts, 
                 while before[giver] + log_constants[giver] != shared:
                     giver += 1
                 common[t - 1] = giver
-                message[:] = shared
-                for i in range(num_states):
-                    here = before[i]
-                    if here + row_best[i] > shared:
-                        for k in range(num_kept):
-                            reached = here + log_values[i, k]
-                            if reached > message[indices[i, k]]:
-                                message[indices[i, k]] = reached
+                if _count_above(before, row_best, shared) * _SCATTER_COST < num_states:
+                    message[:] = shared
+                    for i in range(num_states):
+                        if before[i] + row_best[i] > shared:
+                            for k in range(num_kept):
+                                reached = before[i] + log_values[i, k]
+                                if reached > message[indices[i, k]]:
+                                    message[indices[i, k]] = reached
+                else:
+                    before_at = before.ctypes.data
+                    for s in range(slice_starts.shape[0] - 1):
+                        begin = slice_starts[s] * lanes_wide
+                        gather_max(shared, gathered_at, shared, values_at + begin * itemsize, sources_at + begin * 4, before_at, slice_starts[s + 1] - slice_starts[s])
+                        for place in range(min(lanes_wide, num_states - s * lanes_wide)):
+                            message[column_order[s * lanes_wide + place]] = gathered[place]
                 if has_low[giver]:
                     for k in range(num_kept):
                         if log_values[giver, k] < log_constants[giver]:

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import math
 
+import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from lightning_hmm.inference.kernels.simd import _VECTOR_BYTES, _Emitter, _make_row_operation
@@ -21,6 +23,10 @@ from lightning_hmm.inference.kernels.simd import _VECTOR_BYTES, _Emitter, _make_
 TILE_VECTORS = 2
 _INT32 = ir.IntType(32)
 _INT64 = ir.IntType(64)
+
+
+_IS_X86 = llvm.get_process_triple().startswith("x86_64")
+_FLUSH_TO_ZERO = 0x8040  # both bits of the control word: of results, and of operands
 
 
 def vector_lanes(itemsize: int) -> int:
@@ -76,22 +82,35 @@ class _Loop:
         return final
 
 
-@intrinsic
-def gather_sum(typing_context, like, out, start, weights, indices, source, count):
-    """out[lane] = start + sum over c < count of weights[c, lane] * source[indices[c, lane]]. Arrays are addresses."""
-    is_double = like == types.float64
-    signature = types.void(like, types.intp, like, types.intp, types.intp, types.intp, types.intp)
+def _make_gather(max_plus: bool):
+    @intrinsic
+    def gather(typing_context, like, out, start, weights, indices, source, count):
+        is_double = like == types.float64
+        signature = types.void(like, types.intp, like, types.intp, types.intp, types.intp, types.intp)
 
-    def codegen(context, builder, signature, args):
-        emit = _Emitter(builder, is_double)
-        _, out, start, weights, indices, source, count = args
-        loop = _Loop(builder, count, [(weights, emit.lanes * emit.size), (indices, 4 * emit.lanes)], [emit.splat(start)])
-        weight_at, index_at = loop.pointers
-        total = emit.multiply_add(emit.load(weight_at, emit.vector), _load_places(emit, index_at, source), loop.carried[0])
-        emit.store(loop.close([total])[0], out)
-        return context.get_dummy_value()
+        def codegen(context, builder, signature, args):
+            emit = _Emitter(builder, is_double)
+            _, out, start, weights, indices, source, count = args
+            loop = _Loop(builder, count, [(weights, emit.lanes * emit.size), (indices, 4 * emit.lanes)], [emit.splat(start)])
+            weight_at, index_at = loop.pointers
+            weight, found, total = emit.load(weight_at, emit.vector), _load_places(emit, index_at, source), loop.carried[0]
+            if max_plus:
+                candidate = builder.fadd(weight, found)
+                total = builder.select(builder.fcmp_ordered(">", candidate, total), candidate, total)
+            else:
+                total = emit.multiply_add(weight, found, total)
+            emit.store(loop.close([total])[0], out)
+            return context.get_dummy_value()
 
-    return signature, codegen
+        return signature, codegen
+
+    return gather
+
+
+# gather_sum(like, out, start, weights, indices, source, count): out[lane] = start + sum over c < count of weights[c, lane] *
+# source[indices[c, lane]]; arrays are addresses. gather_max has (max, +) in place of (+, x).
+gather_sum = _make_gather(max_plus=False)
+gather_max = _make_gather(max_plus=True)
 
 
 @intrinsic
@@ -224,3 +243,43 @@ def _exponential(emit, vectors, scalars):
 
 # exponential_row(like, length, row): row = exp(row) for row <= 0; zero below e^-87 (float32) or e^-708 (float64)
 exponential_row = _make_row_operation(1, 0, _exponential, sums=False)
+
+
+def _control_word(builder: ir.IRBuilder, instruction: str, place: ir.Value) -> None:
+    byte = ir.IntType(8).as_pointer()
+    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), [byte]), f"llvm.x86.sse.{instruction}")
+    builder.call(function, [builder.bitcast(place, byte)])
+
+
+@intrinsic
+def denormals_off(typing_context):
+    """Makes this thread take numbers below the normal range for zero, where the processor can; returns what to restore.
+
+    Arithmetic on such numbers is a hundred times slower, and messages flush far above them in any case.
+    """
+
+    def codegen(context, builder, signature, args):
+        if not _IS_X86:
+            return ir.Constant(_INT32, 0)
+        place = cgutils.alloca_once(builder, _INT32)
+        _control_word(builder, "stmxcsr", place)
+        before = builder.load(place, typ=_INT32)
+        builder.store(builder.or_(before, ir.Constant(_INT32, _FLUSH_TO_ZERO)), place)
+        _control_word(builder, "ldmxcsr", place)
+        return before
+
+    return types.int32(), codegen
+
+
+@intrinsic
+def restore_denormals(typing_context, before):
+    """Undoes `denormals_off`."""
+
+    def codegen(context, builder, signature, args):
+        if _IS_X86:
+            place = cgutils.alloca_once(builder, _INT32)
+            builder.store(args[0], place)
+            _control_word(builder, "ldmxcsr", place)
+        return context.get_dummy_value()
+
+    return types.void(types.int32), codegen

@@ -14,9 +14,29 @@ import math
 
 import numpy as np
 
-from lightning_hmm.inference.kernels.dense_loops import _kernel, _strict_kernel
+from lightning_hmm.inference.kernels.dense_loops import _kernel, _multiply_add, _strict_kernel
 
 _GAIN = 1e-12  # a row's set is changed only for a gain in `_value` above this, which rounding cannot feign
+
+
+@_kernel
+def multiply_rows(first, last, alpha, kappa, partial, out):
+    """out[i - first, j] += sum_t alpha_t(i) kappa_t+1(j), in blocks short enough for float32 sums.
+
+    A library's product gives other bits with other numbers of threads.
+    """
+    steps, padded, zero = alpha.shape[0], alpha.shape[1], alpha.dtype.type(0.0)
+    alpha_at, kappa_at, partial_at = alpha.ctypes.data, kappa.ctypes.data, partial.ctypes.data
+    panel = max(16, min(128, (1 << 20) // (padded * alpha.itemsize)))  # steps whose kappa stay in the cache
+    for block in range(0, steps - 1, 2048):
+        partial[:] = zero
+        for start in range(block, min(block + 2048, steps - 1), panel):
+            depth = min(panel, min(block + 2048, steps - 1) - start)
+            x_at, y_at = alpha_at + (start * padded + first) * alpha.itemsize, kappa_at + (start + 1) * padded * alpha.itemsize
+            _multiply_add(zero, partial_at, x_at, 1, padded, y_at, padded, last - first, padded, depth)
+        for i in range(last - first):
+            for j in range(out.shape[1]):
+                out[i, j] += np.float64(partial[i, j])
 
 
 @_strict_kernel
