@@ -19,17 +19,20 @@ from numba import njit
 
 from lightning_hmm.inference.kernels.dense_loops import GAUSSIAN, STEPS, SYMBOLS, _draw, _gaussian_row, _kernel, _log_emission_row, _strict_kernel
 from lightning_hmm.inference.kernels.gather import (
+    combine_row,
     denormals_off,
     exponential_row,
     gather_count,
     gather_max,
     gather_sum,
+    rescale_row,
     restore_denormals,
     tile_column,
     tile_rescale,
     tile_weigh,
+    weigh_row,
 )
-from lightning_hmm.inference.kernels.simd import accumulate_row, combine_row, rescale_row, smooth_row, weigh_row
+from lightning_hmm.inference.kernels.simd import accumulate_row, smooth_row
 
 _SCATTER_COST = 8  # a kept entry of a single row takes about so many times as long as one in the lists of all columns
 _FLUSH_COUNTS = 256  # steps whose counts are summed in the working precision before they join the float64 sums

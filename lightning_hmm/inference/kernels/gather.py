@@ -2,7 +2,8 @@
 
 One sequence: a list of (weight, place) pairs for each of as many outputs as a vector has lanes, interleaved, so that a
 vector holds one pair of each. Many sequences: a message has one vector pair, `TILE_VECTORS` vectors, for each state, and
-a list of pairs is walked with the sums in registers. Exponentials of whole rows are here too: numba's are one at a time.
+a list of pairs is walked with the sums in registers. Operations on whole rows of one sequence are here too, exponentials among
+them: numba's are one at a time.
 
 The places are loaded one by one: instructions that gather are spelt differently by each version of LLVM, and on the
 machines tried the difference was small.
@@ -241,6 +242,26 @@ def _exponential(emit, vectors, scalars):
     return {0: emit.keep_where(">=", x, emit.constant(lowest), value)}, None
 
 
+def _weigh(emit, vectors, scalars):
+    joint = emit.keep_where(">=", vectors[0], scalars[0], emit.builder.fmul(vectors[0], vectors[1]))
+    return {0: joint}, joint
+
+
+def _rescale(emit, vectors, scalars):
+    value = emit.builder.fmul(vectors[0], scalars[0])
+    return {0: emit.keep_where(">=", value, scalars[1], value)}, None
+
+
+def _combine(emit, vectors, scalars):
+    return {0: emit.builder.fmul(emit.builder.fmul(vectors[1], vectors[2]), scalars[0])}, None
+
+
+# weigh_row(like, length, message, row, flush): message = message * row where message >= flush, else 0; returns the sum
+weigh_row = _make_row_operation(2, 1, _weigh, sums=True)
+# rescale_row(like, length, message, scale, flush): message *= scale, then 0 where below flush
+rescale_row = _make_row_operation(1, 2, _rescale, sums=False)
+# combine_row(like, length, target, row, other, scale): target = row * other * scale
+combine_row = _make_row_operation(3, 1, _combine, sums=False)
 # exponential_row(like, length, row): row = exp(row) for row <= 0; zero below e^-87 (float32) or e^-708 (float64)
 exponential_row = _make_row_operation(1, 0, _exponential, sums=False)
 
