@@ -4,7 +4,7 @@
     python benchmarks/dmc.py report                                                          # writes the page and the plot anew
     python benchmarks/dmc.py costs selection   # the numbers of `inference.dmc.prefers_dense`; choosing over all pairs against lazily
 
-One thread, float32. Random kept columns with 0.8 of each row's mass. Contestants take turns, and the best round counts. A dense pass over
+One thread, float32. Random kept columns with 0.8 of each row's mass. Each contestant runs some rounds on its own, and the best counts. A dense pass over
 2,000 steps of 5,000 states would take a minute a call, so dense routines are timed on two shorter lengths, and the difference gives the time
 of a step; that leaves out their set-up, while ours is timed on the full length with everything. "Dense" in a row is the faster of our dense
 routine and torch's bare product of the same size, without emissions or anything else.
