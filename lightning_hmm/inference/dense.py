@@ -264,6 +264,11 @@ def _check(initial: Tensor, transition: Tensor, emission: Emission, sequences: S
     num_states = initial.shape[0]
     if transition.shape != (num_states, num_states):
         raise ValueError(f"`transition` must be {(num_states, num_states)} for {num_states} initial probabilities, but is {tuple(transition.shape)} instead.")
+    check_emission(num_states, emission, sequences)
+
+
+def check_emission(num_states: int, emission: Emission, sequences: Sequences) -> None:
+    """Raises where emission, number of states and sequences do not go together."""
     if isinstance(emission, Steps):
         if emission.log_likelihoods.shape != (sequences.num_steps, num_states):
             wanted, shape = (sequences.num_steps, num_states), tuple(emission.log_likelihoods.shape)

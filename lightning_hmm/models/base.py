@@ -256,13 +256,19 @@ class HMM(LightningModule, ABC):
         self._require_sequences(batch)
         totals = []
         for restart in range(self.restarts):
-            arguments = self.inference_arguments(batch, restart)
-            weighted, _, impossible = self.inference.weighted_log_likelihood(*arguments, single=self.arithmetic == "float32")
+            weighted, _, impossible = self._weighted_log_likelihood(restart, batch)
             totals.append(weighted.sum())
             self._watch_impossible(batch, impossible)
         total = torch.stack(totals)
         self.train_likelihood.update(total.detach(), batch.num_observed())
         return total
+
+    def _weighted_log_likelihood(self, restart: int, batch: Sequences) -> tuple[Tensor, Tensor, Tensor]:
+        """As the inference module's, for one restart in training."""
+        answer: tuple[Tensor, Tensor, Tensor] = self.inference.weighted_log_likelihood(
+            *self.inference_arguments(batch, restart), single=self.arithmetic == "float32"
+        )
+        return answer
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self._raise_impossible()

@@ -104,7 +104,7 @@ class StandardHMM(BaumWelchHMM):
                 raise ValueError(f"`frozen` must name initial, transition or emission, but names {name!r} instead.")
         self.initialisation, self.seed = initialisation, seed
         self.initial = CategoricalRows(restarts, num_states, name="initial")
-        self.transition = CategoricalRows(restarts, num_states, num_states, name="transition")
+        self.transition = self._make_transition()
         self.emission: CategoricalRows | DiagonalGaussian
         if categorical:
             assert num_symbols is not None
@@ -116,14 +116,17 @@ class StandardHMM(BaumWelchHMM):
         self.register_buffer("initialised", torch.tensor(categorical))
         generator = torch.Generator().manual_seed(seed)
         for rows in (self.initial, self.transition, self.emission):
-            if isinstance(rows, CategoricalRows):
+            if not isinstance(rows, DiagonalGaussian):
                 rows.randomise(generator)
+
+    def _make_transition(self) -> Any:
+        return CategoricalRows(self.restarts, self.num_states, self.num_states, name="transition")
 
     @property
     def distributions(self) -> dict[str, Distribution]:
         return {"initial": self.initial, "transition": self.transition, "emission": self.emission}
 
-    def chain(self, restart: int) -> tuple[Tensor, Tensor]:
+    def chain(self, restart: int) -> tuple[Any, ...]:
         return self.initial.log_probs[restart], self.transition.log_probs[restart]
 
     def evidence(self, restart: int, sequences: Sequences) -> dense.Emission:

@@ -1,0 +1,361 @@
+"""What dense, mostly constant transitions save: ours along the kept entries, beside our dense routines, torch's products and hmmlearn.
+
+    python benchmarks/dmc.py table gaussian em large hmmlearn growth [--out docs/benchmarks]   # about 12 minutes; any of the parts alone
+    python benchmarks/dmc.py report                                                          # writes the page and the plot anew
+    python benchmarks/dmc.py costs selection   # the numbers of `inference.dmc.prefers_dense`; choosing over all pairs against lazily
+
+One thread, float32. Random kept columns with 0.8 of each row's mass. Each contestant runs some rounds on its own, and the best counts. A dense pass over
+2,000 steps of 5,000 states would take a minute a call, so dense routines are timed on two shorter lengths, and the difference gives the time
+of a step; that leaves out their set-up, while ours is timed on the full length with everything. "Dense" in a row is the faster of our dense
+routine and torch's bare product of the same size, without emissions or anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import platform
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit
+
+from lightning_hmm import Sequences
+from lightning_hmm.inference import dense, dmc, selection
+from lightning_hmm.inference.kernels import cpu, dmc_cpu
+from lightning_hmm.inference.kernels.simd import make_product, padded_size
+
+KEPT = 20
+SIZES = (1000, 2000, 5000)
+STEPS, ROUNDS = 2000, 5
+PARTS = ("table", "gaussian", "em", "large", "hmmlearn", "growth")
+WANTED = {  # what each row is held against
+    ("forward, one sequence", 1000): 5, ("forward, one sequence", 2000): 10, ("forward, one sequence", 5000): 25,
+    ("forward, 32 sequences", 1000): 6, ("forward, 32 sequences", 2000): 12, ("forward, 32 sequences", 5000): 30,
+    ("Viterbi, one sequence", 1000): 6, ("Viterbi, one sequence", 2000): 12, ("Viterbi, one sequence", 5000): 25,
+    ("forward with Gaussians, one sequence", 1000): 4, ("forward with Gaussians, one sequence", 2000): 8,
+    ("forward with Gaussians, one sequence", 5000): 25,
+    ("EM iteration, choosing each time", 2000): 3, ("EM iteration, choosing every 5th", 2000): 6, ("EM iteration, fixed set", 10000): 10,
+    ("score, hmmlearn log", 500): 50, ("Viterbi, hmmlearn log", 500): 50,
+}  # fmt: skip
+
+
+class Problem:
+    """A random mostly constant chain, emissions and data. `symbols`: a table of probabilities, so that the recursion is alone."""
+
+    def __init__(self, num_states: int, num_kept: int = KEPT, sequences: int = 1, steps: int = STEPS, gaussian: bool = False) -> None:
+        random = np.random.default_rng(0)
+        self.num_states, self.sequences, self.steps = num_states, sequences, steps
+        self.initial = np.full(num_states, -np.log(num_states))
+        self.indices = np.sort(np.stack([random.choice(num_states, num_kept, replace=False) for _ in range(num_states)]), axis=1)
+        values = random.random((num_states, num_kept)) + 0.5
+        self.values = np.log(0.8 * values / values.sum(1, keepdims=True))
+        self.constants = np.full(num_states, np.log(0.2 / (num_states - num_kept)))
+        self.gaussian = gaussian
+        if gaussian:
+            means, variances = random.normal(0, 3, (num_states, 2)), random.uniform(0.1, 0.5, (num_states, 2))
+            self.means, self.variances = means, variances
+            norm = means**2 / (2 * variances) + 0.5 * np.log(2 * np.pi * variances)
+            self.parameters = [means / variances, -0.5 / variances, norm, np.zeros(2)]
+            self.data: np.ndarray = random.normal(0, 3, (sequences * steps, 2))
+        else:
+            self.parameters = [np.log(random.dirichlet(np.ones(30), num_states))]
+            self.data = random.integers(0, 30, sequences * steps)
+        self.kind = cpu.GAUSSIAN if gaussian else cpu.SYMBOLS
+
+    @property
+    def transition(self) -> dmc.Transition:
+        return dmc.Transition(*(torch.from_numpy(array) for array in (self.indices, self.values, self.constants)))
+
+    @property
+    def emission(self) -> Any:
+        tensors = [torch.from_numpy(array) for array in self.parameters]
+        return dense.Gaussian(*tensors) if self.gaussian else dense.Symbols(*tensors)
+
+    def part(self, steps: int) -> tuple[np.ndarray, np.ndarray]:
+        """The first steps of each sequence, and where these begin."""
+        rows = self.data.reshape(self.sequences, self.steps, -1)[:, :steps].reshape(self.sequences * steps, -1)
+        return np.ascontiguousarray(rows if self.gaussian else rows[:, 0]), np.arange(self.sequences + 1) * steps
+
+    def sparse(self, smooth: bool = False, single: bool = True) -> Any:
+        data, offsets = self.part(self.steps)
+        return dmc_cpu.e_step(self.kind, self.initial, self.indices, self.values, self.constants, self.parameters, data, offsets, np.ones(self.sequences),
+                              single=single, smooth=smooth)  # fmt: skip
+
+    def viterbi(self) -> Any:
+        return dmc_cpu.viterbi(self.kind, self.initial, self.indices, self.values, self.constants, self.parameters, *self.part(self.steps), single=True)
+
+    def full(self) -> np.ndarray:
+        return dmc_cpu.expand(self.indices, self.values, self.constants)
+
+
+def best(call: Callable[[], object], rounds: int = ROUNDS) -> float:
+    """Seconds of a call in the best of some rounds, after one that does not count."""
+    times = []
+    for _ in range(rounds + 1):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
+
+
+def dense_step(problem: Problem, smooth: bool = False, single: bool = True) -> float:
+    """Seconds of a step of our dense routine, from two lengths."""
+    full = problem.full()
+    work = problem.num_states**2 * problem.sequences
+    short = max(8, min(problem.steps // 4, int(2e8 / work)))
+    long = min(problem.steps, 5 * short)
+
+    def run(steps: int) -> float:
+        data, offsets = problem.part(steps)
+        weights = np.ones(problem.sequences)
+        return best(lambda: cpu.e_step(problem.kind, problem.initial, full, problem.parameters, data, offsets, weights, single=single, smooth=smooth), 3)
+
+    run(short)
+    return (run(long) - run(short)) / (long - short)
+
+
+def torch_step(problem: Problem) -> float:
+    """Seconds of torch's product of the messages with a matrix of this size."""
+    matrix, messages = torch.rand(problem.num_states, problem.num_states), torch.rand(problem.sequences, problem.num_states)
+    repeats = max(3, int(1e9 / (problem.num_states**2 * problem.sequences)))
+    if problem.sequences == 1:
+        vector = messages[0]
+        return best(lambda: [torch.mv(matrix, vector) for _ in range(repeats)]) / repeats
+    return best(lambda: [messages @ matrix for _ in range(repeats)]) / repeats
+
+
+_max_plus = make_product(max_plus=True, accumulate=False)
+
+
+@njit(cache=True)
+def _viterbi_steps(delta, transition, table, symbols, steps):
+    padded = delta.shape[1]
+    for t in range(1, steps):
+        now = t % 2
+        _max_plus(delta[0, 0], delta[now].ctypes.data, delta[1 - now].ctypes.data, padded, 1, transition.ctypes.data, padded, 1, padded, padded)
+        delta[now] += table[symbols[t]]
+
+
+def dense_viterbi_step(problem: Problem) -> float:
+    """Seconds of a step of our vectorised dense Viterbi in float32; its way back along the path is left out."""
+    size = padded_size(problem.num_states, 4)
+    transition = np.full((size, size), -np.inf, np.float32)
+    transition[: problem.num_states, : problem.num_states] = problem.full()
+    table = np.zeros((30, size), np.float32)
+    table[:, : problem.num_states] = problem.parameters[0].T
+    delta, steps = np.zeros((2, size), np.float32), max(4, int(4e8 / size**2))
+    return best(lambda: _viterbi_steps(delta, transition, table, problem.data, steps)) / (steps - 1)
+
+
+Row = dict[str, Any]
+
+
+def row(task: str, num_states: int, ours: float, theirs: dict[str, float], note: str = "") -> Row:
+    fastest = min(theirs, key=lambda name: theirs[name])
+    result = {"task": task, "states": num_states, "kept": KEPT, "ours": ours, "other": fastest, "theirs": theirs[fastest], "times": theirs[fastest] / ours}
+    result["note"] = note or "; ".join(f"{name} {seconds:.4g} s" for name, seconds in theirs.items())
+    print(f"{task}, N={num_states}: {ours:.4g} s against {theirs[fastest]:.4g} s ({fastest}): {result['times']:.1f}x", flush=True)
+    return result
+
+
+def table(gaussian: bool = False) -> list[Row]:
+    rows = []
+    words = "forward with Gaussians" if gaussian else "forward"
+    for size in SIZES:
+        for sequences, steps in ((1, STEPS), (32, 500)):
+            problem = Problem(size, KEPT, sequences, steps, gaussian)
+            ours = min(best(problem.sparse) for _ in range(2))
+            theirs = {"our dense routine": dense_step(problem) * steps, "torch's product": torch_step(problem) * steps}
+            rows.append(row(f"{words}, {'one sequence' if sequences == 1 else '32 sequences'}", size, ours, theirs))
+            if sequences == 1 and not gaussian:
+                rows.append(row("Viterbi, one sequence", size, best(problem.viterbi), {"our dense routine": dense_viterbi_step(problem) * steps}))
+    return rows
+
+
+def em_iteration(problem: Problem, choose: bool) -> Callable[[], object]:
+    """E-step with fixed or with chosen entries, and the M-step of the transitions."""
+    sequences = Sequences.from_lengths(torch.from_numpy(problem.data), [problem.steps] * problem.sequences)
+    initial, transition, emission = torch.from_numpy(problem.initial), problem.transition, problem.emission
+
+    @torch.no_grad()
+    def run() -> object:
+        if not choose:
+            counts = dmc.e_step(initial, transition, emission, sequences, single=True, routine="sparse")
+            kept, rest = counts.kept, counts.rest
+        else:
+            *_, pairs = dmc.weighted_log_likelihood_and_pairs(initial, transition, emission, sequences, single=True, routine="sparse")
+            sums = selection.PairSums(transition)
+            sums.add(pairs)
+            choice = selection.choose_gemm(sums, "window")
+            kept, rest = choice.kept, choice.rest
+        total = kept.sum(1) + rest
+        return (kept / total[:, None]).log(), (rest / total).log()
+
+    return run
+
+
+def em() -> list[Row]:
+    problem = Problem(2000, KEPT, 1, 10_000, gaussian=True)
+    fixed, chosen = best(em_iteration(problem, False), 2), best(em_iteration(problem, True), 2)
+    theirs = {"our dense routine": dense_step(problem, smooth=True) * problem.steps}
+    return [
+        row("EM iteration, fixed set", 2000, fixed, theirs),
+        row("EM iteration, choosing each time", 2000, chosen, theirs),
+        row("EM iteration, choosing every 5th", 2000, (chosen + 4 * fixed) / 5, theirs),
+    ]
+
+
+def large() -> list[Row]:
+    """10,000 states: in a process of its own, for its memory."""
+    if "--child" not in sys.argv:
+        done = subprocess.run([sys.executable, __file__, "large", "--child"], capture_output=True, text=True, check=True)
+        ours, gigabytes = map(float, done.stdout.split())
+        problem = Problem(10_000, KEPT, 1, 200, gaussian=True)
+        theirs = {"our dense routine": dense_step(problem, smooth=True) * 10_000}
+        return [row("EM iteration, fixed set", 10_000, ours, theirs, f"peak memory of the process: {gigabytes:.2f} GiB")]
+    run = em_iteration(Problem(10_000, KEPT, 1, 10_000, gaussian=True), False)
+    print(best(run, 2), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+    sys.exit()
+
+
+def hmmlearn() -> list[Row]:
+    from hmmlearn.hmm import GaussianHMM
+
+    problem = Problem(500, KEPT, 1, STEPS, gaussian=True)
+    data, lengths = problem.part(STEPS)[0], [STEPS]
+    scored, decoded = best(problem.sparse), best(problem.viterbi)
+    rows = []
+    for implementation in ("log", "scaling"):
+        peer = GaussianHMM(500, implementation=implementation)
+        peer.startprob_, peer.transmat_ = np.exp(problem.initial), np.exp(problem.full())
+        peer.means_, peer.covars_ = problem.means, problem.variances
+        difference = abs(peer.score(data, lengths) - float(problem.sparse(single=False).log_likelihood[0]))
+        if difference > 1e-6 * STEPS:
+            raise SystemExit(f"hmmlearn's score differs by {difference}: they do not do the same work, so nothing is timed.")
+        rows.append(row(f"score, hmmlearn {implementation}", 500, scored, {f"hmmlearn {implementation}": best(lambda p=peer: p.score(data, lengths), 2)}))
+        rows.append(row(f"Viterbi, hmmlearn {implementation}", 500, decoded, {f"hmmlearn {implementation}": best(lambda p=peer: p.decode(data, lengths), 2)}))
+    return rows
+
+
+def growth() -> list[Row]:
+    """Time against N at fixed K and T, emissions included."""
+    rows = []
+    for size in (500, 1000, 2000, 4000, 8000, 16000):
+        problem = Problem(size, KEPT, 1, 500, gaussian=True)
+        tasks = {"score": problem.sparse, "Viterbi": problem.viterbi, "EM, fixed set": lambda p=problem: p.sparse(smooth=True)}
+        rows += [row(f"growth: {name}", size, best(call, 3), {"nothing": float("nan")}) for name, call in tasks.items()]
+    return rows
+
+
+def costs() -> None:
+    """Nanoseconds of a step and sequence: an entry of the full matrix, a kept entry, a state. Measured where the two meet."""
+    for smooth in (False, True):
+        for sequences in (1, 32):
+            for single in (True, False):
+                measured = []
+                full = [dense_step(Problem(size, 5, sequences, 2000 // sequences + 50), smooth, single) / sequences / size**2 for size in (128, 256, 512)]
+                for size, kept in ((256, 4), (256, 32), (512, 4), (512, 64)):
+                    problem = Problem(size, kept, sequences, 4000 // sequences + 50)
+                    seconds = best(lambda p=problem, s=smooth, f=single: p.sparse(s, f)) / problem.steps / sequences
+                    measured.append((size * kept, size, seconds))
+                array = np.array(measured)
+                entry, state = np.linalg.lstsq(array[:, :2] / array[:, 2:], np.ones(len(array)), rcond=None)[0]
+                name = f"{'e_step' if smooth else 'forward'}, {'many' if sequences > 1 else 'one'}, {'float32' if single else 'float64'}"
+                entries = ", ".join(f"{value * 1e9:.3f}" for value in full)
+                print(f"{name}: dense {np.median(full) * 1e9:.3f} ({entries}), kept {entry * 1e9:.3f}, state {state * 1e9:.2f}", flush=True)
+
+
+def compare_selection() -> None:
+    """Seconds of choosing for the criterion largest, over all pairs and lazily."""
+    for size, steps in ((100, 10_000), (500, 5000), (1000, 5000), (2000, 10_000)):
+        problem = Problem(size, 10, 1, steps, gaussian=True)
+        sequences = Sequences.from_lengths(torch.from_numpy(problem.data), [steps])
+        arguments = torch.from_numpy(problem.initial), problem.transition, problem.emission, sequences
+        with torch.no_grad():
+            *_, pairs = dmc.weighted_log_likelihood_and_pairs(*arguments, single=True, routine="sparse")
+            counts = dmc.e_step(*arguments, single=True, routine="sparse")
+        sums = selection.PairSums(problem.transition)
+        sums.add(pairs)
+        gemm = best(lambda s=sums: selection.choose_gemm(s, "largest"), 2)
+        for terms in (steps // 200, steps // 20, steps // 5):
+            arguments_lazy = pairs.alpha, pairs.kappa, problem.transition, counts.kept, counts.rest, terms
+            lazy = best(lambda a=arguments_lazy: selection.choose_lazily(*a), 1)
+            exact = selection.choose_lazily(*arguments_lazy).dot_products.double().mean()
+            print(f"N={size}, T={steps}: gemm {gemm:.3f} s, lazy with R={terms} {lazy:.3f} s, {exact:.1f} exact sums a row", flush=True)
+
+
+def machine() -> str:
+    model = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), platform.machine())
+    return f"{model}, torch {version('torch')}, numba {version('numba')}, hmmlearn {version('hmmlearn')}; one thread, float32"
+
+
+def report(out: Path) -> None:
+    """The page and the plot, from the CSV file."""
+    import matplotlib.pyplot as plt
+
+    with (out / "dmc.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    lines = ["# Dense, mostly constant transitions: what they save", "", f"{machine()}. Written by `benchmarks/dmc.py`, which says how.", ""]
+    lines += ["| task | N, K | ours, s | the other, s | which | times | wanted | |", "| --- | --- | --- | --- | --- | --- | --- | --- |"]
+    for entry in rows:
+        if not entry["task"].startswith("growth"):
+            wanted = WANTED.get((entry["task"], int(entry["states"])))
+            cells = [entry["task"], f"{int(entry['states']):,}, {entry['kept']}", f"{float(entry['ours']):.3g}", f"{float(entry['theirs']):.3g}"]
+            cells += [entry["other"], f"{float(entry['times']):.1f}", "" if wanted is None else f"{wanted}", entry["note"]]
+            lines.append("| " + " | ".join(cells) + " |")
+    lines += ["", "Time against the number of states, K = 20, one sequence of 500 steps with two-dimensional Gaussians:", "", "![growth](dmc_growth.png)", ""]
+    (out / "dmc.md").write_text("\n".join(lines))
+    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    for name in ("score", "Viterbi", "EM, fixed set"):
+        points = [(int(entry["states"]), float(entry["ours"])) for entry in rows if entry["task"] == f"growth: {name}"]
+        if points:
+            axes.plot(*zip(*points, strict=True), marker="o", label=name)
+    reference = [(int(entry["states"]), float(entry["ours"])) for entry in rows if entry["task"] == "growth: score"]
+    if reference:
+        sizes = np.array([reference[0][0], reference[-1][0]])
+        axes.plot(sizes, 0.6 * reference[0][1] * sizes / sizes[0], "--", color="grey", label="in proportion to N")
+    axes.set(xscale="log", yscale="log", xlabel="states N", ylabel="seconds", title="K = 20, T = 500, one thread")
+    axes.grid(True, which="major", alpha=0.3)
+    if axes.lines:
+        axes.legend(frameon=False)
+    figure.savefig(out / "dmc_growth.png", dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="+", choices=[*PARTS, "costs", "selection", "report"])
+    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    makers = {"table": table, "gaussian": lambda: table(gaussian=True), "em": em, "large": large, "hmmlearn": hmmlearn, "growth": growth}
+    file = options.out / "dmc.csv"
+    for part in options.parts:
+        if part in ("costs", "selection"):
+            (costs if part == "costs" else compare_selection)()
+        if part not in makers:
+            continue
+        rows = makers[part]()
+        options.out.mkdir(parents=True, exist_ok=True)
+        earlier = list(csv.DictReader(file.open())) if file.exists() else []
+        measured = {(entry["task"], str(entry["states"])) for entry in rows}
+        kept = [entry for entry in earlier if (entry["task"], entry["states"]) not in measured]
+        with file.open("w", newline="") as target:
+            writer = csv.DictWriter(target, ["task", "states", "kept", "ours", "other", "theirs", "times", "note"])
+            writer.writeheader()
+            writer.writerows(kept + rows)
+    if (options.out / "dmc.csv").exists():
+        report(options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Rows of probabilities of which a few entries are kept and all others share one constant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hmm.distributions.base import Distribution
+from lightning_hmm.inference.dmc import Transition
+from lightning_hmm.inference.selection import Choice
+
+_ROWS_AT_ONCE = 1 << 22  # entries of the full matrix that are held at a time
+
+
+class MostlyConstantRows(Distribution):
+    r"""N rows of N probabilities, each with K entries :math:`a_{ij}` of its own and a constant :math:`c_i` for the others.
+
+    .. math:: \partial L / \partial \log a_{ij} = S_{ij}, \quad \partial L / \partial \log c_i = R_i = \sum_{j \text{ not kept}} S_{ij}, \qquad
+        \hat a_{ij} = S_{ij} / G_i, \quad \hat c_i = R_i / ((N - K) G_i), \quad G_i = \sum_j S_{ij}
+
+    with a Dirichlet prior of pseudocount :math:`\kappa` on every entry of the full row. A log-probability of -inf is a structural zero, as in
+    `CategoricalRows`; a kept zero is one as long as it is kept.
+
+    Args:
+        restarts, num_states, num_kept: the shape of the parameters.
+        name: what errors call it.
+    """
+
+    indices: Tensor
+
+    def __init__(self, restarts: int, num_states: int, num_kept: int, name: str) -> None:
+        super().__init__()
+        self.name, self.num_states, self.num_kept = name, num_states, num_kept
+        even = torch.full((restarts, num_states), 1.0 / num_states, dtype=torch.float64).log()
+        self.log_values = nn.Parameter(even[..., None].repeat(1, 1, num_kept))
+        self.log_constants = nn.Parameter(even)
+        self.register_buffer("indices", torch.arange(num_kept).repeat(restarts, num_states, 1))
+
+    def natural(self, restart: int) -> Transition:
+        return Transition(self.indices[restart], self.log_values[restart], self.log_constants[restart])
+
+    def to_dense(self, restart: int) -> Tensor:
+        """(N, N) a copy of all probabilities."""
+        return self.natural(restart).to_dense().detach()
+
+    def kept_mass(self, restart: int) -> Tensor:
+        """(N,) how much of each row's probability the kept entries hold."""
+        return self.log_values[restart].detach().exp().sum(-1)
+
+    @torch.no_grad()
+    def set(self, indices: Any, values: Any) -> None:
+        """Takes (N, K) columns, in any order, and their probabilities, for all restarts alike; the rest of each row is spread evenly."""
+        shape = (self.num_states, self.num_kept)
+        indices = torch.as_tensor(indices, device=self.indices.device)
+        values = torch.as_tensor(values, dtype=torch.float64, device=self.indices.device)
+        for what, given in (("indices", indices), ("values", values)):
+            if given.shape != shape:
+                raise ValueError(f"`{what}` must have shape {shape}, states by kept entries, but has {tuple(given.shape)} instead.")
+        if indices.is_floating_point() and indices.numel():
+            raise ValueError(f"`indices` must be whole numbers, but are {indices.dtype} instead.")
+        indices, order = indices.long().sort(dim=1)
+        values = values.gather(1, order)
+        wrong = (indices < 0) | (indices >= self.num_states)
+        if bool(wrong.any()):
+            i, k = wrong.nonzero()[0].tolist()
+            raise ValueError(f"`indices` must be from 0 to {self.num_states - 1}, but row {i} holds {int(indices[i, k])}.")
+        repeated = (indices.diff(dim=1) == 0).any(1)
+        if bool(repeated.any()):
+            i = int(repeated.nonzero()[0, 0])
+            raise ValueError(f"`indices` must be different in a row, but row {i} holds {_first_repeated(indices[i])} twice.")
+        if not bool((values >= 0).all()):  # also where NaN
+            i, k = (~(values >= 0)).nonzero()[0].tolist()
+            raise ValueError(f"`values` must hold probabilities, but that of row {i}, column {int(indices[i, k])} is {float(values[i, k])} instead.")
+        mass = values.sum(1)
+        if bool((mass > 1 + 1e-6).any()):
+            i = int((mass > 1 + 1e-6).nonzero()[0, 0])
+            raise ValueError(f"`values` of a row must not sum to more than 1, but row {i} sums to {float(mass[i]):.6g}.")
+        over = mass.clamp(min=1)  # above one by rounding only
+        constants = (1 - mass / over) / (self.num_states - self.num_kept)
+        self._store(slice(None), slice(None), Transition(indices, (values / over[:, None]).log(), constants.log()))
+
+    def _store(self, restarts: Any, rows: Any, transition: Transition) -> None:
+        for mine, given in zip((self.indices, self.log_values, self.log_constants), transition, strict=True):
+            mine[restarts, rows] = given.to(mine.device)
+
+    @torch.no_grad()
+    def set_dense(self, probs: Any) -> None:
+        """Takes a full matrix, for all restarts alike: the K largest entries of each row are kept, the others averaged."""
+        probs = torch.as_tensor(probs, dtype=torch.float64, device=self.indices.device)
+        if probs.shape != (self.num_states, self.num_states):
+            raise ValueError(f"`{self.name}` must have shape {(self.num_states, self.num_states)}, but has {tuple(probs.shape)} instead.")
+        if not bool((probs >= 0).all()):
+            where = tuple(torch.nonzero(~(probs >= 0))[0].tolist())
+            raise ValueError(f"`{self.name}` must hold probabilities, but the entry at {where} is {float(probs[where])} instead.")
+        sums = probs.sum(1)
+        if not bool(((sums - 1).abs() < 1e-6).all()):
+            row = int(((sums - 1).abs() >= 1e-6).nonzero()[0, 0])
+            raise ValueError(f"`{self.name}` rows must sum to 1, but row {row} sums to {float(sums[row]):.6g} instead. Normalise it.")
+        self._store(slice(None), slice(None), Transition.from_dense(probs / sums[:, None], self.num_kept))
+
+    @torch.no_grad()
+    def randomise(self, generator: torch.Generator) -> None:
+        """Draws each row of a full matrix from a Dirichlet distribution, as `CategoricalRows` does; keeps the K largest, averages the others."""
+        import numpy as np
+
+        draws = np.random.default_rng(int(torch.randint(2**62, (), generator=generator)))
+        rows = max(1, _ROWS_AT_ONCE // self.num_states)
+        for restart in range(len(self.indices)):
+            for first in range(0, self.num_states, rows):
+                last = min(first + rows, self.num_states)
+                weights = torch.from_numpy(np.maximum(draws.gamma(1.0, size=(last - first, self.num_states)), 1e-12))
+                self._store(restart, slice(first, last), Transition.from_dense(weights / weights.sum(1, keepdim=True), self.num_kept))
+
+    @torch.no_grad()
+    def take(self, restart: int, choice: Choice) -> None:
+        """Keeps other entries from now on; the statistics of this step become those of the new ones."""
+        self.indices[restart].copy_(choice.indices)
+        self.log_values[restart].copy_(choice.log_values)
+        for parameter, counts in ((self.log_values, choice.kept), (self.log_constants, choice.rest)):
+            assert parameter.grad is not None
+            parameter.grad[restart].copy_(-counts)
+
+    @torch.no_grad()
+    def maximise(self, statistics: list[Tensor], share: Tensor | float = 1.0, *, pseudocount: float = 0.0) -> Tensor:  # type: ignore[override]
+        kept, rest = statistics
+        others = self.num_states - self.num_kept
+        kept = kept + pseudocount * share * (self.log_values > -torch.inf).to(kept.dtype)
+        rest = rest + pseudocount * share * others * (self.log_constants > -torch.inf).to(rest.dtype)
+        total = kept.sum(-1) + rest
+        seen = total > 0
+        total = torch.where(seen, total, torch.ones_like(total))
+        self.log_values.copy_(torch.where(seen[..., None], (kept / total[..., None]).log(), self.log_values))
+        self.log_constants.copy_(torch.where(seen, (rest / total / others).log(), self.log_constants))
+        return (~seen).sum()
+
+    def log_prior(self, *, pseudocount: float = 0.0) -> Tensor:  # type: ignore[override]
+        others = self.num_states - self.num_kept
+        values, constants = (torch.where(logs > -torch.inf, logs, torch.zeros_like(logs)).detach() for logs in (self.log_values, self.log_constants))
+        return pseudocount * (values.flatten(1).sum(1) + others * constants.sum(1))
+
+    @property
+    def num_free_parameters(self) -> int:
+        """K a row: the constant follows from the others. Which entries are kept is not counted."""
+        return self.num_states * self.num_kept
+
+
+def _first_repeated(row: Tensor) -> int:
+    return int(row[1:][row.diff() == 0][0])

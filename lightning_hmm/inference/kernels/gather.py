@@ -1,0 +1,306 @@
+"""Vector code for matrices of which a few entries of each row are given: sums over lists of places.
+
+One sequence: a list of (weight, place) pairs for each of as many outputs as a vector has lanes, interleaved, so that a
+vector holds one pair of each. Many sequences: a message has one vector pair, `TILE_VECTORS` vectors, for each state, and
+a list of pairs is walked with the sums in registers. Operations on whole rows of one sequence are here too, exponentials among
+them: numba's are one at a time.
+
+The places are loaded one by one: instructions that gather are spelt differently by each version of LLVM, and on the
+machines tried the difference was small.
+"""
+
+from __future__ import annotations
+
+import math
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from lightning_hmm.inference.kernels.simd import _VECTOR_BYTES, _Emitter, _make_row_operation
+
+TILE_VECTORS = 2
+_INT32 = ir.IntType(32)
+_INT64 = ir.IntType(64)
+
+
+_IS_X86 = llvm.get_process_triple().startswith("x86_64")
+_FLUSH_TO_ZERO = 0x8040  # both bits of the control word: of results, and of operands
+
+
+def vector_lanes(itemsize: int) -> int:
+    """Numbers of `itemsize` bytes in a vector."""
+    return _VECTOR_BYTES // itemsize
+
+
+def _load_places(emit: _Emitter, indices: ir.Value, source: ir.Value) -> ir.Value:
+    """A vector of ``source[indices[lane]]``; `indices` is the address of int32 numbers."""
+    builder = emit.builder
+    kind = ir.VectorType(_INT32, emit.lanes)
+    places = builder.load(builder.inttoptr(indices, kind.as_pointer()), align=4, typ=kind)
+    found = ir.Constant(emit.vector, ir.Undefined)
+    for lane in range(emit.lanes):
+        place = builder.sext(builder.extract_element(places, ir.Constant(_INT32, lane)), _INT64)
+        found = builder.insert_element(found, emit.load(emit.address(source, place), emit.scalar), ir.Constant(_INT32, lane))
+    return found
+
+
+class _Loop:
+    """A loop that runs `count` times, perhaps never, over pointers that advance and values that are carried on."""
+
+    def __init__(self, builder: ir.IRBuilder, count: ir.Value, pointers: list[tuple[ir.Value, int]], carried: list[ir.Value]) -> None:
+        self.builder, self.count, self.carried_start = builder, count, carried
+        self.before, self.body, self.after = builder.block, builder.append_basic_block("walk"), builder.append_basic_block("walked")
+        builder.cbranch(builder.icmp_signed("<=", count, ir.Constant(_INT64, 0)), self.after, self.body)
+        builder.position_at_end(self.body)
+        self.index = builder.phi(_INT64)
+        self.pointers = [builder.phi(_INT64) for _ in pointers]
+        self.carried = [builder.phi(value.type) for value in carried]
+        self._steps = pointers
+
+    def close(self, results: list[ir.Value]) -> list[ir.Value]:
+        """Ends the body; returns the carried values after the loop."""
+        builder, body = self.builder, self.builder.block
+        following = builder.add(self.index, ir.Constant(_INT64, 1))
+        self.index.add_incoming(ir.Constant(_INT64, 0), self.before)
+        self.index.add_incoming(following, body)
+        for phi, (start, step) in zip(self.pointers, self._steps, strict=True):
+            phi.add_incoming(start, self.before)
+            phi.add_incoming(builder.add(phi, ir.Constant(_INT64, step)), body)
+        for phi, start, result in zip(self.carried, self.carried_start, results, strict=True):
+            phi.add_incoming(start, self.before)
+            phi.add_incoming(result, body)
+        builder.cbranch(builder.icmp_signed("<", following, self.count), self.body, self.after)
+        builder.position_at_end(self.after)
+        final = []
+        for start, result in zip(self.carried_start, results, strict=True):
+            phi = builder.phi(start.type)
+            phi.add_incoming(start, self.before)
+            phi.add_incoming(result, body)
+            final.append(phi)
+        return final
+
+
+def _make_gather(max_plus: bool):
+    @intrinsic
+    def gather(typing_context, like, out, start, weights, indices, source, count):
+        is_double = like == types.float64
+        signature = types.void(like, types.intp, like, types.intp, types.intp, types.intp, types.intp)
+
+        def codegen(context, builder, signature, args):
+            emit = _Emitter(builder, is_double)
+            _, out, start, weights, indices, source, count = args
+            loop = _Loop(builder, count, [(weights, emit.lanes * emit.size), (indices, 4 * emit.lanes)], [emit.splat(start)])
+            weight_at, index_at = loop.pointers
+            weight, found, total = emit.load(weight_at, emit.vector), _load_places(emit, index_at, source), loop.carried[0]
+            if max_plus:
+                candidate = builder.fadd(weight, found)
+                total = builder.select(builder.fcmp_ordered(">", candidate, total), candidate, total)
+            else:
+                total = emit.multiply_add(weight, found, total)
+            emit.store(loop.close([total])[0], out)
+            return context.get_dummy_value()
+
+        return signature, codegen
+
+    return gather
+
+
+# gather_sum(like, out, start, weights, indices, source, count): out[lane] = start + sum over c < count of weights[c, lane] *
+# source[indices[c, lane]]; arrays are addresses. gather_max has (max, +) in place of (+, x).
+gather_sum = _make_gather(max_plus=False)
+gather_max = _make_gather(max_plus=True)
+
+
+@intrinsic
+def gather_count(typing_context, like, out, plain, weights, indices, source, message, counts, count):
+    """out[lane] = sum over c of weights[c, lane] * g with g = source[indices[c, lane]], plain[lane] = sum of g, and
+
+    counts[c, lane] += message[lane] * g. Arrays are addresses.
+    """
+    is_double = like == types.float64
+    signature = types.void(like, *[types.intp] * 8)
+
+    def codegen(context, builder, signature, args):
+        emit = _Emitter(builder, is_double)
+        _, out, plain, weights, indices, source, message, counts, count = args
+        message_value, zero = emit.load(message, emit.vector), emit.constant(0.0)
+        width = emit.lanes * emit.size
+        loop = _Loop(builder, count, [(weights, width), (indices, 4 * emit.lanes), (counts, width)], [zero, zero])
+        weight_at, index_at, count_at = loop.pointers
+        found = _load_places(emit, index_at, source)
+        emit.store(emit.multiply_add(message_value, found, emit.load(count_at, emit.vector)), count_at)
+        totals = [emit.multiply_add(emit.load(weight_at, emit.vector), found, loop.carried[0]), builder.fadd(loop.carried[1], found)]
+        weighted, unweighted = loop.close(totals)
+        emit.store(weighted, out)
+        emit.store(unweighted, plain)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic
+def tile_column(typing_context, like, out, start, weights, indices, source, pairs):
+    """out = start + sum over c < 2 pairs of weights[c] * source[indices[c]]; out, start and each row of source are a tile's width."""
+    is_double = like == types.float64
+    signature = types.void(like, *[types.intp] * 6)
+
+    def codegen(context, builder, signature, args):
+        emit = _Emitter(builder, is_double)
+        _, out, start, weights, indices, source, pairs = args
+        places = [emit.word(v * emit.lanes) for v in range(TILE_VECTORS)]
+        starts = [emit.load(emit.address(start, place), emit.vector) for place in places] + [emit.constant(0.0)] * TILE_VECTORS
+        loop = _Loop(builder, pairs, [(weights, 2 * emit.size), (indices, 8)], starts)
+        weight_at, index_at = loop.pointers
+        sums = list(loop.carried)
+        for c in range(2):  # two sums each, as one addition has to wait for the one before
+            weight = emit.splat(emit.load(emit.address(weight_at, emit.word(c)), emit.scalar))
+            address = builder.inttoptr(builder.add(index_at, emit.word(4 * c)), _INT32.as_pointer())
+            row = builder.mul(builder.sext(builder.load(address, align=4, typ=_INT32), _INT64), emit.word(TILE_VECTORS * emit.lanes))
+            for v, place in enumerate(places):
+                n = c * TILE_VECTORS + v
+                sums[n] = emit.multiply_add(weight, emit.load(emit.address(source, row, place), emit.vector), sums[n])
+        final = loop.close(sums)
+        for v, place in enumerate(places):
+            emit.store(builder.fadd(final[v], final[TILE_VECTORS + v]), emit.address(out, place))
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic
+def tile_weigh(typing_context, like, rows, message, factors, totals, flush):
+    """message = message * factors where message >= flush, else 0; totals = the sums over the rows. All a tile wide."""
+    is_double = like == types.float64
+    signature = types.void(like, *[types.intp] * 4, like)
+
+    def codegen(context, builder, signature, args):
+        emit = _Emitter(builder, is_double)
+        _, rows, message, factors, totals, flush = args
+        width, limit = TILE_VECTORS * emit.lanes * emit.size, emit.splat(flush)
+        places = [emit.word(v * emit.lanes) for v in range(TILE_VECTORS)]
+        loop = _Loop(builder, rows, [(message, width), (factors, width)], [emit.constant(0.0)] * TILE_VECTORS)
+        sums = []
+        for v, place in enumerate(places):
+            here, factor = (emit.load(emit.address(pointer, place), emit.vector) for pointer in loop.pointers)
+            joint = emit.keep_where(">=", here, limit, builder.fmul(here, factor))
+            emit.store(joint, emit.address(loop.pointers[0], place))
+            sums.append(builder.fadd(loop.carried[v], joint))
+        for value, place in zip(loop.close(sums), places, strict=True):
+            emit.store(value, emit.address(totals, place))
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic
+def tile_rescale(typing_context, like, rows, message, scales, constants, totals, flush):
+    """message *= scales, then 0 where below flush; totals = the sums of constants[row] * message. `scales` is a tile wide."""
+    is_double = like == types.float64
+    signature = types.void(like, *[types.intp] * 5, like)
+
+    def codegen(context, builder, signature, args):
+        emit = _Emitter(builder, is_double)
+        _, rows, message, scales, constants, totals, flush = args
+        width, limit = TILE_VECTORS * emit.lanes * emit.size, emit.splat(flush)
+        places = [emit.word(v * emit.lanes) for v in range(TILE_VECTORS)]
+        factors = [emit.load(emit.address(scales, place), emit.vector) for place in places]
+        loop = _Loop(builder, rows, [(message, width), (constants, emit.size)], [emit.constant(0.0)] * TILE_VECTORS)
+        constant, sums = emit.splat(emit.load(loop.pointers[1], emit.scalar)), []
+        for v, place in enumerate(places):
+            value = builder.fmul(emit.load(emit.address(loop.pointers[0], place), emit.vector), factors[v])
+            value = emit.keep_where(">=", value, limit, value)
+            emit.store(value, emit.address(loop.pointers[0], place))
+            sums.append(emit.multiply_add(constant, value, loop.carried[v]))
+        for value, place in zip(loop.close(sums), places, strict=True):
+            emit.store(value, emit.address(totals, place))
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+def _exponential(emit, vectors, scalars):
+    """2^n e^r with n the nearest whole number to x / log 2, and e^r its Taylor series on |r| <= log(2) / 2."""
+    builder, is_double = emit.builder, emit.size == 8
+    mantissa, degree, lowest = (52, 13, -708.0) if is_double else (23, 7, -87.0)
+    # log 2 in two parts, the first with so few digits that its product with n is exact.
+    high, low = (6.93147180369123816490e-01, 1.90821492927058770002e-10) if is_double else (0.693145751953125, 1.428606765330187e-06)
+    whole = ir.VectorType(ir.IntType(8 * emit.size), emit.lanes)
+    magic = 1.5 * 2.0**mantissa  # added to a number, it leaves the nearest whole number in the lowest bits
+    (x,) = vectors
+    shifted = emit.multiply_add(x, emit.constant(1.0 / math.log(2.0)), emit.constant(magic))
+    n = builder.fsub(shifted, emit.constant(magic))
+    r = emit.multiply_add(n, emit.constant(-high), x)
+    r = emit.multiply_add(n, emit.constant(-low), r)
+    series = emit.constant(1.0 / math.factorial(degree))
+    for power in range(degree - 1, -1, -1):
+        series = emit.multiply_add(series, r, emit.constant(1.0 / math.factorial(power)))
+    exponent = builder.shl(builder.bitcast(shifted, whole), ir.Constant(whole, [mantissa] * emit.lanes))
+    value = builder.bitcast(builder.add(builder.bitcast(series, whole), exponent), emit.vector)
+    return {0: emit.keep_where(">=", x, emit.constant(lowest), value)}, None
+
+
+def _weigh(emit, vectors, scalars):
+    joint = emit.keep_where(">=", vectors[0], scalars[0], emit.builder.fmul(vectors[0], vectors[1]))
+    return {0: joint}, joint
+
+
+def _rescale(emit, vectors, scalars):
+    value = emit.builder.fmul(vectors[0], scalars[0])
+    return {0: emit.keep_where(">=", value, scalars[1], value)}, None
+
+
+def _combine(emit, vectors, scalars):
+    return {0: emit.builder.fmul(emit.builder.fmul(vectors[1], vectors[2]), scalars[0])}, None
+
+
+# weigh_row(like, length, message, row, flush): message = message * row where message >= flush, else 0; returns the sum
+weigh_row = _make_row_operation(2, 1, _weigh, sums=True)
+# rescale_row(like, length, message, scale, flush): message *= scale, then 0 where below flush
+rescale_row = _make_row_operation(1, 2, _rescale, sums=False)
+# combine_row(like, length, target, row, other, scale): target = row * other * scale
+combine_row = _make_row_operation(3, 1, _combine, sums=False)
+# exponential_row(like, length, row): row = exp(row) for row <= 0; zero below e^-87 (float32) or e^-708 (float64)
+exponential_row = _make_row_operation(1, 0, _exponential, sums=False)
+
+
+def _control_word(builder: ir.IRBuilder, instruction: str, place: ir.Value) -> None:
+    byte = ir.IntType(8).as_pointer()
+    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), [byte]), f"llvm.x86.sse.{instruction}")
+    builder.call(function, [builder.bitcast(place, byte)])
+
+
+@intrinsic
+def denormals_off(typing_context):
+    """Makes this thread take numbers below the normal range for zero, where the processor can; returns what to restore.
+
+    Arithmetic on such numbers is a hundred times slower, and messages flush far above them in any case.
+    """
+
+    def codegen(context, builder, signature, args):
+        if not _IS_X86:
+            return ir.Constant(_INT32, 0)
+        place = cgutils.alloca_once(builder, _INT32)
+        _control_word(builder, "stmxcsr", place)
+        before = builder.load(place, typ=_INT32)
+        builder.store(builder.or_(before, ir.Constant(_INT32, _FLUSH_TO_ZERO)), place)
+        _control_word(builder, "ldmxcsr", place)
+        return before
+
+    return types.int32(), codegen
+
+
+@intrinsic
+def restore_denormals(typing_context, before):
+    """Undoes `denormals_off`."""
+
+    def codegen(context, builder, signature, args):
+        if _IS_X86:
+            place = cgutils.alloca_once(builder, _INT32)
+            builder.store(args[0], place)
+            _control_word(builder, "ldmxcsr", place)
+        return context.get_dummy_value()
+
+    return types.void(types.int32), codegen

@@ -1,0 +1,289 @@
+"""Which K entries of each row to keep, compiled by numba.
+
+Given the expected transitions S_ij, keeping the set M of row i and maximising makes the row's part of Q, the expected
+log-likelihood, equal to G_i times
+
+    sum over j in M of p_j log p_j + r log(r / (N - K)),     p = S_i / G_i,  r = 1 - sum over M of p
+
+up to a constant: what `_value` returns. All sums are over positive numbers, without a subtraction.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from lightning_hmm.inference.kernels.dense_loops import _kernel, _multiply_add, _strict_kernel
+
+_GAIN = 1e-12  # a row's set is changed only for a gain in `_value` above this, which rounding cannot feign
+
+
+@_kernel
+def multiply_rows(first, last, alpha, kappa, partial, out):
+    """out[i - first, j] += sum_t alpha_t(i) kappa_t+1(j), in blocks short enough for float32 sums.
+
+    A library's product gives other bits with other numbers of threads.
+    """
+    steps, padded, zero = alpha.shape[0], alpha.shape[1], alpha.dtype.type(0.0)
+    alpha_at, kappa_at, partial_at = alpha.ctypes.data, kappa.ctypes.data, partial.ctypes.data
+    panel = max(16, min(128, (1 << 20) // (padded * alpha.itemsize)))  # steps whose kappa stay in the cache
+    for block in range(0, steps - 1, 2048):
+        partial[:] = zero
+        for start in range(block, min(block + 2048, steps - 1), panel):
+            depth = min(panel, min(block + 2048, steps - 1) - start)
+            x_at, y_at = alpha_at + (start * padded + first) * alpha.itemsize, kappa_at + (start + 1) * padded * alpha.itemsize
+            _multiply_add(zero, partial_at, x_at, 1, padded, y_at, padded, last - first, padded, depth)
+        for i in range(last - first):
+            for j in range(out.shape[1]):
+                out[i, j] += np.float64(partial[i, j])
+
+
+@_strict_kernel
+def _entropy_term(p):
+    return p * math.log(p) if p > 0 else 0.0
+
+
+@_strict_kernel
+def _value(kept, rest, total, num_others):
+    value = _entropy_term(rest / total) - rest / total * math.log(num_others)
+    for s in kept:
+        value += _entropy_term(s / total)
+    return value
+
+
+@_strict_kernel
+def _insert(values, places, filled, value, place):
+    """Into a list that falls, behind its equals; what does not fit drops out at the end."""
+    k = min(filled, values.shape[0] - 1)
+    while k > 0 and values[k - 1] < value:
+        values[k], places[k] = values[k - 1], places[k - 1]
+        k -= 1
+    values[k], places[k] = value, place
+
+
+@_strict_kernel
+def _extremes(row, highest, highest_at, lowest, lowest_at):
+    """The K highest, equals by rising place, and the K lowest (negated), equals by falling place: the two ends of one order."""
+    size, num_kept = row.shape[0], highest.shape[0]
+    for j in range(size):
+        if j < num_kept or row[j] > highest[num_kept - 1]:
+            _insert(highest, highest_at, j, row[j], j)
+    if lowest.shape[0] > 0:
+        for n in range(size):
+            j = size - 1 - n
+            if n < num_kept or -row[j] > lowest[num_kept - 1]:
+                _insert(lowest, lowest_at, n, -row[j], j)
+
+
+@_strict_kernel
+def _best_window(row, total, highest, highest_at, lowest, lowest_at, chosen):
+    """Fills `chosen` with the best set of a highest and K - a lowest; returns its value. Highest only where `lowest` is empty."""
+    size, num_kept = row.shape[0], highest.shape[0]
+    in_ends = np.zeros(size, np.bool_)
+    for k in range(num_kept):
+        in_ends[highest_at[k]] = True
+        if lowest.shape[0] > 0:
+            in_ends[lowest_at[k]] = True
+    middle = 0.0
+    for j in range(size):
+        if not in_ends[j]:
+            middle += row[j]
+    overlap = lowest.shape[0] > 0 and 2 * num_kept > size
+    order = np.argsort(-row, kind="mergesort") if overlap else np.zeros(0, np.int64)
+    best, best_value, kept = num_kept, -np.inf, np.empty(num_kept)
+    for a in range(num_kept, -1 if lowest.shape[0] > 0 else num_kept - 1, -1):
+        rest = 0.0
+        if overlap:
+            for n in range(a, a + size - num_kept):
+                rest += row[order[n]]
+        else:
+            rest = middle
+            for k in range(a, num_kept):
+                rest += highest[k]
+            if lowest.shape[0] > 0:
+                for k in range(num_kept - a, num_kept):
+                    rest -= lowest[k]
+        for k in range(num_kept):
+            kept[k] = highest[k] if k < a else -lowest[k - a]
+        value = _value(kept, rest, total, size - num_kept)
+        if value > best_value + _GAIN:
+            best, best_value = a, value
+    for k in range(num_kept):
+        chosen[k] = highest_at[k] if k < best else lowest_at[k - best]
+    return best_value
+
+
+@_strict_kernel
+def choose_rows(pairs, indices, log_values, log_constants, pseudocount, window, new_indices, new_log_values, kept, rest, changes):
+    """For each row of `pairs` (S_ij) the entries to keep: the K highest or, `window`, the optimum; the old ones if that gains nothing.
+
+    new_log_values are the entries of the old matrix there, kept and rest the counts for the M-step.
+    """
+    size, num_kept = pairs.shape[1], indices.shape[1]
+    row, is_old, logs = np.empty(size), np.zeros(size, np.bool_), np.empty(size)
+    highest, highest_at, chosen = np.empty(num_kept), np.empty(num_kept, np.int64), np.empty(num_kept, np.int64)
+    lowest, lowest_at = np.empty(num_kept if window else 0), np.empty(num_kept if window else 0, np.int64)
+    old = np.empty(num_kept)
+    for i in range(pairs.shape[0]):
+        logs[:], is_old[:] = log_constants[i], False
+        for k in range(num_kept):
+            logs[indices[i, k]], is_old[indices[i, k]] = log_values[i, k], True
+        total, old_rest = 0.0, 0.0
+        for j in range(size):
+            row[j] = pairs[i, j] + (pseudocount if logs[j] > -np.inf else 0.0)
+            total += row[j]
+            if not is_old[j]:
+                old_rest += row[j]
+        changes[i] = 0
+        new_indices[i] = indices[i]
+        if total > 0:
+            for k in range(num_kept):
+                old[k] = row[indices[i, k]]
+            _extremes(row, highest, highest_at, lowest, lowest_at)
+            value = _best_window(row, total, highest, highest_at, lowest, lowest_at, chosen)
+            if value > _value(old, old_rest, total, size - num_kept) + _GAIN:
+                chosen.sort()
+                new_indices[i] = chosen
+                for j in chosen:
+                    changes[i] += not is_old[j]
+        is_old[:] = False
+        for k in range(num_kept):
+            j = new_indices[i, k]
+            new_log_values[i, k], kept[i, k], is_old[j] = logs[j], pairs[i, j], True
+        rest[i] = 0.0
+        for j in range(size):
+            if not is_old[j]:
+                rest[i] += pairs[i, j]
+
+
+# Lazily
+
+
+@_kernel
+def large_entries(columns, num_terms, places, counts, limits, small_sums):
+    """Of each row of `columns` (states by steps): the steps above its `num_terms`-th largest, that limit, and the sum of the others."""
+    for i in range(columns.shape[0]):
+        column = columns[i]
+        limits[i] = np.partition(column, column.shape[0] - num_terms)[column.shape[0] - num_terms]
+        counts[i], total = 0, 0.0
+        for t in range(column.shape[0]):
+            if column[t] > limits[i]:
+                places[i, counts[i]] = t
+                counts[i] += 1
+            else:
+                total += np.float64(column[t])
+        small_sums[i] = total
+
+
+@_kernel
+def _exact_product(left, right):
+    total = 0.0
+    for t in range(left.shape[0]):
+        total += np.float64(left[t]) * np.float64(right[t])
+    return total
+
+
+@_kernel
+def _partial_block(first, last, alpha, kappa, kappa_columns, alpha_places, alpha_counts, kappa_places, kappa_counts, small, sums, partial):
+    """partial[b, j] = the part of sum_t alpha_t(i) kappa_t(j) where either is large, for the rows i = first + b."""
+    width = last - first
+    for t in range(alpha.shape[0]):
+        for b in range(width):
+            small[t, b] = alpha[t, first + b]
+    for b in range(width):
+        i = first + b
+        partial[b, :] = 0
+        for n in range(alpha_counts[i]):
+            t = alpha_places[i, n]
+            weight = alpha[t, i]
+            small[t, b] = 0
+            for j in range(kappa.shape[1]):
+                partial[b, j] += weight * kappa[t, j]
+    for j in range(kappa_columns.shape[0]):
+        sums[:] = 0
+        for n in range(kappa_counts[j]):
+            t = kappa_places[j, n]
+            weight = kappa_columns[j, t]
+            for b in range(width):
+                sums[b] += weight * small[t, b]
+        for b in range(width):
+            partial[b, j] += sums[b]
+
+
+@_kernel
+def lazy_rows(first, last, alpha, kappa, alpha_columns, kappa_columns, alpha_places, alpha_counts, alpha_limits, alpha_small, kappa_places,
+              kappa_counts, kappa_limits, kappa_small, indices, log_values, log_constants, pseudocount, kept_counts, rest_counts, new_indices,
+              new_log_values, kept, rest, changes, products):
+    """As `choose_rows` with the K highest, for the rows first to last, with as few exact sums over the steps as upper bounds allow.
+
+    The bound of S_ij is A_ij times (the partial sum + the smaller of two bounds of the remainder). The old entries come first: the least of
+    them is a threshold that most bounds do not reach. `kept_counts` and `rest_counts` are the exact sums for the old entries.
+    """
+    size, num_kept = indices.shape
+    width = last - first
+    small, sums = np.empty((alpha.shape[0], width), alpha.dtype), np.empty(width, alpha.dtype)
+    partial = np.empty((width, size), alpha.dtype)
+    _partial_block(first, last, alpha, kappa, kappa_columns, alpha_places, alpha_counts, kappa_places, kappa_counts, small, sums, partial)
+    bounds, candidates, is_old = np.empty(size), np.empty(size, np.int64), np.zeros(size, np.bool_)
+    highest, highest_at, old, new = np.empty(num_kept), np.empty(num_kept, np.int64), np.empty(num_kept), np.empty(num_kept)
+    # Partial sums in float32 may be below the true ones by rounding; a bound must not be.
+    slack = 1 + 64 * (6e-8 if alpha.itemsize == 4 else 1.2e-16)
+    for b in range(width):
+        i = first + b
+        constant = math.exp(log_constants[i])
+        prior = pseudocount if log_constants[i] > -np.inf else 0.0
+        for k in range(num_kept):
+            is_old[indices[i, k]] = True
+            old[k] = kept_counts[i, k] + (pseudocount if log_values[i, k] > -np.inf else 0.0)
+            _insert(highest, highest_at, k, old[k], indices[i, k])
+        products[i], found = num_kept, 0
+        for j in range(size):
+            if not is_old[j]:
+                remainder = min(alpha_limits[i] * kappa_small[j], alpha_small[i] * kappa_limits[j])
+                bounds[j] = constant * (partial[b, j] + remainder) * slack + prior
+                if bounds[j] > highest[num_kept - 1]:
+                    candidates[found] = j
+                    found += 1
+        for n in np.argsort(-bounds[candidates[:found]], kind="mergesort"):
+            j = candidates[n]
+            if bounds[j] <= highest[num_kept - 1]:
+                break
+            exact = constant * _exact_product(alpha_columns[i], kappa_columns[j]) + prior
+            products[i] += 1
+            if exact > highest[num_kept - 1]:
+                _insert(highest, highest_at, num_kept, exact, j)
+        old_rest = rest_counts[i] + (size - num_kept) * prior
+        new_rest, total = old_rest, old_rest
+        for k in range(num_kept):
+            total += old[k]
+            new_rest += old[k]
+            new[k] = highest[k]
+        for k in range(num_kept):
+            new_rest -= new[k]
+        changes[i] = 0
+        for j in highest_at:
+            changes[i] += not is_old[j]
+        new_indices[i] = indices[i]
+        if (
+            changes[i] > 0
+            and total > 0
+            and new_rest > 0
+            and _value(new, new_rest, total, size - num_kept) > _value(old, old_rest, total, size - num_kept) + _GAIN
+        ):
+            new_indices[i] = np.sort(highest_at)
+        else:
+            changes[i] = 0
+        rest[i] = rest_counts[i] if changes[i] == 0 else max(new_rest - (size - num_kept) * prior, 0.0)
+        for k in range(num_kept):
+            j = new_indices[i, k]
+            if is_old[j]:
+                for n in range(num_kept):
+                    if indices[i, n] == j:
+                        new_log_values[i, k], kept[i, k] = log_values[i, n], kept_counts[i, n]
+            else:
+                for n in range(num_kept):
+                    if highest_at[n] == j:
+                        new_log_values[i, k], kept[i, k] = log_constants[i], highest[n] - prior
+        for k in range(num_kept):
+            is_old[indices[i, k]] = False

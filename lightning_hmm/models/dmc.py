@@ -1,0 +1,253 @@
+"""The hidden Markov model with dense, mostly constant transitions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_hmm.distributions import DiagonalGaussian, MostlyConstantRows
+from lightning_hmm.inference import dmc, selection
+from lightning_hmm.inference.dmc import Transition
+from lightning_hmm.inference.selection import Choice, PairSums
+from lightning_hmm.models.standard import StandardHMM
+from lightning_hmm.sequences import Sequences
+
+
+class DMCHMM(StandardHMM):
+    r"""N states of which each row of the transition matrix keeps K probabilities and gives one constant to all others.
+
+    .. math:: z_1 \sim \pi, \quad p(z_t = j \mid z_{t-1} = i) = a_{ij} \text{ for K kept } j, \; c_i \text{ for the others}, \quad
+        y_t \mid z_t = k \sim B_k \text{ or } N(\mu_k, \operatorname{diag} v_k)
+
+    Any state can follow any other, but likelihood, posteriors and the most probable path cost O(steps N K), exactly. Prefer it to `StandardHMM`
+    when there are hundreds of states or more and each leads mainly to a few; below N of about 8 K dense routines are faster, and are used. K = 0
+    makes every transition alike (a mixture model), K = N - 1 is the full HMM.
+
+    EM chooses what to keep from the expected transitions of all pairs, in O(steps N^2); with `reselect_every` only now and then. Batch EM only.
+
+    Args:
+        num_states: N, at least 2.
+        num_kept: K, from 0 to N - 1.
+        num_symbols, emission, num_features, seed, restarts, initialisation: as for `StandardHMM`.
+        criterion: what EM keeps of a row: "window", the entries with which the expected log-likelihood is highest, or "largest".
+        selection: how it finds them: "gemm" looks at all pairs, "lazy" (for "largest") computes bounds first; "auto" does what is faster.
+        reselect_every: epochs from one choice to the next; the first epoch always chooses. Between them the set stays, and an epoch costs
+            O(steps N K).
+        bound_terms: R of "lazy", how many of the largest terms make a bound; a twentieth of the steps if not given.
+        initial_pseudocount, transition_pseudocount, emission_pseudocount, variance_prior, frozen, arithmetic, symbol_names, unknown_symbol: as
+            for `StandardHMM`; the pseudocount of transitions is added to every entry of the full matrix.
+    """
+
+    inference: ClassVar[ModuleType] = dmc
+    transition: MostlyConstantRows
+
+    def __init__(
+        self,
+        num_states: int,
+        num_kept: int,
+        num_symbols: int | None = None,
+        emission: Literal["categorical", "gaussian"] = "categorical",
+        num_features: int | None = None,
+        seed: int = 0,
+        restarts: int = 1,
+        initialisation: Literal["kmeans", "random"] = "kmeans",
+        criterion: Literal["window", "largest"] = "window",
+        selection: Literal["auto", "gemm", "lazy"] = "auto",
+        reselect_every: int = 1,
+        bound_terms: int | None = None,
+        initial_pseudocount: float = 0.0,
+        transition_pseudocount: float = 0.0,
+        emission_pseudocount: float = 0.0,
+        variance_prior: float = 1e-6,
+        frozen: Sequence[str] = (),
+        arithmetic: Literal["float64", "float32"] = "float64",
+        symbol_names: list[str] | None = None,
+        unknown_symbol: str | None = None,
+    ) -> None:
+        if not isinstance(num_states, int) or num_states < 2:
+            raise ValueError(f"`num_states` must be a whole number of at least 2, but is {num_states} instead.")
+        if not isinstance(num_kept, int) or not 0 <= num_kept < num_states:
+            raise ValueError(f"`num_kept` must be a whole number from 0 to {num_states - 1}, one less than there are states, but is {num_kept} instead.")
+        if criterion not in ("window", "largest"):
+            raise ValueError(f"`criterion` must be window or largest, but is {criterion!r} instead.")
+        if selection not in ("auto", "gemm", "lazy"):
+            raise ValueError(f"`selection` must be auto, gemm or lazy, but is {selection!r} instead.")
+        if selection == "lazy" and criterion == "window":
+            raise ValueError("`selection` must be gemm or auto for the criterion window: the bounds of lazy find the largest entries only.")
+        for name, value in (("reselect_every", reselect_every), ("bound_terms", bound_terms)):
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"`{name}` must be a whole number of at least 1, but is {value} instead.")
+        if bound_terms is not None and selection != "lazy":
+            raise ValueError("`bound_terms` is for the selection lazy, which alone has bounds.")
+        self.num_kept, self.criterion, self.selection = num_kept, criterion, selection
+        self.reselect_every, self.bound_terms = reselect_every, bound_terms
+        super().__init__(
+            num_states=num_states,
+            num_symbols=num_symbols,
+            emission=emission,
+            num_features=num_features,
+            seed=seed,
+            restarts=restarts,
+            initialisation=initialisation,
+            initial_pseudocount=initial_pseudocount,
+            transition_pseudocount=transition_pseudocount,
+            emission_pseudocount=emission_pseudocount,
+            variance_prior=variance_prior,
+            frozen=frozen,
+            arithmetic=arithmetic,
+            symbol_names=symbol_names,
+            unknown_symbol=unknown_symbol,
+        )
+        self._pair_sums: list[PairSums] = []  # of each restart, while an epoch that chooses is under way
+        self.choices: list[Choice] = []  # of each restart, what the last epoch chose; empty if it did not
+
+    def _make_transition(self) -> MostlyConstantRows:
+        return MostlyConstantRows(self.restarts, self.num_states, self.num_kept, name="transition")
+
+    def chain(self, restart: int) -> tuple[Tensor, Transition]:
+        return self.initial.log_probs[restart], self.transition.natural(restart)
+
+    @property
+    def transition_probs(self) -> Tensor:
+        """(N, N) p(z_t+1 = j | z_t = i), the full matrix."""
+        return self.transition.to_dense(int(self.chosen))
+
+    @property
+    def indices(self) -> Tensor:
+        """(N, K) the columns that each row keeps, rising."""
+        return self.transition.indices[self.chosen]
+
+    @property
+    def values(self) -> Tensor:
+        """(N, K) their probabilities."""
+        return self.transition.log_values[self.chosen].detach().exp()
+
+    @property
+    def constants(self) -> Tensor:
+        """(N,) the probability of each other entry of a row."""
+        return self.transition.log_constants[self.chosen].detach().exp()
+
+    def set_parameters(  # type: ignore[override]
+        self,
+        initial: Any = None,
+        transition: Any = None,
+        indices: Any = None,
+        values: Any = None,
+        emission: Any = None,
+        means: Any = None,
+        variances: Any = None,
+    ) -> DMCHMM:
+        """As `StandardHMM.set_parameters`. Transitions are given as `indices` and `values` of the kept entries, or as a full matrix."""
+        if (indices is None) != (values is None) or (indices is not None and transition is not None):
+            raise ValueError("`indices` and `values` must be given together, or a full `transition` instead.")
+        if indices is not None:
+            self.transition.set(indices, values)
+        if transition is not None:
+            self.transition.set_dense(transition)
+        super().set_parameters(initial=initial, emission=emission, means=means, variances=variances)
+        return self
+
+    # From and to the full HMM
+
+    @classmethod
+    def from_standard(cls, model: StandardHMM, num_kept: int, **options: Any) -> DMCHMM:
+        """The same model with the `num_kept` largest transitions of each state, the others averaged. `options` are the constructor's."""
+        return _copy(model, cls, {"num_kept": num_kept, **options})
+
+    def to_standard(self, **options: Any) -> StandardHMM:
+        """The same model with a full matrix. `options` are those of `StandardHMM`."""
+        return _copy(self, StandardHMM, options)
+
+    # Training by EM
+
+    @property
+    def fused_kernel(self) -> Any:
+        return None
+
+    def on_train_epoch_start(self) -> None:
+        super().on_train_epoch_start()
+        # With K = N - 1 every set can hold every matrix; with K = 0 there is only one.
+        choosing = 0 < self.num_kept < self.num_states - 1 and "transition" not in self.frozen and self.current_epoch % self.reselect_every == 0
+        factored = self.selection == "lazy"
+        self._pair_sums = [PairSums(self.transition.natural(restart), factored) for restart in range(self.restarts if choosing else 0)]
+        self.choices = []
+
+    def _weighted_log_likelihood(self, restart: int, batch: Sequences) -> tuple[Tensor, Tensor, Tensor]:
+        if not self._pair_sums:
+            return super()._weighted_log_likelihood(restart, batch)
+        routine = "sparse" if self.selection == "lazy" else "auto"
+        arguments = self.inference_arguments(batch, restart)
+        *answer, pairs = dmc.weighted_log_likelihood_and_pairs(*arguments, single=self.arithmetic == "float32", routine=routine)
+        self._pair_sums[restart].add(pairs)
+        return answer[0], answer[1], answer[2]
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        super().on_before_optimizer_step(optimizer)
+        pair_sums, self._pair_sums = self._pair_sums, []
+        for restart, sums in enumerate(pair_sums):
+            choice = self._choose(restart, sums)
+            self.transition.take(restart, choice)
+            self.choices.append(choice)
+
+    def _choose(self, restart: int, sums: PairSums) -> Choice:
+        pseudocount = self.priors["transition"]["pseudocount"]
+        if self.selection == "lazy" and not bool(self._total(torch.tensor(float(sums.counts is not None), device=self.device))):
+            alpha, kappa = (self._gather(part) for part in sums.messages())
+            if len(alpha) > 1:
+                assert self.transition.log_values.grad is not None
+                assert self.transition.log_constants.grad is not None
+                kept, rest = -self.transition.log_values.grad[restart], -self.transition.log_constants.grad[restart]
+                return selection.choose_lazily(alpha, kappa, sums.transition, kept, rest, self.bound_terms, pseudocount)
+        return selection.choose_gemm(sums, self.criterion, pseudocount, self._total)
+
+    def _total(self, tensor: Tensor) -> Tensor:
+        """Added up over ranks."""
+        return tensor if self.trainer.world_size == 1 else self.trainer.strategy.reduce(tensor, reduce_op="sum")
+
+    def _gather(self, rows: Tensor) -> Tensor:
+        """The rows of all ranks, each of which may have another number of them."""
+        if self.trainer.world_size == 1:
+            return rows
+        counts: Any = self.all_gather(torch.tensor(len(rows), device=self.device))
+        sizes = counts.tolist()
+        padded = rows.new_zeros(max(sizes), rows.shape[1], dtype=torch.float64)
+        padded[: len(rows)] = rows
+        parts: Any = self.all_gather(padded)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        restart = int(self.chosen)
+        self.log("train/kept_mass", self.transition.kept_mass(restart).mean())
+        if self.choices:
+            choice = self.choices[restart]
+            self.log("train/support_changes", choice.changes.sum().double())
+            self.log("train/dot_products", choice.dot_products.double().mean())
+
+
+def _copy(model: StandardHMM, family: Any, options: dict[str, Any]) -> Any:
+    """A model of another family with the parameters of the one that answers."""
+    gaussian = isinstance(model.emission, DiagonalGaussian)
+    names = model.vocabulary
+    same = {
+        "num_states": model.num_states,
+        "num_symbols": model.num_symbols,
+        "emission": "gaussian" if gaussian else "categorical",
+        "num_features": model.num_features,
+        "arithmetic": model.arithmetic,
+        "symbol_names": None if names is None else names.names,
+        "unknown_symbol": None if names is None else names.unknown,
+    }
+    copy = family(**{**same, **options})
+    if isinstance(model.emission, DiagonalGaussian):
+        for name in ("centre", "scale", "located"):
+            getattr(copy.emission, name).copy_(getattr(model.emission, name))
+        copy.emission.set(model.means, model.variances)
+        copy.initialised.copy_(model.initialised)
+    else:
+        copy.emission.set(model.emission_probs)
+    return copy.set_parameters(initial=model.initial_probs, transition=model.transition_probs)

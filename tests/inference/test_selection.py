@@ -1,0 +1,173 @@
+"""Choosing what to keep, against all sets there are, and the lazy way against the one that looks at everything."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_hmm.inference import dmc, selection
+from lightning_hmm.inference.dmc import Pairs, Transition
+from lightning_hmm.inference.selection import PairSums, choose_gemm, choose_lazily
+from tests.inference.test_dmc import arguments, make, random_transition
+
+
+def row_q(row: np.ndarray, kept: tuple[int, ...]) -> float:
+    """The row's part of Q after the M-step for a set: sum of S log A."""
+    others = [j for j in range(len(row)) if j not in kept]
+    probs = row / row.sum()
+    rest = probs[others].sum() / len(others)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return float(np.nansum(row[list(kept)] * np.log(probs[list(kept)])) + (row[others].sum() * np.log(rest) if rest > 0 else 0.0))
+
+
+def random_rows(seed: int, size: int = 7) -> torch.Tensor:
+    """Rows of all shapes: even, spread over magnitudes, with zeros, with equal entries, rising like 1..N."""
+    rng = np.random.default_rng(seed)
+    rows = [rng.random(size), np.exp(rng.normal(0, 4, size)), rng.random(size) * (rng.random(size) < 0.6), rng.integers(1, 3, size).astype(float)]
+    return torch.from_numpy(np.stack([*rows, np.arange(1.0, size + 1), rng.gamma(0.3, size=size), rng.random(size) * 1e-9])[:size])
+
+
+def sums_of(transition: Transition, counts: torch.Tensor) -> PairSums:
+    sums = PairSums(transition)
+    empty = torch.zeros(0, 0)
+    sums.add(Pairs(empty, empty, counts))
+    return sums
+
+
+@pytest.fixture(params=["compiled", "portable"])
+def device_of_choice(request, monkeypatch):
+    if request.param == "portable":
+        monkeypatch.setattr(selection, "_choose_compiled", selection._choose_portable)
+
+
+@pytest.mark.parametrize("num_kept", [1, 3, 5, 6])
+@pytest.mark.parametrize("seed", range(12))
+def test_window_is_the_best_of_all_sets(seed, num_kept, device_of_choice):
+    counts, transition = random_rows(seed), random_transition(np.random.default_rng(seed), 7, num_kept)
+    choice = choose_gemm(sums_of(transition, counts), "window")
+    for i, row in enumerate(counts.numpy()):
+        if row.sum() == 0:
+            continue
+        best = max(row_q(row, kept) for kept in itertools.combinations(range(7), num_kept))
+        assert row_q(row, tuple(choice.indices[i].tolist())) == pytest.approx(best, rel=1e-10)
+    assert torch.equal(choice.kept, counts.gather(1, choice.indices))
+    torch.testing.assert_close(choice.kept.sum(1) + choice.rest, counts.sum(1))
+    assert torch.equal(choice.log_values, transition.expand().gather(1, choice.indices))
+    assert (choice.indices.diff(dim=1) > 0).all()
+
+
+@pytest.mark.parametrize("num_kept", [1, 3, 6])
+@pytest.mark.parametrize("seed", range(12))
+def test_largest_is_the_largest_or_what_was_there(seed, num_kept, device_of_choice):
+    counts, transition = random_rows(seed), random_transition(np.random.default_rng(seed), 7, num_kept)
+    choice = choose_gemm(sums_of(transition, counts), "largest")
+    for i, row in enumerate(counts.numpy()):
+        largest, old = sorted(np.argsort(-row, kind="stable")[:num_kept].tolist()), transition.indices[i].tolist()
+        if row.sum() == 0 or row_q(row, tuple(largest)) <= row_q(row, tuple(old)) + 1e-12 * row.sum():
+            largest = old
+        assert choice.indices[i].tolist() == largest
+        assert int(choice.changes[i]) == len(set(largest) - set(old))
+
+
+def test_a_row_of_one_to_twenty_keeps_its_five_smallest():
+    transition = random_transition(np.random.default_rng(0), 20, 5)
+    choice = choose_gemm(sums_of(transition, torch.arange(1.0, 21).double().repeat(20, 1)), "window")
+    assert choice.indices.tolist() == [[0, 1, 2, 3, 4]] * 20
+
+
+def test_priors_count(device_of_choice):
+    """A pseudocount is added to every entry; with a large one nothing is gained by any set."""
+    counts, transition = random_rows(3), random_transition(np.random.default_rng(3), 7, 3)
+    with_prior, by_hand = choose_gemm(sums_of(transition, counts), "window", 0.7), choose_gemm(sums_of(transition, counts + 0.7), "window")
+    assert torch.equal(with_prior.indices, by_hand.indices)
+    assert torch.equal(with_prior.kept, counts.gather(1, with_prior.indices))
+
+
+@pytest.mark.parametrize(("num_states", "num_kept"), [(30, 4), (64, 1), (20, 18)])
+@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize("bound_terms", [None, 1, 3, 68])
+def test_lazy_finds_what_gemm_finds(num_states, num_kept, single, bound_terms):
+    """On ragged sequences, from the messages; and computes fewer exact sums than there are entries."""
+    model, transition = make("gaussian", num_states, num_kept, [40, 1, 9, 0, 19], seed=num_kept)
+    assert model.sequences.num_steps == 69
+    with torch.no_grad():
+        *_, pairs = dmc.weighted_log_likelihood_and_pairs(*arguments(model, transition), single=single, routine="sparse")
+    counts = dmc.e_step(*arguments(model, transition), single=single, routine="sparse")
+    sums = PairSums(transition)
+    sums.add(pairs)
+    for pseudocount in (0.0, 0.1):
+        expected = choose_gemm(sums, "largest", pseudocount)
+        lazy = choose_lazily(pairs.alpha, pairs.kappa, transition, counts.kept, counts.rest, bound_terms, pseudocount)
+        assert torch.equal(lazy.indices, expected.indices)
+        assert torch.equal(lazy.changes, expected.changes)
+        assert int(expected.changes.sum()) > 0 or num_kept == 18
+        tolerance = {"rtol": 1e-4, "atol": 1e-6} if single else {"rtol": 1e-9, "atol": 1e-12}
+        for ours, theirs in zip(lazy[1:4], expected[1:4], strict=True):
+            torch.testing.assert_close(ours, theirs, **tolerance)
+        assert (lazy.dot_products >= num_kept).all()
+        assert (lazy.dot_products <= num_states).all()
+    if bound_terms == 68 and num_kept == 4:  # nearly all terms are in the bound
+        assert lazy.dot_products.double().mean() < num_states / 2
+
+
+def test_batches_add_up_and_fold_into_a_matrix_when_that_is_smaller():
+    model, transition = make("symbols", 16, 3, [6, 9, 4, 5, 7, 8])
+    whole = PairSums(transition)
+    with torch.no_grad():
+        whole.add(dmc.weighted_log_likelihood_and_pairs(*arguments(model, transition), routine="sparse")[3])
+        parts, held = PairSums(transition), []
+        for batch in model.sequences.split(1):
+            routine = "dense" if len(held) == 3 else "sparse"  # either may come
+            parts.add(dmc.weighted_log_likelihood_and_pairs(model.initial, transition, model.emission, batch, routine=routine)[3])
+            held.append((len(parts.factors), parts.counts is not None))
+    assert whole.counts is None
+    assert held[0] == (1, False)
+    assert held[-1] == (0, True)
+    torch.testing.assert_close(parts.rows(0, 16), whole.rows(0, 16), rtol=1e-10, atol=1e-13)
+    assert torch.equal(choose_gemm(parts, "window").indices, choose_gemm(whole, "window").indices)
+
+
+def test_sums_over_ranks_are_asked_for_block_by_block(monkeypatch):
+    monkeypatch.setattr(selection, "_BLOCK_ENTRIES", 14)
+    counts, transition = random_rows(4), random_transition(np.random.default_rng(4), 7, 2)
+    shapes = []
+
+    def total(tensor):
+        shapes.append(tuple(tensor.shape))
+        return 2 * tensor
+
+    choice = choose_gemm(sums_of(transition, counts), "window", 0.0, total)
+    assert shapes == [(2, 7), (2, 7), (2, 7), (1, 7)]
+    torch.testing.assert_close(choice.kept, 2 * counts.gather(1, choice.indices))
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_threads_change_no_bit(single):
+    model, transition = make("gaussian", 200, 5, [150, 30, 70])
+    threads, results = torch.get_num_threads(), []
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            with torch.no_grad():
+                *_, pairs = dmc.weighted_log_likelihood_and_pairs(*arguments(model, transition), single=single, routine="sparse")
+            counts = dmc.e_step(*arguments(model, transition), single=single, routine="sparse")
+            sums = PairSums(transition)
+            sums.add(pairs)
+            lazy = choose_lazily(pairs.alpha, pairs.kappa, transition, counts.kept, counts.rest)
+            results.append([*pairs, *counts[:5], *counts.emission, sums.rows(0, 200), *choose_gemm(sums, "window"), *lazy])
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_bad_arguments_are_named():
+    transition = random_transition(np.random.default_rng(0), 4, 2)
+    with pytest.raises(ValueError, match="`criterion` must be largest or window, but is 'best'"):
+        choose_gemm(sums_of(transition, torch.ones(4, 4).double()), "best")
+    rows = torch.rand(11, 4).double()
+    for bad in (0, 11, -3):
+        with pytest.raises(ValueError, match=f"`bound_terms` must be from 1 to 10, the transitions in the data, but is {bad}"):
+            choose_lazily(rows, rows, transition, torch.ones(4, 2), torch.ones(4), bad)

@@ -1,0 +1,299 @@
+"""`DMCHMM` as people meet it: learning, its two extremes, conversions, errors."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+
+import lightning_hmm
+from lightning_hmm import DMCHMM, BaumWelch, Sequences, StandardHMM, fit
+from lightning_hmm.inference import dense, dmc, selection
+from lightning_hmm.inference.selection import PairSums
+from tests.helpers import assert_identical_parameters, assert_same_parameters, random_symbols, random_vectors
+
+GAUSSIAN = {"emission": "gaussian", "num_features": 2}
+MODES = [("window", "gemm"), ("largest", "gemm"), ("largest", "lazy")]
+
+
+def em_steps(model: DMCHMM, sequences: Sequences, steps: int, priors: dict | None = None) -> list[float]:
+    """EM without a Trainer, choosing at every step; the objective before each."""
+    optimizer, objectives = BaumWelch(model.distributions, priors=priors), []
+    pseudocount = (priors or {}).get("transition", {}).get("pseudocount", 0.0)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        lazy = model.selection == "lazy"
+        arguments, sums = model.inference_arguments(sequences), PairSums(model.transition.natural(0), lazy)
+        weighted, _, _, pairs = dmc.weighted_log_likelihood_and_pairs(*arguments, routine="sparse" if lazy else "auto")
+        weighted.sum().neg().backward()
+        objectives.append(float(weighted.sum().detach() + optimizer.log_prior()))
+        sums.add(pairs)
+        if lazy:
+            counts = -model.transition.log_values.grad[0], -model.transition.log_constants.grad[0]
+            choice = selection.choose_lazily(*sums.messages(), sums.transition, *counts, model.bound_terms, pseudocount)
+        else:
+            choice = selection.choose_gemm(sums, model.criterion, pseudocount)
+        model.transition.take(0, choice)
+        optimizer.step()
+    return objectives
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(("criterion", "how"), MODES)
+@pytest.mark.parametrize("kind", ["categorical", "gaussian"])
+def test_likelihood_never_falls(seed, criterion, how, kind):
+    """300 runs in all: five models of other sizes for each case, with and without priors."""
+    rng = np.random.default_rng(seed)
+    sequences = random_symbols(rng, 5) if kind == "categorical" else random_vectors(rng, 5)
+    for run in range(5):
+        num_states = int(rng.integers(3, 12))
+        options = {"num_symbols": 5} if kind == "categorical" else {**GAUSSIAN, "initialisation": "random"}
+        model = DMCHMM(num_states, int(rng.integers(1, num_states - 1)), seed=10 * seed + run, criterion=criterion, selection=how, **options)
+        model.initialise(sequences)
+        emission = {"pseudocount": 0.1} if kind == "categorical" else {"variance_prior": 0.3}
+        objectives = em_steps(model, sequences, 10, {"transition": {"pseudocount": 0.2 * (run % 2)}, "emission": emission})
+        assert np.diff(objectives).min() > -1e-9 * sequences.num_steps
+        torch.testing.assert_close(model.transition_probs.sum(1), torch.ones(num_states).double(), rtol=1e-10, atol=0)
+
+
+def test_choosing_matters():
+    """The chain 0 -> 1 -> ... -> 9 -> 0, seen through noise: EM finds the one entry of each row to keep."""
+    rng = np.random.default_rng(0)
+    states = np.arange(2000) % 10
+    symbols = np.where(rng.random(2000) < 0.9, states, rng.integers(0, 10, 2000))
+    sequences = Sequences.from_list([symbols])
+    for criterion, how in MODES:
+        model = DMCHMM(10, 1, 10, criterion=criterion, selection=how)
+        model.set_parameters(emission=0.8 * np.eye(10) + 0.02)
+        fit(model, sequences, 20, 0)
+        assert model.indices.flatten().tolist() == [*range(1, 10), 0]
+        assert (model.values > 0.95).all()
+
+
+class Logged(Callback):
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    def on_train_end(self, trainer, module):
+        self.rows.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+
+def test_what_is_logged(rng):
+    seen = Logged()
+    model = DMCHMM(8, 2, 5, criterion="largest", selection="lazy", bound_terms=3)
+    model.set_parameters(indices=[[0, 1]] * 8, values=np.full((8, 2), 1 / 8))  # nothing speaks for these two
+    fit(model, random_symbols(rng), 1, callbacks=[seen])
+    assert seen.rows[0]["train/kept_mass"] == pytest.approx(float(model.values.sum(1).mean()), rel=1e-6)
+    assert seen.rows[0]["train/support_changes"] == float(model.choices[0].changes.sum()) > 0
+    assert 2 <= seen.rows[0]["train/dot_products"] <= 8
+
+
+@pytest.mark.parametrize(("criterion", "how"), MODES)
+@pytest.mark.parametrize("kind", ["categorical", "gaussian"])
+def test_batches_do_not_matter(rng, criterion, how, kind):
+    sequences = random_symbols(rng) if kind == "categorical" else random_vectors(rng)
+    options = {"num_symbols": 5} if kind == "categorical" else GAUSSIAN
+    options = {"criterion": criterion, "selection": how, "transition_pseudocount": 0.1, "restarts": 2, **options}
+    whole, parts = (fit(DMCHMM(9, 3, **options), sequences, 6, 0, batch_size=size, shuffle=size is not None) for size in (None, 4))
+    assert torch.equal(whole.transition.indices, parts.transition.indices)
+    assert_same_parameters(whole, parts)
+    start = DMCHMM(9, 3, **options)
+    assert not torch.equal(whole.indices, start.indices)  # it chose
+
+
+def test_between_choices_the_set_stays(rng):
+    sequences, sets = random_symbols(rng), []
+
+    class Watch(Callback):
+        def on_train_epoch_end(self, trainer, module):
+            sets.append((module.indices.clone(), len(module.choices)))
+
+    model = DMCHMM(8, 2, 5, reselect_every=3).set_parameters(indices=[[0, 1]] * 8, values=np.full((8, 2), 1 / 8))
+    before = model.indices.clone()
+    fit(model, sequences, 5, 0, callbacks=[Watch()])
+    assert [chosen for _, chosen in sets] == [1, 0, 0, 1, 0]
+    assert not torch.equal(before, sets[0][0])
+    assert torch.equal(sets[0][0], sets[2][0])
+    assert torch.equal(sets[3][0], sets[4][0])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"num_symbols": 5, "restarts": 2, "reselect_every": 2}, {"criterion": "largest", "selection": "lazy", **GAUSSIAN}],
+    ids=["gemm, restarts", "lazy, Gaussian"],
+)
+def test_two_ranks_equal_one(rng, options):
+    """17 sequences in global batches of 5: the last leaves a rank with one."""
+    sequences = random_vectors(rng) if "emission" in options else random_symbols(rng)
+    strategy = DDPStrategy(start_method="spawn", timeout=timedelta(seconds=60), process_group_backend="gloo")
+    one = fit(DMCHMM(9, 3, transition_pseudocount=0.1, **options), sequences, 4, 0, batch_size=5)
+    two = fit(DMCHMM(9, 3, transition_pseudocount=0.1, **options), sequences, 4, 0, batch_size=5, strategy=strategy, devices=2, accelerator="cpu")
+    assert torch.equal(one.transition.indices, two.transition.indices)
+    assert_same_parameters(one, two)
+    assert not torch.equal(one.indices, DMCHMM(9, 3, **options).indices)  # it chose
+
+
+@pytest.mark.parametrize("how", [("window", "auto", 1), ("largest", "lazy", 2)])
+def test_resumed_equals_never_stopped(rng, tmp_path, how):
+    criterion, chosen_by, every = how
+    options = {"criterion": criterion, "selection": chosen_by, "reselect_every": every, "restarts": 2}
+    sequences = random_symbols(rng)
+    straight = fit(DMCHMM(8, 2, 5, **options), sequences, 6, 0, batch_size=5)
+    saving = {"callbacks": [ModelCheckpoint(tmp_path, save_last=True)], "enable_checkpointing": True, "batch_size": 5}
+    fit(DMCHMM(8, 2, 5, **options), sequences, 3, 0, **saving)
+    loaded = lightning_hmm.load(tmp_path / "last.ckpt")
+    again = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
+    resumed = fit(DMCHMM(8, 2, 5, **options), sequences, 6, 0, ckpt_path=str(tmp_path / "last.ckpt"), **saving)
+    assert_identical_parameters(straight, resumed)
+    assert torch.equal(straight.transition.indices, resumed.transition.indices)
+    assert isinstance(loaded, DMCHMM)
+    assert (loaded.criterion, loaded.selection, loaded.reselect_every, loaded.num_kept) == (criterion, chosen_by, every, 2)
+    assert all(torch.equal(value, again[name]) for name, value in loaded.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", ["categorical", "gaussian"])
+def test_all_but_one_kept_is_the_full_hmm(rng, kind):
+    """The same start by the same seed, the same model after the same epochs."""
+    sequences = random_symbols(rng) if kind == "categorical" else random_vectors(rng)
+    options = {"seed": 3, "transition_pseudocount": 0.2, **({"num_symbols": 5} if kind == "categorical" else GAUSSIAN)}
+    full, kept = StandardHMM(5, **options), DMCHMM(5, 4, **options)
+    torch.testing.assert_close(kept.transition_probs, full.transition_probs, rtol=1e-12, atol=0)
+    fit(full, sequences, 8, 0)
+    fit(kept, sequences, 8, 0)
+    torch.testing.assert_close(kept.transition_probs, full.transition_probs, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(kept.score(sequences), full.score(sequences), rtol=1e-10, atol=1e-10)
+    assert kept.num_free_parameters == full.num_free_parameters
+    assert kept.decode(sequences).tolist() == full.decode(sequences).tolist()
+
+
+def test_nothing_kept_is_a_mixture(rng):
+    sequences = Sequences.from_list([rng.normal(size=(50, 2)) + 4.0 * rng.integers(0, 2, (50, 1))])
+    model = fit(DMCHMM(3, 0, **GAUSSIAN), sequences, 15, 0)
+    torch.testing.assert_close(model.transition_probs, torch.full((3, 3), 1 / 3, dtype=torch.float64), rtol=1e-14, atol=0)
+    values = sequences.values[:, None]
+    densities = torch.distributions.Normal(model.means, model.variances.sqrt()).log_prob(values).sum(-1)  # (T, N)
+    first = torch.logsumexp(densities[0] + model.initial_probs.log(), 0)
+    torch.testing.assert_close(model.score(sequences)[0], first + (torch.logsumexp(densities[1:], 1) - np.log(3)).sum(), rtol=1e-10, atol=1e-9)
+    assert model.num_free_parameters == 2 + 0 + 12
+    assert model.sample(2, 5).lengths.tolist() == [5, 5]
+
+
+@pytest.mark.parametrize("kind", ["categorical", "gaussian"])
+def test_conversions(rng, kind):
+    sequences = random_symbols(rng) if kind == "categorical" else random_vectors(rng)
+    options = {"num_symbols": 5, "symbol_names": list("abcde")} if kind == "categorical" else GAUSSIAN
+    full = fit(StandardHMM(6, restarts=2, **options), sequences, 5)
+    kept = DMCHMM.from_standard(full, 2, criterion="largest")
+    for row, mine in zip(full.transition_probs, kept.transition_probs, strict=True):
+        largest = row.topk(2).indices
+        torch.testing.assert_close(mine[largest], row[largest], rtol=1e-12, atol=0)
+        others = torch.ones(6, dtype=torch.bool)
+        others[largest] = False
+        torch.testing.assert_close(mine[others], row[others].mean().expand(4), rtol=1e-10, atol=1e-14)
+    back = kept.to_standard()
+    assert type(back) is StandardHMM
+    torch.testing.assert_close(back.score(sequences), kept.score(sequences), rtol=1e-10, atol=1e-10)
+    same = DMCHMM.from_standard(full, 5)
+    torch.testing.assert_close(same.score(sequences), full.score(sequences), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(same.posterior(sequences).smoothed.values, full.posterior(sequences).smoothed.values, rtol=1e-8, atol=1e-12)
+    fit(back, sequences, 1)  # and it can be trained on
+
+
+def test_kept_entries_can_be_given():
+    model = DMCHMM(4, 2, 3).set_parameters(indices=[[3, 0], [1, 2], [0, 1], [2, 3]], values=[[0.5, 0.1], [0.4, 0.2], [0.0, 1.0], [0.25, 0.25]])
+    expected = [[0.1, 0.2, 0.2, 0.5], [0.2, 0.4, 0.2, 0.2], [0.0, 1.0, 0.0, 0.0], [0.25, 0.25, 0.25, 0.25]]
+    torch.testing.assert_close(model.transition_probs, torch.tensor(expected).double())
+    assert model.indices.tolist() == [[0, 3], [1, 2], [0, 1], [2, 3]]
+    torch.testing.assert_close(model.constants, torch.tensor([0.2, 0.2, 0.0, 0.25]).double())
+
+
+def test_what_is_mostly_constant_stays_what_it_is():
+    model = DMCHMM(9, 3, 4)
+    torch.testing.assert_close(dmc.Transition.from_dense(model.transition_probs, 3).to_dense(), model.transition_probs)
+
+
+def test_predictions_are_those_of_the_full_matrix(rng):
+    model = DMCHMM(7, 2, 5)
+    sequences, full = random_symbols(rng), model.to_standard()
+    torch.testing.assert_close(model.predict_next(sequences, 2), full.predict_next(sequences, 2), rtol=1e-10, atol=1e-13)
+    assert model.decode(sequences).tolist() == full.decode(sequences).tolist()
+    assert model.sample_posterior(sequences).lengths.tolist() == sequences.lengths.tolist()
+    torch.testing.assert_close(model.posterior(sequences).log_likelihood, dense.log_likelihood(*full.inference_arguments(sequences)), rtol=1e-10, atol=1e-12)
+
+
+def test_a_frozen_chain_is_left_alone(rng):
+    model = DMCHMM(6, 2, 5, frozen=["transition"])
+    before = model.transition_probs
+    fit(model, random_symbols(rng), 3, 0)
+    assert torch.equal(model.transition_probs, before)
+
+
+def test_rows_without_counts_keep_their_values(rng):
+    """A state that is never visited, with a warning."""
+    model = DMCHMM(5, 2, 5).set_parameters(initial=[0.5, 0.5, 0, 0, 0], transition=np.block([[np.full((2, 2), 0.5), np.zeros((2, 3))], [np.full((3, 5), 0.2)]]))
+    before = model.transition_probs
+    with pytest.warns(UserWarning, match="3 rows of `transition` got no counts"), pytest.warns(UserWarning, match="3 rows of `emission`"):
+        fit(model, random_symbols(rng), 2, 0)
+    assert torch.equal(model.transition_probs[2:], before[2:])
+    assert not torch.equal(model.transition_probs[:2], before[:2])
+
+
+def test_odd_columns(rng):
+    """A constant column does no harm; one that is missing throughout is named."""
+    values = np.concatenate([rng.normal(size=(200, 1)), np.full((200, 1), 3.0)], axis=1)
+    model = fit(DMCHMM(5, 1, **GAUSSIAN), [values], 10)
+    assert torch.isfinite(model.score([values])).all()
+    values[:, 1] = np.nan
+    with pytest.raises(ValueError, match="Every feature must be observed somewhere, but feature 1 is missing"):
+        fit(DMCHMM(5, 1, **GAUSSIAN), [values], 10)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_states": 4, "num_kept": 4}, "`num_kept` must be a whole number from 0 to 3, one less than there are states, but is 4"),
+        ({"num_states": 4, "num_kept": -1}, "`num_kept` must be a whole number from 0 to 3, one less than there are states, but is -1"),
+        ({"num_states": 1, "num_kept": 0}, "`num_states` must be a whole number of at least 2, but is 1"),
+        ({"num_states": 4, "num_kept": 1, "criterion": "best"}, "`criterion` must be window or largest, but is 'best'"),
+        ({"num_states": 4, "num_kept": 1, "selection": "fast"}, "`selection` must be auto, gemm or lazy, but is 'fast'"),
+        ({"num_states": 4, "num_kept": 1, "selection": "lazy"}, "`selection` must be gemm or auto for the criterion window"),
+        ({"num_states": 4, "num_kept": 1, "reselect_every": 0}, "`reselect_every` must be a whole number of at least 1, but is 0"),
+        ({"num_states": 4, "num_kept": 1, "criterion": "largest", "selection": "lazy", "bound_terms": 0}, "`bound_terms` must be a whole number of at least 1"),
+        ({"num_states": 4, "num_kept": 1, "bound_terms": 5}, "`bound_terms` is for the selection lazy"),
+    ],
+)
+def test_bad_options_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        DMCHMM(num_symbols=3, **options)
+
+
+def test_more_bound_terms_than_transitions(rng):
+    with pytest.raises(ValueError, match="`bound_terms` must be from 1 to 9, the transitions in the data, but is 50"):
+        fit(DMCHMM(5, 1, 3, criterion="largest", selection="lazy", bound_terms=50), [rng.integers(0, 3, 10)], 1)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"indices": [[0, 0], [1, 2], [0, 1]], "values": np.full((3, 2), 0.2)}, "`indices` must be different in a row, but row 0 holds 0 twice"),
+        ({"indices": [[0, 3], [1, 2], [0, 1]], "values": np.full((3, 2), 0.2)}, "`indices` must be from 0 to 2, but row 0 holds 3"),
+        ({"indices": [[0, 1], [1, 2], [0, 1]], "values": np.full((3, 2), 0.7)}, "`values` of a row must not sum to more than 1, but row 0 sums to 1.4"),
+        (
+            {"indices": [[0, 1], [1, 2], [0, 1]], "values": [[0.1, -0.2], [0, 0], [0, 0]]},
+            "`values` must hold probabilities, but that of row 0, column 1 is -0.2",
+        ),
+        ({"indices": [[0], [1], [0]], "values": np.full((3, 1), 0.7)}, r"`indices` must have shape \(3, 2\), states by kept entries, but has \(3, 1\)"),
+        ({"indices": [[0.5, 1], [1, 2], [0, 1]], "values": np.full((3, 2), 0.2)}, "`indices` must be whole numbers"),
+        ({"indices": [[0, 1]] * 3}, "`indices` and `values` must be given together"),
+        ({"transition": [[0.5, 0.4, 0.0]] * 3}, "`transition` rows must sum to 1, but row 0 sums to 0.9"),
+        ({"transition": [[1.5, -0.5, 0.0]] * 3}, r"`transition` must hold probabilities, but the entry at \(0, 1\) is -0.5"),
+        ({"transition": [[0.5, 0.5]] * 2}, r"`transition` must have shape \(3, 3\), but has \(2, 2\)"),
+    ],
+)
+def test_bad_parameters_are_named(values, message):
+    with pytest.raises(ValueError, match=message):
+        DMCHMM(3, 2, 4).set_parameters(**values)
