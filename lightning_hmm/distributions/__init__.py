@@ -2,6 +2,7 @@
 
 from lightning_hmm.distributions.base import Distribution
 from lightning_hmm.distributions.categorical import CategoricalRows
+from lightning_hmm.distributions.cloned import CloneTransitions
 from lightning_hmm.distributions.gaussian import DiagonalGaussian
 
-__all__ = ["CategoricalRows", "DiagonalGaussian", "Distribution"]
+__all__ = ["CategoricalRows", "CloneTransitions", "DiagonalGaussian", "Distribution"]

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_hmm.inference.dense import EStep, Path, Posterior
+from lightning_hmm.inference.dense import EStep, Path, Posterior, impossible_message
 from lightning_hmm.inference.kernels import cloned_cpu, cloned_portable
 from lightning_hmm.inference.kernels.cloned_cpu import Arrays, layout_arrays
 from lightning_hmm.inference.kernels.portable import wide_dtype
@@ -319,9 +319,7 @@ def _data(evidence: Tensor | None, sequences: Sequences) -> tuple[Tensor, Tensor
     return torch.full((sequences.num_steps,), -1, device=evidence.device), evidence
 
 
-def log_likelihood(
-    initial: Tensor, transition: Tensor, layout: Layout, evidence: Tensor | None, sequences: Sequences, *, single: bool = False
-) -> Tensor:
+def log_likelihood(initial: Tensor, transition: Tensor, layout: Layout, evidence: Tensor | None, sequences: Sequences, *, single: bool = False) -> Tensor:
     """(N,) log p(y) of each sequence; its gradient is expected counts (see above)."""
     differentiable = torch.is_grad_enabled() and (initial.requires_grad or transition.requires_grad)
     return _call(initial, transition, layout, evidence, sequences, None, single, differentiable, False)[0]
@@ -360,9 +358,7 @@ def viterbi(initial: Tensor, transition: Tensor, layout: Layout, evidence: Tenso
 
 
 @torch.no_grad()
-def predict_next(
-    initial: Tensor, transition: Tensor, layout: Layout, evidence: Tensor | None, sequences: Sequences, *, steps: int = 1
-) -> Tensor:
+def predict_next(initial: Tensor, transition: Tensor, layout: Layout, evidence: Tensor | None, sequences: Sequences, *, steps: int = 1) -> Tensor:
     """(N, H) p(z_{T+steps} | y_1:T); of an empty sequence, that of the chain itself. Impossible sequences give NaN.
 
     It is the filter over steps of which nothing is known.
@@ -406,3 +402,69 @@ def sample_posterior(
     data = _numpy(values), None if evidence is None else _numpy(rows.double()), sequences.offsets.numpy()
     states = cloned_cpu.sample_posterior(layout.arrays, _numpy(initial.double()), _numpy(transition), *data, uniforms)
     return sequences.with_values(torch.from_numpy(states).to(initial.device))
+
+
+_FUSED_ENTRIES = 1 << 16  # stored transitions up to which a pass of many updates is one compiled call
+
+
+@torch.no_grad()
+def online_em(
+    initial: Tensor,
+    transition: Tensor,
+    sequences: Sequences,
+    batch_size: int,
+    *,
+    layout: Layout,
+    discount: float,
+    updates: int,
+    size: Tensor,
+    data_size: float,
+    pseudocounts: Sequence[float],
+    frozen: Sequence[bool],
+    buffers: Sequence[Tensor],
+) -> Tensor:
+    """Online EM over consecutive batches of `batch_size` sequences; parameters and buffers change in place. See `dense.online_em`."""
+    _check(initial, transition, layout, None, sequences)
+    if sequences.weights is None:
+        sequences = Sequences(sequences.values, sequences.offsets, torch.ones(len(sequences), dtype=torch.float64))
+    assert sequences.weights is not None
+    weights = sequences.weights
+    initial_buffer, buffer = buffers
+    num_batches = -(-len(sequences) // batch_size)
+    batch_first = np.minimum(np.arange(num_batches + 1) * batch_size, len(sequences))
+    scores, batch = np.zeros(len(sequences)), 0
+    plain = transition.dtype == torch.float64 and layout.num_entries <= _FUSED_ENTRIES and not bool((sequences.values < 0).any())
+    row_first = layout.arrays.row_first
+    while batch < num_batches:
+        if plain:
+            data = batch, batch_first, sequences.offsets.numpy(), sequences.values.contiguous().numpy(), weights.numpy(), layout.arrays, row_first
+            options = float(discount), updates + batch, size.reshape(1).numpy(), float(data_size), np.asarray(pseudocounts, float), np.asarray(frozen, bool)
+            in_place = (tensor.detach().numpy() for tensor in (initial, transition, initial_buffer, buffer))
+            batch = cloned_cpu.online_em(*data, *options, *in_place, scores)
+            if batch == num_batches:
+                break
+        first, last = int(batch_first[batch]), int(batch_first[batch + 1])
+        statistics = e_step(initial, transition, layout, None, sequences[first:last])
+        impossible = torch.nonzero((statistics.impossible_step >= 0) & (weights[first:last] != 0)).flatten()
+        if len(impossible):
+            n = int(impossible[0])
+            raise ValueError(impossible_message(sequences[first:last], n, int(statistics.impossible_step[n])))
+        scores[first:last] = statistics.log_likelihood
+        batch += 1
+        correction = 1.0 - discount ** (updates + batch)
+        size.mul_(discount).add_(statistics.initial.sum(), alpha=1 - discount)
+        share = float(size) / correction / data_size
+        for counts, counted in ((initial_buffer, statistics.initial), (buffer, statistics.transition)):
+            counts.mul_(discount).add_(counted, alpha=1 - discount)
+        if not frozen[0]:
+            allowed = initial > -torch.inf
+            counted = torch.where(allowed, initial_buffer / correction + pseudocounts[0] * share, 0.0)
+            if float(counted.sum()) > 0:
+                initial.copy_((counted / counted.sum()).log())
+        if not frozen[1]:
+            cloned_cpu.maximise(row_first, _in_place(transition), _in_place(buffer), 1.0 / correction, pseudocounts[1] * share, 0.0)
+    return torch.from_numpy(scores)
+
+
+def _in_place(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().numpy()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tests.inference.oracle import Answer, enumerate_next, enumerate_paths, log_space, path_score
 
 from lightning_hmm.inference import cloned, dense
 from lightning_hmm.inference.cloned import Layout
 from lightning_hmm.inference.kernels import cloned_cpu, cloned_portable
 from lightning_hmm.sequences import Sequences
+from tests.inference.oracle import Answer, enumerate_next, enumerate_paths, log_space, path_score
 
 KINDS = ("symbols", "missing", "evidence")
 LAYOUTS = ("full", "pairs", "sparse")
@@ -131,7 +131,7 @@ def test_dense_routines_on_the_expanded_matrix(kind):
 def test_the_twin_gives_the_same(kind, stored, smooth):
     case = Case(kind, stored, [2, 5, 3], [12, 0, 1, 20, 7], 3)
     weights = torch.tensor([1.0, 1.0, 0.5, 0.0, 2.0], dtype=torch.float64)
-    values, evidence = cloned._data(case.evidence, case.sequences)
+    values, _ = cloned._data(case.evidence, case.sequences)
     twin = cloned_portable.e_step(
         case.layout.arrays, case.initial, case.transition, values, case.evidence, case.sequences.offsets, weights, single=False, smooth=smooth
     )
@@ -183,7 +183,10 @@ def test_neither_threads_nor_company_change_a_bit(kind, monkeypatch):
         assert torch.equal(results[0].log_likelihood, other.log_likelihood)
         assert torch.equal(results[0].smoothed.values, other.smoothed.values)
         assert torch.equal(results[0].transition_counts, other.transition_counts)
-    alone = [cloned.log_likelihood(*case.arguments[:3], None if case.evidence is None else case.sequences[n : n + 1].values, case.sequences[n : n + 1]) for n in range(7)]
+    alone = [
+        cloned.log_likelihood(*case.arguments[:3], None if case.evidence is None else case.sequences[n : n + 1].values, case.sequences[n : n + 1])
+        for n in range(7)
+    ]
     assert torch.equal(torch.cat(alone), results[0].log_likelihood)
     monkeypatch.setattr(cloned_cpu, "_MESSAGE_BYTES", 200_000)  # several goes
     few = cloned.posterior(*case.arguments)
@@ -295,5 +298,15 @@ def test_the_operators_pass_torch_checks():
     case = Case("symbols", "pairs", [2, 1, 2], [5, 3], 0)
     weights = torch.ones(2, dtype=torch.float64)
     for smooth, per_step in ((True, True), (True, False), (False, False)):
-        arguments = case.initial, case.transition, case.layout.tensors, *cloned._data(None, case.sequences), case.sequences.offsets, weights, False, smooth, per_step
+        arguments = (
+            case.initial,
+            case.transition,
+            case.layout.tensors,
+            *cloned._data(None, case.sequences),
+            case.sequences.offsets,
+            weights,
+            False,
+            smooth,
+            per_step,
+        )
         torch.library.opcheck(cloned._e_step_op, arguments, test_utils=("test_schema", "test_faketensor"))

@@ -52,9 +52,7 @@ def layout_arrays(clones: np.ndarray, pairs: np.ndarray, bounds: np.ndarray, col
     pair_first = np.searchsorted(pairs[:, 0], np.arange(num_symbols + 1))
     widths = clones * (np.diff(pair_first) + 1)
     base = np.append(0, np.cumsum(widths)[:-1])
-    return Arrays(
-        np.append(0, np.cumsum(clones)), pair_first, np.ascontiguousarray(pairs[:, 0]), np.ascontiguousarray(pairs[:, 1]), base, bounds, columns
-    )
+    return Arrays(np.append(0, np.cumsum(clones)), pair_first, np.ascontiguousarray(pairs[:, 0]), np.ascontiguousarray(pairs[:, 1]), base, bounds, columns)
 
 
 def entries(values: np.ndarray, evidence: np.ndarray | None, num_symbols: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -105,7 +103,8 @@ def plan(layout: Arrays, offsets: np.ndarray, first_entry: np.ndarray, symbols: 
         place = (2 * np.repeat(np.arange(lengths.shape[0]), lengths) + position % 2) * largest
         begins = begins + np.repeat(place - step_begins[:-1], np.diff(first_entry))
         size = 2 * lengths.shape[0] * largest
-    return Plan(first_entry, symbols, weights, begins, *tasks, np.empty(tasks[1].shape[0], np.int64)), size
+    first_task, source, target, pair = tasks
+    return Plan(first_entry, symbols, weights, begins, first_task, source, target, pair, np.empty(pair.shape[0], np.int64)), size
 
 
 def _goes(layout: Arrays, offsets: np.ndarray, first_entry: np.ndarray, symbols: np.ndarray, itemsize: int) -> list[np.ndarray]:
@@ -253,7 +252,7 @@ def _again(layout, log_initial, probs, values, evidence, offsets, weights, resul
     if probs.dtype == np.float32:
         exact = e_step(layout, log_initial, probs.astype(np.float64), *data, smooth=smooth, per_step=per_step, last=last)
     else:
-        tensors = (None if array is None else torch.from_numpy(array) for array in (log_initial, probs, *data))
+        tensors = _tensors(log_initial, probs, *data)
         exact = Results(*(result.numpy() for result in cloned_portable.e_step(layout, *tensors, single=False, smooth=smooth or per_step)))
     results.log_likelihood[left] = exact.log_likelihood
     results.initial_counts[:] += exact.initial_counts
@@ -265,6 +264,10 @@ def _again(layout, log_initial, probs, values, evidence, offsets, weights, resul
             results.smoothed[steps] = exact.smoothed
     if last:
         results.last[left] = exact.last
+
+
+def _tensors(*arrays: np.ndarray | None) -> list[Any]:
+    return [None if array is None else torch.from_numpy(array) for array in arrays]
 
 
 def viterbi(layout: Arrays, log_initial, probs, values, evidence, offsets) -> tuple[np.ndarray, np.ndarray]:
@@ -282,12 +285,14 @@ def viterbi(layout: Arrays, log_initial, probs, values, evidence, offsets) -> tu
     lost = np.flatnonzero(log_probability == -np.inf)
     if lost.shape[0]:
         initial = np.exp(log_initial).astype(probs.dtype)
-        impossible = _impossible_steps(layout, initial, probs, offsets, (first_entry, symbols, entry_weights), np.where(log_probability == -np.inf, np.nan, 0.0))
+        impossible = _impossible_steps(
+            layout, initial, probs, offsets, (first_entry, symbols, entry_weights), np.where(log_probability == -np.inf, np.nan, 0.0)
+        )
         for n in lost[impossible[lost] < 0]:  # the path is there, but below the smallest float beside the best of some step
             here = slice(int(offsets[n]), int(offsets[n + 1]))
             data = values[here], None if evidence is None else evidence[here], np.array([0, here.stop - here.start])
-            found, score = cloned_portable.viterbi(layout, *(None if array is None else torch.from_numpy(array) for array in (log_initial, probs, *data)))
-            path[here], log_probability[n] = found.numpy(), float(score)
+            states, score = cloned_portable.viterbi(layout, *_tensors(log_initial, probs, *data))
+            path[here], log_probability[n] = states.numpy(), float(score)
     return path, log_probability
 
 
@@ -319,6 +324,11 @@ def maximise(row_first: np.ndarray, probs: np.ndarray, counts: np.ndarray, facto
 
     run_lanes(lanes, work)
     return int(kept.sum())
+
+
+def online_em(*arguments) -> int:
+    """See `cloned_loops.online_em`."""
+    return int(loops.online_em(*arguments))
 
 
 def pruned(layout: Arrays, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -264,8 +264,23 @@ def forward_lane(lane, lanes, order, offsets, plan, layout, probs, initial, flus
                 base = bound_base[u] + p - pair_first[u]
                 while task >= 0:
                     count, task = _take_group(task, following, entry_at, source, target, sources, targets)
-                    _forward_group(count, sources, targets, base, stride, starts[u + 1] - starts[u], starts[v + 1] - starts[v], bounds, columns,
-                                   probs, alpha, rows, xs, ids, outputs)
+                    _forward_group(
+                        count,
+                        sources,
+                        targets,
+                        base,
+                        stride,
+                        starts[u + 1] - starts[u],
+                        starts[v + 1] - starts[v],
+                        bounds,
+                        columns,
+                        probs,
+                        alpha,
+                        rows,
+                        xs,
+                        ids,
+                        outputs,
+                    )
         for b in range(active):
             s, n = begins[b] + t, ids_here[b]
             total = zero
@@ -341,7 +356,10 @@ def backward_lane(lane, lanes, order, offsets, plan, layout, probs, weights, alp
             total = zero
             for e in range(first_entry[s], first_entry[s + 1]):
                 at = entry_at[e]
-                message, back = alpha[at : at + starts[entry_symbol[e] + 1] - starts[entry_symbol[e]]], kappa[at : at + starts[entry_symbol[e] + 1] - starts[entry_symbol[e]]]
+                message, back = (
+                    alpha[at : at + starts[entry_symbol[e] + 1] - starts[entry_symbol[e]]],
+                    kappa[at : at + starts[entry_symbol[e] + 1] - starts[entry_symbol[e]]],
+                )
                 for c in range(message.shape[0]):
                     total += message[c] * back[c]
             share = weights[n] / total if total != 0 else 0.0  # zero where the forward pass gave up
@@ -374,8 +392,24 @@ def backward_lane(lane, lanes, order, offsets, plan, layout, probs, weights, alp
                 base = bound_base[u] + p - pair_first[u]
                 while task >= 0:
                     count, task = _take_group(task, following, entry_at, source, target, sources, targets)
-                    _backward_group(count, sources, targets, base, stride, starts[u + 1] - starts[u], starts[v + 1] - starts[v], bounds, columns,
-                                    probs, alpha, kappa, rows, xs, ids, outputs)
+                    _backward_group(
+                        count,
+                        sources,
+                        targets,
+                        base,
+                        stride,
+                        starts[u + 1] - starts[u],
+                        starts[v + 1] - starts[v],
+                        bounds,
+                        columns,
+                        probs,
+                        alpha,
+                        kappa,
+                        rows,
+                        xs,
+                        ids,
+                        outputs,
+                    )
 
 
 # Counts
@@ -388,7 +422,7 @@ _OCCURRENCES = 512  # steps whose messages stay in the cache meanwhile
 @_kernel
 def counts_lane(pairs, pair_task_first, pair_tasks, plan, layout, probs, alpha, kappa, counts):
     """counts += A o sum over the steps of each pair of alpha_t-1 kappa_t', four rows of the block and four steps at a time."""
-    first_entry, entry_symbol, entry_weight, entry_at, first_task, source, target, pair, following = plan
+    entry_at, source, target = plan.entry_at, plan.task_source, plan.task_target
     starts, pair_first, pair_source, pair_target, bound_base, bounds, columns = layout
     zero, size = alpha.dtype.type(0.0), alpha.itemsize
     sums = np.zeros((4, _TILE), alpha.dtype)
@@ -447,20 +481,20 @@ def counts_lane(pairs, pair_task_first, pair_tasks, plan, layout, probs, alpha, 
 
 
 @_kernel
-def normalise_rows(first_state, last_state, row_first, probs, counts, correction, pseudocount, sparsity):
-    """p = max(n / correction + pseudocount - sparsity, 0) over its sum along each row, where p is not zero already. Returns the rows without counts."""
+def normalise_rows(first_state, last_state, row_first, probs, counts, factor, pseudocount, sparsity):
+    """p = max(factor n + pseudocount - sparsity, 0) over its sum along each row, where p is not zero already. Returns the rows without counts."""
     kept = 0
     for state in range(first_state, last_state):
         row, count = probs[row_first[state] : row_first[state + 1]], counts[row_first[state] : row_first[state + 1]]
         total = 0.0
         for j in range(row.shape[0]):
             if row[j] > 0:
-                total += max(count[j] * correction + pseudocount - sparsity, 0.0)
+                total += max(factor * count[j] + pseudocount - sparsity, 0.0)
         if total > 0:
             scale = 1.0 / total
             for j in range(row.shape[0]):
                 if row[j] > 0:
-                    row[j] = max(count[j] * correction + pseudocount - sparsity, 0.0) * scale
+                    row[j] = max(factor * count[j] + pseudocount - sparsity, 0.0) * scale
         else:
             kept += 1
     return kept
@@ -472,7 +506,7 @@ def normalise_rows(first_state, last_state, row_first, probs, counts, correction
 @_kernel
 def scatter(steps, plan, starts, messages, out):
     """Messages of the given steps as rows over all states."""
-    first_entry, entry_symbol, entry_at = plan[0], plan[1], plan[3]
+    first_entry, entry_symbol, entry_at = plan.first_entry, plan.entry_symbol, plan.entry_at
     for k in range(steps.shape[0]):
         for e in range(first_entry[steps[k]], first_entry[steps[k] + 1]):
             v = entry_symbol[e]
@@ -483,7 +517,7 @@ def scatter(steps, plan, starts, messages, out):
 @_kernel
 def add_initial(order, offsets, plan, starts, kappa, initial_counts):
     """Adds w p(z_1 | y) of the sequences, which `backward_lane` left in `kappa`."""
-    first_entry, entry_symbol, entry_at = plan[0], plan[1], plan[3]
+    first_entry, entry_symbol, entry_at = plan.first_entry, plan.entry_symbol, plan.entry_at
     for n in order:
         s = offsets[n]
         for e in range(first_entry[s], first_entry[s + 1]):
@@ -501,8 +535,8 @@ def viterbi_lane(lane, lanes, offsets, plan, layout, probs, log_initial, delta, 
 
     Only the scores are kept; the argmax is found again along the path. States of score -inf are skipped.
     """
-    first_entry, entry_symbol, entry_weight, entry_at, first_task, source, target, pair, following = plan
-    starts, pair_first, pair_source, pair_target, bound_base, bounds, columns = layout
+    first_entry, entry_symbol, entry_weight, entry_at, first_task, source, target, pair, _ = plan
+    starts, pair_first, _, pair_target, bound_base, bounds, columns = layout
     for n in range(lane, offsets.shape[0] - 1, lanes):
         for s in range(offsets[n], offsets[n + 1]):
             for e in range(first_entry[s], first_entry[s + 1]):
@@ -610,7 +644,7 @@ def _draw(weights, uniform):
 @_strict_kernel
 def sample_chains(initial, layout, symbol_of, probs, offsets, uniforms):
     """State paths of the Markov chain, one per sequence, from one uniform number a step."""
-    starts, pair_first, pair_source, pair_target, bound_base, bounds, columns = layout
+    starts, pair_first, _, pair_target, bound_base, bounds, columns = layout
     states = np.empty(uniforms.shape[0], np.int64)
     for n in range(offsets.shape[0] - 1):
         for s in range(offsets[n], offsets[n + 1]):
@@ -632,7 +666,7 @@ def sample_chains(initial, layout, symbol_of, probs, offsets, uniforms):
 @_strict_kernel
 def sample_paths(filtered, offsets, layout, symbol_of, probs, uniforms, states):
     """Backward sampling: z_T ~ p(z_T | y), then z_t ~ alpha_t(i) A[i, z_t+1]. Impossible sequences keep -1."""
-    starts, pair_first, pair_source, pair_target, bound_base, bounds, columns = layout
+    starts, pair_first, _, pair_target, bound_base, bounds, columns = layout
     weights = np.zeros(filtered.shape[1])
     for n in range(offsets.shape[0] - 1):
         for s in range(offsets[n + 1] - 1, offsets[n] - 1, -1):
@@ -654,10 +688,140 @@ def sample_paths(filtered, offsets, layout, symbol_of, probs, uniforms, states):
 @_strict_kernel
 def target_clones(layout, kept):
     """The target clones of the given entries, in rising order, of a layout of whole blocks."""
-    bounds = layout[5]
+    bounds = layout.bounds
     columns, b = np.empty(kept.shape[0], np.int32), 0
     for k in range(kept.shape[0]):
         while bounds[b + 1] <= kept[k]:  # the last bound of a row is the first of the next, an empty piece
             b += 1
         columns[k] = kept[k] - bounds[b]
     return columns
+
+
+# Many online updates in one go
+
+
+@_kernel
+def online_em(
+    batch,
+    batch_first,
+    offsets,
+    symbols,
+    weights,
+    layout,
+    row_first,
+    discount,
+    step,
+    sizes,
+    total_size,
+    pseudocounts,
+    frozen,
+    log_initial,
+    probs,
+    initial_buffer,
+    buffer,
+    log_likelihood,
+):
+    """Online EM for small models: one update a batch, parameters and count buffers changed in place, from batch number `batch` on.
+
+    An update is E-step, ``buffer = discount * buffer + (1 - discount) * counts``, M-step; `step` have gone before. Returns the
+    number of the first batch that it did not do: where a step keeps too little mass for this plain arithmetic, `e_step` has to.
+    """
+    starts, pair_first, _, pair_target, bound_base, bounds, columns = layout
+    num_states, widest, longest = log_initial.shape[0], 0, 0
+    for v in range(starts.shape[0] - 1):
+        widest = max(widest, starts[v + 1] - starts[v])
+    for n in range(offsets.shape[0] - 1):
+        longest = max(longest, offsets[n + 1] - offsets[n])
+    alpha, totals, back, kappa, blocks = np.empty((longest, widest)), np.empty(longest), np.empty(widest), np.empty(widest), np.empty(longest, np.int64)
+    initial_counts, counts = np.empty(num_states), np.empty(probs.shape[0])
+    while batch < batch_first.shape[0] - 1:
+        initial_counts[:], counts[:] = 0, 0
+        for n in range(batch_first[batch], batch_first[batch + 1]):
+            first, length, score, product = offsets[n], offsets[n + 1] - offsets[n], 0.0, 1.0
+            for t in range(length):
+                v = symbols[first + t]
+                num_clones = starts[v + 1] - starts[v]
+                total = 0.0
+                if t == 0:
+                    for c in range(num_clones):
+                        alpha[0, c] = np.exp(log_initial[starts[v] + c])
+                        total += alpha[0, c]
+                else:
+                    u = symbols[first + t - 1]
+                    p = find_pair(u, v, pair_first, pair_target)
+                    if p < 0:
+                        return batch
+                    stride = pair_first[u + 1] - pair_first[u] + 1
+                    blocks[t] = bound_base[u] + p - pair_first[u]
+                    for c in range(num_clones):
+                        alpha[t, c] = 0.0
+                    for i in range(starts[u + 1] - starts[u]):
+                        x, e = alpha[t - 1, i], bounds[blocks[t] + i * stride]
+                        if x == 0:
+                            continue
+                        if columns.shape[0] > 0:
+                            for k in range(e, bounds[blocks[t] + i * stride + 1]):
+                                alpha[t, columns[k]] += x * probs[k]
+                        else:
+                            for c in range(num_clones):
+                                alpha[t, c] += x * probs[e + c]
+                    for c in range(num_clones):
+                        total += alpha[t, c]
+                if not total > 1e-200:
+                    return batch
+                totals[t] = total
+                for c in range(num_clones):
+                    alpha[t, c] = alpha[t, c] / total if alpha[t, c] >= 1e-290 * total else 0.0
+                product *= total
+                if product < 1e-100:
+                    score += np.log(product)
+                    product = 1.0
+            log_likelihood[n] = score + np.log(product)
+            for c in range(widest):
+                back[c] = 1.0
+            for t in range(length - 1, -1, -1):
+                v = symbols[first + t]
+                num_clones = starts[v + 1] - starts[v]
+                total = 0.0
+                for c in range(num_clones):
+                    total += alpha[t, c] * back[c]
+                if t == 0:
+                    for c in range(num_clones):
+                        initial_counts[starts[v] + c] += weights[n] * alpha[0, c] * back[c] / total
+                    break
+                for c in range(num_clones):
+                    kappa[c] = back[c] / (total * totals[t]) if alpha[t, c] > 0 else 0.0
+                u = symbols[first + t - 1]
+                stride = pair_first[u + 1] - pair_first[u] + 1
+                for i in range(starts[u + 1] - starts[u]):
+                    x, e = alpha[t - 1, i] * weights[n], bounds[blocks[t] + i * stride]
+                    back[i] = 0.0
+                    if alpha[t - 1, i] == 0:
+                        continue
+                    if columns.shape[0] > 0:
+                        for k in range(e, bounds[blocks[t] + i * stride + 1]):
+                            back[i] += probs[k] * kappa[columns[k]]
+                            counts[k] += x * probs[k] * kappa[columns[k]]
+                    else:
+                        for c in range(num_clones):
+                            back[i] += probs[e + c] * kappa[c]
+                            counts[e + c] += x * probs[e + c] * kappa[c]
+        batch += 1
+        step += 1
+        correction = 1.0 - discount**step
+        sizes[0] = discount * sizes[0] + (1 - discount) * initial_counts.sum()
+        share = sizes[0] / correction / total_size
+        for k in range(probs.shape[0]):
+            buffer[k] = discount * buffer[k] + (1 - discount) * counts[k]
+        total = 0.0
+        for i in range(num_states):
+            initial_buffer[i] = discount * initial_buffer[i] + (1 - discount) * initial_counts[i]
+            if log_initial[i] > -np.inf:
+                total += initial_buffer[i] / correction + pseudocounts[0] * share
+        if not frozen[0] and total > 0:
+            for i in range(num_states):
+                if log_initial[i] > -np.inf:
+                    log_initial[i] = np.log((initial_buffer[i] / correction + pseudocounts[0] * share) / total)
+        if not frozen[1]:
+            normalise_rows(0, num_states, row_first, probs, buffer, 1.0 / correction, pseudocounts[1] * share, 0.0)
+    return batch

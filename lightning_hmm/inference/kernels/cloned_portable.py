@@ -73,9 +73,7 @@ def e_step(
     return log_likelihood, impossible, initial_counts, counts, smoothed, filtered, last
 
 
-def _symbols_e_step(
-    layout: Any, initial: Tensor, log_probs: Tensor, values: Tensor, offsets: Tensor, weights: Tensor, *, smooth: bool
-) -> tuple[Tensor, ...]:
+def _symbols_e_step(layout: Any, initial: Tensor, log_probs: Tensor, values: Tensor, offsets: Tensor, weights: Tensor, *, smooth: bool) -> tuple[Tensor, ...]:
     device, wide = initial.device, wide_dtype(initial.device)
     num_sequences, num_steps, num_states = len(offsets) - 1, len(values), int(layout.starts[-1])
     num_symbols, num_pairs, most = layout.clones.shape[0], layout.pair_target.shape[0], int(layout.clones.max())
@@ -143,8 +141,8 @@ def _symbols_e_step(
             earlier = torch.where(reachable, torch.logsumexp(joint, dim=2) - _safe(messages[t - 1]), -torch.inf)
             back = torch.where(chunk.running[t][:, None], earlier, back)
     stored = counts.reshape(-1)[places] if smooth else counts.reshape(-1)
-    rows = (array[:, :-1].contiguous() for array in (smoothed, filtered, last))
-    return log_likelihood, impossible_step, initial_counts[:-1].contiguous(), stored, *rows
+    trimmed = [array[:, :-1].contiguous() for array in (smoothed, filtered, last)]
+    return log_likelihood, impossible_step, initial_counts[:-1].contiguous(), stored, *trimmed
 
 
 def viterbi(layout: Any, initial: Tensor, probs: Tensor, values: Tensor, evidence: Tensor | None, offsets: Tensor) -> tuple[Tensor, Tensor]:
