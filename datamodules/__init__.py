@@ -2,6 +2,8 @@
 
 from datamodules.base import SequenceDataModule
 from datamodules.files import FileDataModule
+from datamodules.languages import BracketDataModule, ToyMachineDataModule
 from datamodules.synthetic import SyntheticDataModule
+from datamodules.text import TextDataModule
 
-__all__ = ["FileDataModule", "SequenceDataModule", "SyntheticDataModule"]
+__all__ = ["BracketDataModule", "FileDataModule", "SequenceDataModule", "SyntheticDataModule", "TextDataModule", "ToyMachineDataModule"]

@@ -3,5 +3,6 @@
 from lightning_hmm.callbacks.convergence import Convergence
 from lightning_hmm.callbacks.figures import Figures
 from lightning_hmm.callbacks.predictions import PredictionWriter
+from lightning_hmm.callbacks.pruning import Pruning
 
-__all__ = ["Convergence", "Figures", "PredictionWriter"]
+__all__ = ["Convergence", "Figures", "PredictionWriter", "Pruning"]

@@ -143,6 +143,24 @@ class Layout:
         bounds, columns = cloned_cpu.pruned(self.arrays, kept)
         return Layout(self.clones, self.pairs, torch.from_numpy(bounds), torch.from_numpy(columns))
 
+    @classmethod
+    def of_entries(cls, clones: Any, rows: Tensor, columns: Tensor) -> tuple[Layout, Tensor]:
+        """The layout of single transitions, given by the states they lead from and to; and the order that it stores them in."""
+        clones = torch.as_tensor(clones, dtype=torch.int64)
+        num_states = int(clones.sum())
+        starts = torch.cat([torch.zeros(1, dtype=torch.int64), clones.cumsum(0)])
+        symbols = torch.arange(len(clones)).repeat_interleave(clones)
+        keys, order = torch.sort(rows * num_states + columns)
+        pairs = torch.unique(symbols[rows] * len(clones) + symbols[columns])
+        pairs = torch.stack([pairs // len(clones), pairs % len(clones)], 1)
+        parts = []
+        for u in range(len(clones)):
+            firsts = torch.cat([starts[pairs[pairs[:, 0] == u, 1]], torch.tensor([num_states])])
+            states = torch.arange(int(starts[u]), int(starts[u + 1]))
+            parts.append(torch.searchsorted(keys, (states[:, None] * num_states + firsts).reshape(-1)))
+        target = (columns - starts[symbols[columns]])[order]
+        return cls(clones, pairs, torch.cat(parts), target), order
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Layout) and all(torch.equal(mine, theirs) for mine, theirs in zip(self.tensors, other.tensors, strict=True))
 

@@ -55,6 +55,8 @@ class ClonedHMM(HMM):
         restarts: starts trained side by side; the best on validation data answers.
         discount: lambda of online EM, with an update after each batch; without it batch EM, an update after each epoch.
         sequences_per_update: online EM with several updates inside each batch.
+        online_epochs: epochs of online EM, after which batch EM goes on; online EM all the time if not given. Its noise leaves bad
+            optima, and batch EM then sharpens what it found.
         initial_pseudocount, transition_pseudocount: of Dirichlet priors, in counts of the whole data. More than 1e-3 for
             transitions keeps small models from finding long dependencies.
         transition_sparsity: counts that a Dirichlet prior of concentration below one takes from each transition; those that
@@ -84,6 +86,7 @@ class ClonedHMM(HMM):
         restarts: int = 1,
         discount: float | None = None,
         sequences_per_update: int | None = None,
+        online_epochs: int | None = None,
         initial_pseudocount: float = 0.0,
         transition_pseudocount: float = 0.0,
         transition_sparsity: float = 0.0,
@@ -110,6 +113,8 @@ class ClonedHMM(HMM):
             raise ValueError(f"`pairs` must be seen or all, but is {pairs!r} instead.")
         if ngram_order < 1:
             raise ValueError(f"`ngram_order` must be at least 1, but is {ngram_order} instead.")
+        if online_epochs is not None and (discount is None or online_epochs < 0):
+            raise ValueError(f"`online_epochs` must not be negative and needs a `discount`, but is {online_epochs} with `discount` {discount} instead.")
         priors = {
             "initial": {"pseudocount": initial_pseudocount},
             "transition": {"pseudocount": transition_pseudocount, "sparsity": transition_sparsity},
@@ -131,6 +136,9 @@ class ClonedHMM(HMM):
         for name in frozen:
             if name not in priors:
                 raise ValueError(f"`frozen` must name initial or transition, but names {name!r} instead.")
+        self.online_epochs = online_epochs
+        if online_epochs is not None:
+            self.automatic_optimization = False  # one way for both phases: Lightning counts steps apart for each
         self.allocation, self.ngram_order, self.clones, self.pairs, self.seed = allocation, ngram_order, clones, pairs, seed
         self.initial = CategoricalRows(restarts, num_states, name="initial")
         self.transition = CloneTransitions(restarts, torch.float32 if arithmetic == "float32" else torch.float64)
@@ -185,6 +193,34 @@ class ClonedHMM(HMM):
                 "Call `model.initialise(sequences)` before training, or train with a datamodule or `lightning_hmm.fit`."
             )
         return super().configure_optimizers()
+
+    # Online EM first, batch EM then
+
+    def on_train_epoch_start(self) -> None:
+        super().on_train_epoch_start()
+        if self.online_epochs is not None:
+            self.optimizers().zero_grad()  # type: ignore[union-attr]
+
+    def training_step(self, batch: Sequences, batch_idx: int) -> Tensor | None:
+        if self.online_epochs is None or (self.current_epoch < self.online_epochs and self.sequences_per_update is not None):
+            return super().training_step(batch, batch_idx)
+        optimizer: Any = self.optimizers()
+        self.manual_backward(self._negative_log_likelihood(batch) * self.trainer.world_size)
+        if self.current_epoch < self.online_epochs:
+            optimizer.step()
+            optimizer.zero_grad()
+        elif self.trainer.is_last_batch:
+            groups = optimizer.optimizer.param_groups
+            for group in groups:
+                group["discount"] = None
+            optimizer.step()
+            for group in groups:  # what a checkpoint is compared with
+                group["discount"] = self.discount
+        return None
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        self.log("transition_density", float(torch.count_nonzero(self.transition.probs.detach()[self.chosen])) / self.num_states**2)
 
     # What the family is
 
@@ -246,6 +282,86 @@ class ClonedHMM(HMM):
             self.transition.set(transition)
         return self
 
+    # Smoothing and pruning
+
+    @torch.no_grad()
+    def above(self, threshold: float) -> Tensor:
+        """A mask of the stored transitions that are at least so probable, or the most probable of their row, in any restart."""
+        lengths = self.layout.row_lengths.to(self.device)
+        keep = torch.zeros(self.layout.num_entries, dtype=torch.bool, device=self.device)
+        for row in self.transition.probs.detach():
+            largest = torch.segment_reduce(row, "max", lengths=lengths, initial=0.0)
+            keep |= (row >= threshold) | ((row == largest.repeat_interleave(lengths, output_size=len(row))) & (row > 0))
+        return keep
+
+    @torch.no_grad()
+    def prune(self, keep: Tensor | float) -> ClonedHMM:
+        """Drops all transitions but those that `keep`, a mask or a least probability, says, and stores the rest one by one.
+
+        Not inside training, where an optimizer knows the parameters: there the callback `Pruning` does it.
+        """
+        mask = keep if isinstance(keep, Tensor) else self.above(keep)
+        self.transition.allocate(self.layout.pruned(mask), self.transition.probs.detach()[:, mask])
+        self.transition.maximise([self.transition.probs.detach()])  # rows sum to one again
+        return self
+
+    @torch.no_grad()
+    def backed_off(self, sequences: Any, strength: float = 1.0) -> ClonedHMM:
+        r"""This model, smoothed by a lower-order model of the same counts, so that nothing is impossible.
+
+        Each symbol gets one clone more, for "this symbol, in a context never seen". A clone goes to those with as much weight as
+        `strength` counts have beside its own, by how symbols follow symbols; and such a clone goes on as the symbol's other
+        clones do on average:
+
+        .. math:: A'_{ij} = \frac{n_{ij}}{n_i + c}, \quad A'_{i, b_v} = \frac{c\, q(v \mid u)}{n_i + c}, \quad
+            A'_{b_u, j} = \frac{\sum_{i \in u} n_{ij}}{n_u + c}, \quad q(v \mid u) = \frac{n_{uv} + c\, q(v)}{n_u + c}
+
+        with n the expected counts of `sequences`, the training data. It is the mean of a Dirichlet posterior whose base measure
+        is the lower order (MacKay and Peto, 1995). The result is a cloned HMM of H + V states like any other.
+        """
+        if not strength > 0:
+            raise ValueError(f"`strength` must be positive, but is {strength} instead.")
+        layout, sequences = self.layout, self.as_sequences(sequences)
+        initial, probs, _ = self.chain(int(self.chosen))
+        statistics = cloned.e_step(initial, probs, layout, None, sequences, single=self.arithmetic == "float32")
+        counted = torch.nonzero(statistics.transition > 0).flatten()
+        counts = statistics.transition[counted].double()
+        rows, columns = layout.states_of(counted)
+        symbols, num_symbols = layout.symbols, layout.num_symbols
+        visits = torch.zeros(self.num_states, dtype=torch.float64).index_add_(0, rows, counts)
+        pair_counts = torch.zeros(num_symbols**2, dtype=torch.float64).index_add_(0, symbols[rows] * num_symbols + symbols[columns], counts)
+        pair_counts = pair_counts.reshape(num_symbols, num_symbols)
+        symbol_counts = torch.bincount(sequences.values[sequences.values >= 0], minlength=num_symbols).double() + strength / num_symbols
+        base = symbol_counts / symbol_counts.sum()
+        leaving = pair_counts.sum(1)
+        lower = (pair_counts + strength * base) / (leaving + strength)[:, None]  # q(v | u)
+        # In the new numbering each symbol's clone for the unknown is its last.
+        new = torch.arange(self.num_states) + symbols
+        unknown = layout.clones.cumsum(0) + torch.arange(num_symbols)
+        average, where = _sum_by(symbols[rows] * self.num_states + columns, counts)
+        entries = [
+            (new[rows], new[columns], counts / (visits[rows] + strength)),
+            (new.repeat_interleave(num_symbols), unknown.repeat(self.num_states), (strength * lower[symbols] / (visits + strength)[:, None]).reshape(-1)),
+            (unknown[where // self.num_states], new[where % self.num_states], average / (leaving[where // self.num_states] + strength)),
+            (unknown.repeat_interleave(num_symbols), unknown.repeat(num_symbols), (strength * base / (leaving + strength)[:, None]).reshape(-1)),
+        ]
+        sources, targets, values = (torch.cat(parts) for parts in zip(*entries, strict=True))
+        smoothed = ClonedHMM(
+            num_states=self.num_states + num_symbols,
+            num_symbols=num_symbols,
+            arithmetic=self.arithmetic,
+            symbol_names=None if self.vocabulary is None else self.vocabulary.names,
+            unknown_symbol=None if self.vocabulary is None else self.vocabulary.unknown,
+        )
+        smoothed_layout, order = Layout.of_entries(layout.clones + 1, sources, targets)
+        smoothed.transition.allocate(smoothed_layout, values[order][None])
+        known = self.initial_probs.double()
+        starts = torch.zeros(smoothed.num_states, dtype=torch.float64)
+        starts[new] = known * len(sequences) / (len(sequences) + strength)
+        starts[unknown] = base * strength / (len(sequences) + strength)
+        smoothed.initial.set(starts)
+        return smoothed.eval()
+
     def _warn_impossible(self, sequences: Sequences, impossible: Tensor, stacklevel: int = 4) -> None:  # type: ignore[override]
         found = torch.nonzero(impossible >= 0).flatten().tolist()
         if not found:
@@ -260,6 +376,12 @@ class ClonedHMM(HMM):
         more = f" ({len(found)} sequences in all.)" if len(found) > 1 else ""
         remedy = ' A `transition_pseudocount` with `pairs` "all" keeps every pair possible.'
         warnings.warn(f"{impossible_message(sequences, n, t)} ({why[0].upper()}{why[1:]}.){remedy}{more}", stacklevel=stacklevel + 1)
+
+
+def _sum_by(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """The sums of `values` with the same key, and those keys, in rising order."""
+    found, place = torch.unique(keys, return_inverse=True)
+    return values.new_zeros(len(found)).index_add_(0, place, values), found
 
 
 def uniform_clones(num_states: int, num_symbols: int) -> np.ndarray:

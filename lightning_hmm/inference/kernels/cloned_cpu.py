@@ -6,6 +6,7 @@ if it is not, it is done again in float64 or, where it was that already, in log 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 
 from lightning_hmm.inference.kernels import cloned_loops as loops
 from lightning_hmm.inference.kernels import cloned_portable
-from lightning_hmm.inference.kernels.lanes import run_lanes
+from lightning_hmm.inference.kernels.lanes import no_subnormals, run_lanes
 
 # A message entry below FLUSH is taken as zero; a step that keeps less than COLLAPSE of its mass is not trusted.
 FLUSH = {np.dtype(np.float32): 1e-30, np.dtype(np.float64): 1e-290}
@@ -160,6 +161,16 @@ class Results(NamedTuple):
     last: np.ndarray
 
 
+def _run(lanes: int, work: Callable[[int], Any]) -> None:
+    """`run_lanes`, with subnormal numbers as zeros: entries that EM is about to end, and messages on their way out, are full of them."""
+
+    def flushed(lane: int) -> None:
+        with no_subnormals():
+            work(lane)
+
+    run_lanes(lanes, flushed)
+
+
 def _message_lanes(num_sequences: int, work: int) -> int:
     return 1 if work < 200_000 else max(1, min(num_sequences, torch.get_num_threads()))
 
@@ -193,7 +204,7 @@ def e_step(layout: Arrays, log_initial, probs, values, evidence, offsets, weight
         work = int((clones[layout.pair_source[planned.task_pair]] * clones[layout.pair_target[planned.task_pair]]).sum())
         lanes = _message_lanes(order.shape[0], work)
         ends = FLUSH[dtype], COLLAPSE[dtype]
-        run_lanes(lanes, lambda lane: loops.forward_lane(lane, lanes, *arguments, initial, *ends, False, alpha, totals, log_likelihood, stopped))  # noqa: B023
+        _run(lanes, lambda lane: loops.forward_lane(lane, lanes, *arguments, initial, *ends, False, alpha, totals, log_likelihood, stopped))  # noqa: B023
         if np.isnan(log_likelihood).any():
             results.impossible_step[ids] = _impossible_steps(layout, initial, probs, local, step_entries, log_likelihood)
         results.log_likelihood[ids] = log_likelihood
@@ -209,13 +220,13 @@ def e_step(layout: Arrays, log_initial, probs, values, evidence, offsets, weight
             continue
         kappa, smoothed = np.empty(size, dtype), np.zeros((steps.shape[0] if per_step else 0, num_states))
         counted = np.where(np.isnan(log_likelihood), 0.0, weights[ids])
-        run_lanes(lanes, lambda lane: loops.backward_lane(lane, lanes, *arguments, counted, alpha, totals, kappa, smoothed))  # noqa: B023
+        _run(lanes, lambda lane: loops.backward_lane(lane, lanes, *arguments, counted, alpha, totals, kappa, smoothed))  # noqa: B023
         if per_step:
             results.smoothed[steps] = smoothed
         loops.add_initial(order, local, planned, layout.starts, kappa, results.initial_counts)
         pair_first, pair_tasks = loops.sort_by_pair(planned.task_pair, layout.pair_target.shape[0])
         dealt = _count_lanes(layout, pair_first)
-        run_lanes(len(dealt), lambda lane: loops.counts_lane(dealt[lane], pair_first, pair_tasks, planned, layout, probs, alpha, kappa, results.counts))  # noqa: B023
+        _run(len(dealt), lambda lane: loops.counts_lane(dealt[lane], pair_first, pair_tasks, planned, layout, probs, alpha, kappa, results.counts))  # noqa: B023
     collapsed = np.flatnonzero(np.isnan(results.log_likelihood))
     if collapsed.shape[0]:
         _again(layout, log_initial, probs, values, evidence, offsets, weights, results, collapsed, smooth, per_step, last)
@@ -280,7 +291,7 @@ def viterbi(layout: Arrays, log_initial, probs, values, evidence, offsets) -> tu
         delta, shifts = np.empty(size), np.empty(steps.shape[0])
         found, scores = np.full(steps.shape[0], -1), np.zeros(ids.shape[0])
         lanes = min(ids.shape[0], torch.get_num_threads())
-        run_lanes(lanes, lambda lane: loops.viterbi_lane(lane, lanes, local, planned, layout, probs, log_initial, delta, shifts, found, scores))  # noqa: B023
+        _run(lanes, lambda lane: loops.viterbi_lane(lane, lanes, local, planned, layout, probs, log_initial, delta, shifts, found, scores))  # noqa: B023
         path[steps], log_probability[ids] = found, scores
     lost = np.flatnonzero(log_probability == -np.inf)
     if lost.shape[0]:
@@ -322,7 +333,7 @@ def maximise(row_first: np.ndarray, probs: np.ndarray, counts: np.ndarray, facto
     def work(lane):
         kept[lane] = loops.normalise_rows(int(cuts[lane]), int(cuts[lane + 1]), row_first, probs, counts, float(factor), float(pseudocount), float(sparsity))
 
-    run_lanes(lanes, work)
+    _run(lanes, work)
     return int(kept.sum())
 
 
