@@ -86,7 +86,7 @@ class LanguageDataModule(SequenceDataModule):
         self.length, self.sequence_length, self.val_length, self.test_length = sizes.values()
 
     def load_dataset(self) -> dict[str, datasets.Dataset]:
-        sizes: dict[Part, int] = {"train": self.length, "val": self.val_length, "test": self.test_length}
+        sizes = {"train": self.length, "val": self.val_length, "test": self.test_length}
         parts = {}
         for part, length in sizes.items():
             machine = self.test_machine if part == "test" else self.machine
@@ -155,7 +155,8 @@ class ToyMachineDataModule(LanguageDataModule):
 
 def _toy_machine(k: int, alphas: list[float], shares: list[float]) -> Machine:
     """States: answers 1 and 3; for each signal and alpha, the signal and its noise."""
-    symbols, names = [1, 3], {("answer", 0): 0, ("answer", 2): 1}
+    symbols = [1, 3]
+    names: dict[tuple[Any, ...], int] = {("answer", 0): 0, ("answer", 2): 1}
     for signal in (0, 2):
         for a in range(len(alphas)):
             for symbol in (signal, *range(4, 4 * k + 2)):

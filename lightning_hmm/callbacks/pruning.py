@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
 
+from lightning_hmm.inference import cloned
+from lightning_hmm.inference.cloned import Layout
 from lightning_hmm.models.cloned import ClonedHMM
 from lightning_hmm.sequences import Sequences
 
@@ -23,15 +27,16 @@ class Pruning(Callback):
         threshold: of probabilities. The largest of a row always stays.
         density: prunes when at most this share of the stored transitions is to stay.
         every_n_epochs: how often it looks.
-        max_steps: of the training data, on which the cost in likelihood is measured.
+        max_steps: of the training data, on which the cost in likelihood is measured; all if not given. Where it is infinite,
+            nothing is pruned.
     """
 
-    def __init__(self, threshold: float = 1e-5, density: float = 0.1, every_n_epochs: int = 1, max_steps: int = 20_000) -> None:
+    def __init__(self, threshold: float = 1e-5, density: float = 0.1, every_n_epochs: int = 1, max_steps: int | None = None) -> None:
         for name, value in {"threshold": threshold, "density": density}.items():
             if not 0 < value <= 1:
                 raise ValueError(f"`{name}` must be above 0 and at most 1, but is {value} instead.")
         for name, count in {"every_n_epochs": every_n_epochs, "max_steps": max_steps}.items():
-            if count < 1:
+            if count is not None and count < 1:
                 raise ValueError(f"`{name}` must be at least 1, but is {count} instead.")
         self.threshold, self.density, self.every_n_epochs, self.max_steps = threshold, density, every_n_epochs, max_steps
 
@@ -48,16 +53,22 @@ class Pruning(Callback):
         # A layout of single entries only ever loses some; it is made anew where that saves a tenth.
         if kept > (0.9 if pl_module.layout.is_sparse else self.density) * before:
             return
-        excerpt = _excerpt(getattr(getattr(trainer, "datamodule", None), "train_sequences", None), self.max_steps)
-        bits = None if excerpt is None else _bits(pl_module, excerpt)
-        prune_in_training(trainer, pl_module, keep)
+        data = _some(getattr(getattr(trainer, "datamodule", None), "train_sequences", None), self.max_steps)
         cost = ""
-        if excerpt is not None and bits is not None:
-            cost = f", at a cost of {_bits(pl_module, excerpt) - bits:.2g} bits per symbol ({excerpt.num_steps:,} steps of training data)"
+        if data is not None:
+            bits = _bits(pl_module, data, *pl_module.pruned(keep)) - _bits(pl_module, data, pl_module.layout, pl_module.transition.probs.detach())
+            if not bool(bits.isfinite().all()):
+                rank_zero_warn(
+                    f"Not pruned after epoch {trainer.current_epoch}: without the transitions below {self.threshold:g} some training data would be "
+                    "impossible. A smaller `threshold` may do."
+                )
+                return
+            cost = f", at a cost of {float(bits.max()):.2g} bits per symbol ({data.num_steps:,} steps of training data)"
+        prune_in_training(trainer, pl_module, keep)
         rank_zero_info(f"Pruned after epoch {trainer.current_epoch}: {kept:,} of {before:,} transitions stay, {pl_module.layout.density:.2%} of all{cost}.")
 
 
-def prune_in_training(trainer: Trainer, model: ClonedHMM, keep: torch.Tensor) -> None:
+def prune_in_training(trainer: Trainer, model: ClonedHMM, keep: Tensor) -> None:
     """Prunes the model under a Trainer: the optimizer and the DDP wrapper are made anew for the smaller parameter, the count buffer goes along."""
     (old,) = trainer.optimizers
     parameter = model.transition.probs
@@ -76,12 +87,16 @@ def prune_in_training(trainer: Trainer, model: ClonedHMM, keep: torch.Tensor) ->
         trainer.strategy.model = trainer.strategy._setup_model(model)
 
 
-def _excerpt(sequences: Any, max_steps: int) -> Sequences | None:
-    if not isinstance(sequences, Sequences):
-        return None
+def _some(sequences: Any, max_steps: int | None) -> Sequences | None:
+    """The sequences up to so many steps, the last one cut."""
+    if not isinstance(sequences, Sequences) or max_steps is None:
+        return sequences if isinstance(sequences, Sequences) else None
     offsets = sequences.offsets.clamp(max=max_steps).unique()
     return Sequences(sequences.values[: int(offsets[-1])], offsets)
 
 
-def _bits(model: ClonedHMM, sequences: Sequences) -> float:
-    return -float(model.score(sequences).sum()) / sequences.num_steps / float(torch.log(torch.tensor(2.0)))
+def _bits(model: ClonedHMM, sequences: Sequences, layout: Layout, probs: Tensor) -> Tensor:
+    """(restarts,) bits per symbol with these transitions."""
+    single = model.arithmetic == "float32"
+    scores = [cloned.log_likelihood(model.initial.log_probs.detach()[r], row, layout, None, sequences, single=single).sum() for r, row in enumerate(probs)]
+    return -torch.stack(scores) / max(sequences.num_steps, 1) / math.log(2)

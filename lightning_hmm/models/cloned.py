@@ -300,10 +300,15 @@ class ClonedHMM(HMM):
 
         Not inside training, where an optimizer knows the parameters: there the callback `Pruning` does it.
         """
-        mask = keep if isinstance(keep, Tensor) else self.above(keep)
-        self.transition.allocate(self.layout.pruned(mask), self.transition.probs.detach()[:, mask])
-        self.transition.maximise([self.transition.probs.detach()])  # rows sum to one again
+        self.transition.allocate(*self.pruned(keep if isinstance(keep, Tensor) else self.above(keep)))
         return self
+
+    def pruned(self, keep: Tensor) -> tuple[Layout, Tensor]:
+        """The layout and the transitions that `prune` would leave; rows sum to one again."""
+        layout, probs = self.layout.pruned(keep), self.transition.probs.detach()[:, keep]
+        lengths = layout.row_lengths.to(probs.device)
+        sums = torch.stack([torch.segment_reduce(row, "sum", lengths=lengths) for row in probs])
+        return layout, probs / sums.repeat_interleave(lengths, dim=1, output_size=layout.num_entries)
 
     @torch.no_grad()
     def backed_off(self, sequences: Any, strength: float = 1.0) -> ClonedHMM:
@@ -349,7 +354,7 @@ class ClonedHMM(HMM):
         smoothed = ClonedHMM(
             num_states=self.num_states + num_symbols,
             num_symbols=num_symbols,
-            arithmetic=self.arithmetic,
+            arithmetic="float32" if self.arithmetic == "float32" else "float64",
             symbol_names=None if self.vocabulary is None else self.vocabulary.names,
             unknown_symbol=None if self.vocabulary is None else self.vocabulary.unknown,
         )

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import lightning_hmm
 from lightning_hmm import ClonedHMM, Sequences, StandardHMM, fit
+from lightning_hmm.callbacks import Pruning
 from lightning_hmm.inference.cloned import Layout
 from lightning_hmm.loading import loader
 from lightning_hmm.models.cloned import allocate_clones, ngram_counts
@@ -27,6 +28,12 @@ OPTIONS = {"num_states": 11, "num_symbols": 5, "seed": 3}
 def whole(rng: np.random.Generator, **options) -> Sequences:
     """Without missing symbols."""
     return random_symbols(rng, missing=0.0, **options)
+
+
+def runs() -> Sequences:
+    """a x b a x b c x d c x d: what follows x depends on what was before it, which two clones of x can hold."""
+    text = np.concatenate([[[0, 1, 2], [3, 1, 4]][k] for k in np.random.default_rng(0).integers(0, 2, 2000)])
+    return Sequences.from_lengths(text, [100] * 60)
 
 
 # EM
@@ -90,12 +97,9 @@ def test_a_batch_that_runs_out_of_float_range_is_done_exactly():
 
 
 def test_online_em_finds_what_repeats():
-    """a x b a x b c x d c x d: what follows x depends on what was before it, which two clones of x can hold."""
-    rng = np.random.default_rng(0)
-    text = np.concatenate([[[0, 1, 2], [3, 1, 4]][k] for k in rng.integers(0, 2, 2000)])
-    sequences = Sequences.from_lengths(text, [100] * 60)
+    sequences = runs()
     model = fit(ClonedHMM(num_states=10, num_symbols=5, discount=0.9, sequences_per_update=1, restarts=4), sequences, 40, 0)
-    bits = -float(model.score(sequences).sum()) / len(text) / np.log(2)
+    bits = -float(model.score(sequences).sum()) / sequences.num_steps / np.log(2)
     assert bits < 1 / 3 + 0.03  # a bit in three symbols, and the starts
 
 
@@ -282,3 +286,130 @@ def test_two_ranks_equal_one(rng, options, how):
     one = fit(ClonedHMM(**options), sequences, 3, 0, **how)
     two = fit(ClonedHMM(**options), sequences, 3, 0, strategy=strategy, devices=2, accelerator="cpu", **how)
     assert_same_parameters(one, two)
+
+
+# Online EM first, batch EM then
+
+
+PHASES = {"discount": 0.8, "sequences_per_update": 2, "online_epochs": 2, "transition_pseudocount": 1e-3}
+
+
+def test_batch_em_goes_on_where_online_em_ended(rng):
+    sequences = whole(rng)
+    both = fit(ClonedHMM(**OPTIONS, **PHASES), sequences, 5, 0, batch_size=6)
+    online = fit(ClonedHMM(**OPTIONS, **PHASES), sequences, 2, 0, batch_size=6)
+    batch = ClonedHMM(**OPTIONS, transition_pseudocount=1e-3).allocate(online.layout)
+    batch.transition.probs.data.copy_(online.transition.probs)
+    assert_same_parameters(both, fit(batch, sequences, 3, 0))
+    by_batch = {**PHASES, "sequences_per_update": None}
+    steps = fit(ClonedHMM(**OPTIONS, **by_batch), sequences, 5, 0, batch_size=2)
+    assert_same_parameters(both, steps)
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3])
+def test_resuming_in_either_phase(rng, tmp_path, stop):
+    sequences = whole(rng)
+    straight = fit(ClonedHMM(**OPTIONS, **PHASES), sequences, 5, 0, batch_size=6)
+    for epochs, path in ((stop, None), (5, str(tmp_path / "last.ckpt"))):
+        saving = {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(tmp_path, save_last=True)], "ckpt_path": path}
+        resumed = fit(ClonedHMM(**OPTIONS, **PHASES), sequences, epochs, 0, batch_size=6, **saving)
+    assert_identical_parameters(straight, resumed)
+
+
+# Pruning
+
+
+def test_a_pruned_model_says_nearly_the_same(rng):
+    sequences = whole(rng)
+    model = fit(ClonedHMM(**OPTIONS), sequences, 40, 0)
+    before, entries = model.score(sequences), model.layout.num_entries
+    matrix = model.transition_probs
+    model.prune(1e-6)
+    assert model.layout.is_sparse
+    assert model.layout.num_entries < entries
+    assert float(model.transition_probs[matrix < 1e-6].max()) == 0
+    torch.testing.assert_close(model.score(sequences), before, rtol=1e-3, atol=1e-3)
+    sums = torch.segment_reduce(model.transition.probs.detach()[0], "sum", lengths=model.layout.row_lengths)
+    np.testing.assert_allclose(sums, 1, rtol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{}, {"discount": 0.8, "sequences_per_update": 2, "transition_pseudocount": 1e-6}], ids=["batch EM", "online EM"])
+def test_pruning_in_training_goes_on_and_resumes(tmp_path, options):
+    sequences = runs()
+
+    def train(epochs: int, path: str | None) -> ClonedHMM:
+        callbacks = [Pruning(1e-3, 0.95, every_n_epochs=5), ModelCheckpoint(tmp_path, save_last=True)]
+        saving = {"enable_checkpointing": True, "callbacks": callbacks, "ckpt_path": path}
+        return fit(ClonedHMM(num_states=10, num_symbols=5, **options, restarts=2), sequences, epochs, 0, **saving)
+
+    straight = train(24, None)
+    assert straight.layout.is_sparse
+    half = train(12, None)
+    assert half.layout.num_entries >= straight.layout.num_entries
+    resumed = train(24, str(tmp_path / "last.ckpt"))
+    assert_identical_parameters(straight, resumed)
+    assert resumed.layout == straight.layout
+    assert lightning_hmm.load(tmp_path / "last.ckpt").layout == straight.layout
+
+
+def test_pruning_under_two_ranks(rng):
+    sequences = whole(rng)
+    strategy = DDPStrategy(start_method="spawn", timeout=timedelta(seconds=60), process_group_backend="gloo")
+    one = fit(ClonedHMM(**OPTIONS), sequences, 20, 0, batch_size=4, callbacks=[Pruning(1e-3, 0.95)])
+    two = fit(ClonedHMM(**OPTIONS), sequences, 20, 0, batch_size=4, callbacks=[Pruning(1e-3, 0.95)], strategy=strategy, devices=2, accelerator="cpu")
+    assert one.layout.is_sparse
+    assert two.layout == one.layout
+    assert_same_parameters(one, two, rtol=1e-6, atol=1e-9)
+
+
+def test_pruning_leaves_alone_what_it_would_make_impossible():
+    """The second symbol needs a transition of probability 0.1."""
+    model = ClonedHMM(clones=[1, 1], num_symbols=2, pairs="all", frozen=("initial", "transition"))
+    model.set_parameters(transition=torch.tensor([[0.9, 0.1], [0.9, 0.1]], dtype=torch.float64))
+    with pytest.warns(UserWarning, match="some training data would be impossible"):
+        fit(model, [[0, 0, 1]], 1, callbacks=[Pruning(0.2, 0.9)])
+    assert not model.layout.is_sparse
+
+
+def test_pruning_is_for_cloned_models():
+    with pytest.raises(TypeError, match="is a StandardHMM instead"):
+        fit(StandardHMM(2, 3), [[0, 1, 2]], 1, callbacks=[Pruning()])
+    with pytest.raises(ValueError, match="`threshold` must be above 0"):
+        Pruning(0.0)
+
+
+# Smoothing
+
+
+def test_backing_off_is_the_formula_and_leaves_nothing_impossible(rng):
+    sequences = whole(rng)
+    model = fit(ClonedHMM(num_states=7, num_symbols=3, seed=1), Sequences.from_list([[0, 1, 0, 1, 2, 0, 1] * 4]), 3)
+    train, c = Sequences.from_list([[0, 1, 0, 1, 2, 0, 1] * 4]), 0.5
+    smoothed = model.backed_off(train, c)
+    n = model.layout.expand(model.inference.e_step(*model.inference_arguments(train)).transition)
+    old = [k for k in range(10) if k not in (3, 6, 9)]  # clones 3, 2, 2: each symbol's last is the new one
+    matrix = smoothed.transition_probs
+    np.testing.assert_allclose(matrix.sum(1), 1, rtol=1e-12)
+    np.testing.assert_allclose(matrix[np.ix_(old, old)], n / (n.sum(1, keepdim=True) + c), rtol=1e-10, atol=1e-14)
+    symbols = model.layout.symbols
+    blocks = torch.zeros(3, 7, dtype=torch.float64).index_add_(0, symbols, n)
+    np.testing.assert_allclose(matrix[[3, 6, 9]][:, old], blocks / (blocks.sum(1, keepdim=True) + c), rtol=1e-10, atol=1e-14)
+    pairs = torch.zeros(3, 3, dtype=torch.float64).index_add_(1, symbols, blocks)
+    base = torch.bincount(train.values).double() + c / 3
+    lower = (pairs + c * base / base.sum()) / (pairs.sum(1, keepdim=True) + c)
+    np.testing.assert_allclose(matrix[np.ix_(old, [3, 6, 9])], c * lower[symbols] / (n.sum(1, keepdim=True) + c), rtol=1e-10)
+    assert bool(torch.isfinite(smoothed.score(Sequences.from_list([[2, 2, 1, 1, 0, 2]]))).all())
+    np.testing.assert_allclose(smoothed.predict_next(train).sum(1), 1, rtol=1e-12)
+    assert bool(torch.isfinite(fit(ClonedHMM(**OPTIONS), sequences, 5).backed_off(sequences).score(sequences)).all())
+    with pytest.raises(ValueError, match="`strength` must be positive"):
+        model.backed_off(train, 0)
+
+
+def test_backing_off_helps_on_data_that_were_not_seen():
+    rng = np.random.default_rng(1)
+    truth = ClonedHMM(num_states=12, num_symbols=4, pairs="all", seed=5)
+    truth.transition.probs.data.copy_(truth.transition.probs**6)
+    truth.transition.maximise([truth.transition.probs.detach()])
+    train, test = (truth.sample(4, 300, seed=int(seed)) for seed in rng.integers(0, 1000, 2))
+    model = fit(ClonedHMM(num_states=40, num_symbols=4, pairs="all"), train, 60, 0)
+    assert float(model.backed_off(train, 1.0).score(test).sum()) > float(model.score(test).sum()) + 50
