@@ -422,6 +422,19 @@ def sample_posterior(
     return sequences.with_values(torch.from_numpy(states).to(initial.device))
 
 
+@torch.no_grad()
+def em_step(initial: Tensor, transition: Tensor, layout: Layout, sequences: Sequences) -> Tensor:
+    """One bare iteration of batch EM on the transitions, in place; returns (N,) log p(y) under those before it.
+
+    Where one that counts is -inf, they stay as they are.
+    """
+    statistics = e_step(initial, transition, layout, None, sequences)
+    weights = torch.ones(len(sequences)) if sequences.weights is None else sequences.weights
+    if not bool(((statistics.impossible_step >= 0) & (weights != 0)).any()):
+        cloned_cpu.maximise(layout.arrays.row_first, _in_place(transition), statistics.transition.numpy(), 1.0, 0.0, 0.0)
+    return statistics.log_likelihood
+
+
 _FUSED_ENTRIES = 1 << 16  # stored transitions up to which a pass of many updates is one compiled call
 
 
