@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
+import functools
 import importlib.util
 import io
 import os
@@ -52,17 +53,22 @@ def race(contestants: dict[str, Callable[[], Any]], rounds: int) -> dict[str, fl
     return {name: min(found) for name, found in times.items()}
 
 
+@functools.cache
+def peer_module(path: str) -> Any:
+    spec = importlib.util.spec_from_file_location("chmm_actions", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 class Peer:
     """One EM iteration of the authors' code, from a given start."""
 
     def __init__(self, path: str, symbols: np.ndarray, clones: int) -> None:
-        spec = importlib.util.spec_from_file_location("chmm_actions", path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
         self.symbols, self.actions = symbols, np.zeros(len(symbols), np.int64)
-        self.model = module.CHMM(np.full(NUM_SYMBOLS, clones, np.int64), self.symbols, self.actions, pseudocount=0.0, seed=0)
+        self.model = peer_module(path).CHMM(np.full(NUM_SYMBOLS, clones, np.int64), self.symbols, self.actions, pseudocount=0.0, seed=0)
         self.start = self.model.T.copy()
 
     def iterate(self) -> np.ndarray:
@@ -96,7 +102,7 @@ def iterations(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             if difference > 1e-3:
                 raise RuntimeError(f"The new transitions must agree, but differ by {difference:.2g} with {clones} clones.")
             contestants["peer"] = peer.iterate
-        times = race(contestants, 2 if arguments.quick else 5)
+        times = race(contestants, 2 if arguments.quick else 3)
         row = {"clones": clones, "steps": steps, **times}
         if peer is not None:
             row["peer / ours"] = times["peer"] / times["ours"]

@@ -75,7 +75,7 @@ class CloneTransitions(Distribution):
         assert self.layout is not None
         if self.probs.is_cpu:
             added, taken = float(pseudocount * share), float(sparsity * share)
-            row_first = self.layout.arrays.row_first
+            row_first = self.layout.row_first
             pairs = zip(self.probs.detach().numpy(), counts.to(self.probs.dtype).contiguous().numpy(), strict=True)
             return torch.tensor(sum(cloned_cpu.maximise(row_first, row, counted, 1.0, added, taken) for row, counted in pairs))
         lengths = self.layout.row_lengths.to(self.probs.device)

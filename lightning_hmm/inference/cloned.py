@@ -66,6 +66,7 @@ class Layout:
         self.columns = torch.zeros(0, dtype=torch.int32) if columns is None else columns.to("cpu", torch.int32)
         self.bounds = self._whole_blocks() if bounds is None else bounds.to("cpu", torch.int64)
         self._arrays: Arrays | None = None
+        self._row_first: np.ndarray | None = None
 
     def _whole_blocks(self) -> Tensor:
         parts, first = [], 0
@@ -114,9 +115,16 @@ class Layout:
         return torch.arange(self.num_symbols).repeat_interleave(self.clones)
 
     @property
+    def row_first(self) -> np.ndarray:
+        """(H + 1,) where the transitions from each state begin, which lie in one piece."""
+        if self._row_first is None:
+            self._row_first = self.arrays.row_first
+        return self._row_first
+
+    @property
     def row_lengths(self) -> Tensor:
-        """(H,) the stored transitions from each state, which lie in one piece."""
-        return torch.from_numpy(np.diff(self.arrays.row_first))
+        """(H,) the stored transitions from each state."""
+        return torch.from_numpy(np.diff(self.row_first))
 
     def states_of(self, entries: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The states that stored transitions lead from and to."""
@@ -431,7 +439,7 @@ def em_step(initial: Tensor, transition: Tensor, layout: Layout, sequences: Sequ
     statistics = e_step(initial, transition, layout, None, sequences)
     weights = torch.ones(len(sequences)) if sequences.weights is None else sequences.weights
     if not bool(((statistics.impossible_step >= 0) & (weights != 0)).any()):
-        cloned_cpu.maximise(layout.arrays.row_first, _in_place(transition), statistics.transition.numpy(), 1.0, 0.0, 0.0)
+        cloned_cpu.maximise(layout.row_first, _in_place(transition), statistics.transition.numpy(), 1.0, 0.0, 0.0)
     return statistics.log_likelihood
 
 
@@ -465,7 +473,7 @@ def online_em(
     batch_first = np.minimum(np.arange(num_batches + 1) * batch_size, len(sequences))
     scores, batch = np.zeros(len(sequences)), 0
     plain = transition.dtype == torch.float64 and layout.num_entries <= _FUSED_ENTRIES and not bool((sequences.values < 0).any())
-    row_first = layout.arrays.row_first
+    row_first = layout.row_first
     while batch < num_batches:
         if plain:
             data = batch, batch_first, sequences.offsets.numpy(), sequences.values.contiguous().numpy(), weights.numpy(), layout.arrays, row_first
