@@ -58,7 +58,8 @@ class ClonedHMM(HMM):
         online_epochs: epochs of online EM, after which batch EM goes on; online EM all the time if not given. Its noise leaves bad
             optima, and batch EM then sharpens what it found.
         initial_pseudocount, transition_pseudocount: of Dirichlet priors, in counts of the whole data. More than 1e-3 for
-            transitions keeps small models from finding long dependencies.
+            transitions keeps small models from finding long dependencies; without any, online EM rules out for good what a row's
+            first batch does not have, so give it a tiny one, such as 1e-6.
         transition_sparsity: counts that a Dirichlet prior of concentration below one takes from each transition; those that
             have none left end.
         frozen: any of "initial", "transition"; they keep their values. By default the first state is any clone alike, so
