@@ -4,5 +4,6 @@ from lightning_hmm.callbacks.convergence import Convergence
 from lightning_hmm.callbacks.cooccurrence import CooccurrenceReport
 from lightning_hmm.callbacks.figures import Figures
 from lightning_hmm.callbacks.predictions import PredictionWriter
+from lightning_hmm.callbacks.pruning import Pruning
 
-__all__ = ["Convergence", "CooccurrenceReport", "Figures", "PredictionWriter"]
+__all__ = ["Convergence", "CooccurrenceReport", "Figures", "PredictionWriter", "Pruning"]

@@ -2,7 +2,8 @@
 
 from lightning_hmm.distributions.base import Distribution
 from lightning_hmm.distributions.categorical import CategoricalRows
+from lightning_hmm.distributions.cloned import CloneTransitions
 from lightning_hmm.distributions.gaussian import DiagonalGaussian
 from lightning_hmm.distributions.mostly_constant import MostlyConstantRows
 
-__all__ = ["CategoricalRows", "DiagonalGaussian", "Distribution", "MostlyConstantRows"]
+__all__ = ["CategoricalRows", "CloneTransitions", "DiagonalGaussian", "Distribution", "MostlyConstantRows"]

@@ -94,7 +94,9 @@ class BaumWelch(Optimizer):
             if not group["frozen"]:
                 correction = 1.0 if group["discount"] is None else 1.0 - group["discount"] ** group["updates"]
                 distribution = self.distributions[group["name"]]
-                self.kept_rows[group["name"]] = distribution.maximise([value / correction for value in statistics], share, **group["prior"])
+                if correction != 1.0:
+                    statistics = [value / correction for value in statistics]
+                self.kept_rows[group["name"]] = distribution.maximise(statistics, share, **group["prior"])
         return loss
 
     def _statistics(self, group: dict[str, Any], parameter: Tensor) -> Tensor:

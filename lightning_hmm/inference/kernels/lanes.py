@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,20 @@ def run_lanes(lanes: int, work: Callable[[int], Any]) -> None:
     finally:
         for other in others:
             other.result()
+
+
+_SMALLEST = float(np.nextafter(0.0, 1.0))
+
+
+@contextmanager
+def no_subnormals() -> Iterator[None]:
+    """In this thread, numbers below the normal range are zero: arithmetic with them is up to a hundred times slower."""
+    already = _SMALLEST * float(np.ones(1)[0]) == 0.0
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(already)
 
 
 _scratch = threading.local()

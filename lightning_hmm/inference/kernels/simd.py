@@ -481,3 +481,128 @@ def make_product(*, max_plus: bool, accumulate: bool):
             r += 4 if four else 1
 
     return product
+
+
+def _masked(emit: _Emitter, address: ir.Value, mask: ir.Value, value: ir.Value | None = None) -> ir.Value | None:
+    """Loads the numbers at `address` where `mask` says so, zeros elsewhere; or stores `value` there."""
+    pointer = emit.builder.inttoptr(address, emit.vector.as_pointer())
+    # Until LLVM 22 the alignment is an argument after the pointer.
+    place = [pointer] if llvm.llvm_version_info[0] >= 22 else [pointer, ir.Constant(ir.IntType(32), emit.size)]
+    action, result, arguments = "load", emit.vector, [*place, mask, emit.constant(0.0)]
+    if value is not None:
+        action, result, arguments = "store", ir.VoidType(), [value, *place, mask]
+    kind = ir.FunctionType(result, [argument.type for argument in arguments])
+    name = f"llvm.masked.{action}.v{emit.lanes}f{8 * emit.size}.p0"
+    return emit.builder.call(cgutils.get_or_insert_function(emit.builder.module, kind, name), arguments)
+
+
+def _over_vectors(emit: _Emitter, length: ir.Value, carried: list[ir.Value], body) -> list[ir.Value]:
+    """Runs ``body(offset, mask, carried) -> carried`` over whole vectors (`mask` None) and, where `length` leaves a rest, once for that."""
+    builder = emit.builder
+    whole = builder.and_(length, emit.word(-emit.lanes))
+    before, loop, between = builder.block, builder.append_basic_block("vectors"), builder.append_basic_block("rest_or_not")
+    rest, after = builder.append_basic_block("rest"), builder.append_basic_block("vectors_done")
+    builder.cbranch(builder.icmp_signed(">", whole, emit.word(0)), loop, between)
+    builder.position_at_end(loop)
+    offset, in_loop = builder.phi(ir.IntType(64)), [builder.phi(value.type) for value in carried]
+    following = body(offset, None, in_loop)
+    offset_next = builder.add(offset, emit.word(emit.lanes))
+    for phi, first, later in [(offset, emit.word(0), offset_next), *zip(in_loop, carried, following, strict=True)]:
+        phi.add_incoming(first, before)
+        phi.add_incoming(later, loop)
+    builder.cbranch(builder.icmp_signed("<", offset_next, whole), loop, between)
+
+    builder.position_at_end(between)
+    so_far = [builder.phi(value.type) for value in carried]
+    for phi, first, later in zip(so_far, carried, following, strict=True):
+        phi.add_incoming(first, before)
+        phi.add_incoming(later, loop)
+    builder.cbranch(builder.icmp_signed("<", whole, length), rest, after)
+
+    builder.position_at_end(rest)
+    words = ir.VectorType(ir.IntType(64), emit.lanes)
+    left = builder.insert_element(ir.Constant(words, ir.Undefined), builder.sub(length, whole), ir.Constant(ir.IntType(32), 0))
+    left = builder.shuffle_vector(left, ir.Constant(words, ir.Undefined), ir.Constant(ir.VectorType(ir.IntType(32), emit.lanes), [0] * emit.lanes))
+    mask = builder.icmp_signed("<", ir.Constant(words, list(range(emit.lanes))), left)
+    at_end = body(whole, mask, so_far)
+    builder.branch(after)
+
+    builder.position_at_end(after)
+    results = [builder.phi(value.type) for value in carried]
+    for phi, first, later in zip(results, so_far, at_end, strict=True):
+        phi.add_incoming(first, between)
+        phi.add_incoming(later, rest)
+    return results
+
+
+def _addresses(emit: _Emitter, array: ir.Value, count: int) -> list[ir.Value]:
+    return [emit.load(emit.builder.add(array, emit.word(8 * n)), ir.IntType(64)) for n in range(count)]
+
+
+def make_update(rows: int, depth: int):
+    """Returns the intrinsic ``update(like, length, c, x, y)``: C_r += sum over d of x[d, r] Y_d, rows of any length.
+
+    `c` and `y` are addresses of arrays that hold the addresses of the `rows` rows C_r and of the `depth` rows Y_d; `x` is
+    the address of depth x rows numbers.
+    """
+
+    @intrinsic
+    def update(typing_context, like, length, c, x, y):
+        is_double = like == types.float64
+        signature = types.void(like, *[types.intp] * 4)
+
+        def codegen(context, builder, signature, args):
+            emit = _Emitter(builder, is_double)
+            _, length, c, x, y = args
+            c_at, y_at = _addresses(emit, c, rows), _addresses(emit, y, depth)
+            factors = [[emit.splat(emit.load(emit.address(x, emit.word(d * rows + r)), emit.scalar)) for r in range(rows)] for d in range(depth)]
+
+            def body(offset, mask, carried):
+                load = (lambda at: emit.load(at, emit.vector)) if mask is None else (lambda at: _masked(emit, at, mask))
+                ys = [load(emit.address(at, offset)) for at in y_at]
+                for r in range(rows):
+                    place = emit.address(c_at[r], offset)
+                    total = load(place)
+                    for d in range(depth):
+                        total = emit.multiply_add(factors[d][r], ys[d], total)
+                    if mask is None:
+                        emit.store(total, place)
+                    else:
+                        _masked(emit, place, mask, total)
+                return []
+
+            _over_vectors(emit, length, [], body)
+            return context.get_dummy_value()
+
+        return signature, codegen
+
+    return update
+
+
+def make_dots(rows: int, depth: int):
+    """Returns the intrinsic ``dots(like, length, out, c, y)``: out[d, r] = C_r . Y_d, rows of any length; addresses as for `make_update`."""
+
+    @intrinsic
+    def dots(typing_context, like, length, out, c, y):
+        is_double = like == types.float64
+        signature = types.void(like, *[types.intp] * 4)
+
+        def codegen(context, builder, signature, args):
+            emit = _Emitter(builder, is_double)
+            _, length, out, c, y = args
+            c_at, y_at = _addresses(emit, c, rows), _addresses(emit, y, depth)
+
+            def body(offset, mask, totals):
+                load = (lambda at: emit.load(at, emit.vector)) if mask is None else (lambda at: _masked(emit, at, mask))
+                cs, ys = [load(emit.address(at, offset)) for at in c_at], [load(emit.address(at, offset)) for at in y_at]
+                return [emit.multiply_add(cs[r], ys[d], totals[d * rows + r]) for d in range(depth) for r in range(rows)]
+
+            totals = _over_vectors(emit, length, [emit.constant(0.0)] * (rows * depth), body)
+            for n, total in enumerate(totals):
+                place = builder.inttoptr(emit.address(out, emit.word(n)), emit.scalar.as_pointer())
+                builder.store(emit.sum_lanes(total), place, align=emit.size)
+            return context.get_dummy_value()
+
+        return signature, codegen
+
+    return dots

@@ -1,0 +1,102 @@
+"""Leaving out the transitions that hardly happen."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+
+from lightning_hmm.inference import cloned
+from lightning_hmm.inference.cloned import Layout
+from lightning_hmm.models.cloned import ClonedHMM
+from lightning_hmm.sequences import Sequences
+
+
+class Pruning(Callback):
+    """Drops the transitions of a `ClonedHMM` whose probability is below `threshold`, between epochs, and says what that cost.
+
+    What is left is stored entry by entry instead of in blocks, so memory and time follow the entries. Since an entry by itself
+    takes about ten times as long as one in a block, it waits until few enough are left.
+
+    Args:
+        threshold: of probabilities. The largest of a row always stays.
+        density: prunes when at most this share of the stored transitions is to stay.
+        every_n_epochs: how often it looks.
+        max_steps: of the training data, on which the cost in likelihood is measured; all if not given. Where it is infinite,
+            nothing is pruned.
+    """
+
+    def __init__(self, threshold: float = 1e-5, density: float = 0.1, every_n_epochs: int = 1, max_steps: int | None = None) -> None:
+        for name, value in {"threshold": threshold, "density": density}.items():
+            if not 0 < value <= 1:
+                raise ValueError(f"`{name}` must be above 0 and at most 1, but is {value} instead.")
+        for name, count in {"every_n_epochs": every_n_epochs, "max_steps": max_steps}.items():
+            if count is not None and count < 1:
+                raise ValueError(f"`{name}` must be at least 1, but is {count} instead.")
+        self.threshold, self.density, self.every_n_epochs, self.max_steps = threshold, density, every_n_epochs, max_steps
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if not isinstance(pl_module, ClonedHMM):
+            raise TypeError(f"Pruning is for a ClonedHMM, but the model is a {type(pl_module).__name__} instead.")
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+        if (trainer.current_epoch + 1) % self.every_n_epochs:
+            return
+        before = pl_module.layout.num_entries
+        keep = pl_module.above(self.threshold)
+        kept = int(keep.sum())
+        # A layout of single entries only ever loses some; it is made anew where that saves a tenth.
+        if kept > (0.9 if pl_module.layout.is_sparse else self.density) * before:
+            return
+        data = _some(getattr(getattr(trainer, "datamodule", None), "train_sequences", None), self.max_steps)
+        cost = ""
+        if data is not None:
+            bits = _bits(pl_module, data, *pl_module.pruned(keep)) - _bits(pl_module, data, pl_module.layout, pl_module.transition.probs.detach())
+            if not bool(bits.isfinite().all()):
+                rank_zero_warn(
+                    f"Not pruned after epoch {trainer.current_epoch}: without the transitions below {self.threshold:g} some training data would be "
+                    "impossible. A smaller `threshold` may do."
+                )
+                return
+            cost = f", at a cost of {float(bits.max()):.2g} bits per symbol ({data.num_steps:,} steps of training data)"
+        prune_in_training(trainer, pl_module, keep)
+        rank_zero_info(f"Pruned after epoch {trainer.current_epoch}: {kept:,} of {before:,} transitions stay, {pl_module.layout.density:.2%} of all{cost}.")
+
+
+def prune_in_training(trainer: Trainer, model: ClonedHMM, keep: Tensor) -> None:
+    """Prunes the model under a Trainer: the optimizer and the DDP wrapper are made anew for the smaller parameter, the count buffer goes along."""
+    (old,) = trainer.optimizers
+    parameter = model.transition.probs
+    buffer = old.state.get(parameter, {}).get("statistics")
+    updates = [group["updates"] for group in old.param_groups]
+    model.prune(keep)
+    (new,) = optimizers = [model.configure_optimizers()]
+    for group, count in zip(new.param_groups, updates, strict=True):
+        group["updates"] = count
+    for known in model.initial.parameters():
+        new.state[known].update(old.state.get(known, {}))
+    if buffer is not None:
+        new.state[model.transition.probs]["statistics"] = buffer[:, keep.to(buffer.device)].contiguous()
+    trainer.strategy.optimizers = optimizers
+    if isinstance(trainer.strategy, DDPStrategy):
+        trainer.strategy.model = trainer.strategy._setup_model(model)
+
+
+def _some(sequences: Any, max_steps: int | None) -> Sequences | None:
+    """The sequences up to so many steps, the last one cut."""
+    if not isinstance(sequences, Sequences) or max_steps is None:
+        return sequences if isinstance(sequences, Sequences) else None
+    offsets = sequences.offsets.clamp(max=max_steps).unique()
+    return Sequences(sequences.values[: int(offsets[-1])], offsets)
+
+
+def _bits(model: ClonedHMM, sequences: Sequences, layout: Layout, probs: Tensor) -> Tensor:
+    """(restarts,) bits per symbol with these transitions."""
+    single = model.arithmetic == "float32"
+    scores = [cloned.log_likelihood(model.initial.log_probs.detach()[r], row, layout, None, sequences, single=single).sum() for r, row in enumerate(probs)]
+    return -torch.stack(scores) / max(sequences.num_steps, 1) / math.log(2)

@@ -1,0 +1,117 @@
+"""Transitions between clones: rows of probabilities that run across the stored blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hmm.distributions.base import Distribution
+from lightning_hmm.inference.cloned import Layout
+from lightning_hmm.inference.kernels import cloned_cpu
+
+
+class CloneTransitions(Distribution):
+    r"""The stored transitions of a cloned HMM, as probabilities.
+
+    .. math:: A_{ij} \partial L / \partial A_{ij} = E[n_{ij}], \qquad
+        \hat A_{ij} = w_{ij} / \sum_j w_{ij}, \quad w_{ij} = \max(n_{ij} + \kappa - \delta, 0)
+
+    with :math:`\kappa` the pseudocount of a Dirichlet prior and :math:`\delta` the `sparsity` of one whose concentration is
+    below one, which takes weight from every entry and ends those that have none left. A probability of zero stays zero.
+
+    Made without a layout, it has no entries until `allocate` gives it one; a checkpoint brings its own.
+    """
+
+    def __init__(self, restarts: int, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.layout: Layout | None = None
+        self.probs = nn.Parameter(torch.zeros(restarts, 0, dtype=dtype))
+        for name in _TENSORS:
+            self.register_buffer(name, torch.zeros(0, dtype=torch.int64))
+
+    @torch.no_grad()
+    def allocate(self, layout: Layout, probs: Tensor | None = None) -> None:
+        """Takes a layout, and the probabilities for it (zeros if not given). Before an optimizer knows the parameter."""
+        self.layout = layout
+        for name, tensor in zip(_TENSORS, layout.tensors, strict=True):
+            setattr(self, name, tensor.to(self.probs.device))
+        shape = self.probs.shape[0], layout.num_entries
+        self.probs = nn.Parameter(torch.zeros(shape, dtype=self.probs.dtype, device=self.probs.device) if probs is None else probs.to(self.probs))
+
+    @torch.no_grad()
+    def randomise(self, generator: torch.Generator) -> None:
+        """Draws weights evenly from (0, 1] and normalises the rows."""
+        for row in self.probs:
+            row.copy_(1 - torch.rand(row.shape, generator=generator, dtype=row.dtype))
+        self.maximise([self.probs.detach()])
+
+    @torch.no_grad()
+    def set(self, matrix: Tensor) -> None:
+        """Takes an (H, H) matrix whose rows sum to one; stored entries only, and what is not stored must be zero."""
+        assert self.layout is not None
+        matrix = torch.as_tensor(matrix, dtype=torch.float64, device=self.probs.device)
+        size = self.layout.num_states
+        if matrix.shape != (size, size):
+            raise ValueError(f"`transition` must have shape {(size, size)}, but has {tuple(matrix.shape)} instead.")
+        if not bool((matrix >= 0).all()):
+            where = tuple(torch.nonzero(~(matrix >= 0))[0].tolist())
+            raise ValueError(f"`transition` must hold probabilities, but the entry at {where} is {float(matrix[where])} instead.")
+        sums = matrix.sum(1)
+        if not bool(((sums - 1).abs() < 1e-6).all()):
+            row = int(torch.nonzero((sums - 1).abs() >= 1e-6)[0, 0])
+            raise ValueError(f"`transition` rows must sum to 1, but row {row} sums to {float(sums[row]):.6g} instead. Normalise it.")
+        values = self.layout.collect(matrix)
+        lost = sums - torch.segment_reduce(values, "sum", lengths=self.layout.row_lengths.to(values.device))
+        if bool((lost > 1e-12).any()):
+            row = int(lost.argmax())
+            raise ValueError(f"`transition` must be zero where nothing is stored, but row {row} has {float(lost[row]):.6g} there. Give the model those pairs.")
+        self.probs.copy_(values.expand_as(self.probs))
+
+    @torch.no_grad()
+    def maximise(self, statistics: list[Tensor], share: Tensor | float = 1.0, *, pseudocount: float = 0.0, sparsity: float = 0.0) -> Tensor:  # type: ignore[override]
+        (counts,) = statistics
+        assert self.layout is not None
+        if self.probs.is_cpu:
+            added, taken = float(pseudocount * share), float(sparsity * share)
+            row_first = self.layout.row_first
+            pairs = zip(self.probs.detach().numpy(), counts.to(self.probs.dtype).contiguous().numpy(), strict=True)
+            return torch.tensor(sum(cloned_cpu.maximise(row_first, row, counted, 1.0, added, taken) for row, counted in pairs))
+        lengths = self.layout.row_lengths.to(self.probs.device)
+        kept = torch.zeros((), dtype=torch.int64, device=self.probs.device)
+        for row, counted in zip(self.probs, counts, strict=True):
+            weights = torch.where(row > 0, (counted + (pseudocount - sparsity) * share).clamp(min=0), torch.zeros_like(row))
+            total = torch.segment_reduce(weights, "sum", lengths=lengths)
+            kept += (total == 0).sum()
+            spread = total.repeat_interleave(lengths, output_size=len(row))
+            row.copy_(torch.where(spread > 0, weights / torch.where(spread > 0, spread, torch.ones_like(spread)), row))
+        return kept
+
+    def log_prior(self, *, pseudocount: float = 0.0, sparsity: float = 0.0) -> Tensor:  # type: ignore[override]
+        probs = self.probs.detach()
+        if pseudocount == sparsity:
+            return probs.new_zeros(len(probs), dtype=torch.float64)
+        return (pseudocount - sparsity) * torch.where(probs > 0, probs, torch.ones_like(probs)).log().sum(1, dtype=torch.float64)
+
+    @property
+    def num_free_parameters(self) -> int:
+        if self.layout is None:
+            return 0
+        return self.layout.num_entries - int((self.layout.row_lengths > 0).sum())
+
+    def adopt(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Takes the layout that a checkpoint holds, so that its parameters fit."""
+        tensors = [state_dict[prefix + name] for name in _TENSORS if prefix + name in state_dict]
+        if len(tensors) == len(_TENSORS) and len(tensors[0]):
+            clones, pairs, bounds, columns = tensors
+            layout = Layout(clones, pairs, bounds, columns)
+            if layout != self.layout:
+                self.allocate(layout)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        self.adopt(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+_TENSORS = ("clones", "pairs", "bounds", "columns")

@@ -1,0 +1,350 @@
+"""Inference in the cloned HMM on a CPU: plans entries, tasks and addresses, and hands them to the compiled loops.
+
+Messages are probabilities. Where a step keeps too little mass for that, it is found out whether the sequence is impossible;
+if it is not, it is done again in float64 or, where it was that already, in log space.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from lightning_hmm.inference.kernels import cloned_loops as loops
+from lightning_hmm.inference.kernels import cloned_portable
+from lightning_hmm.inference.kernels.lanes import no_subnormals, run_lanes
+
+# A message entry below FLUSH is taken as zero; a step that keeps less than COLLAPSE of its mass is not trusted.
+FLUSH = {np.dtype(np.float32): 1e-30, np.dtype(np.float64): 1e-290}
+COLLAPSE = {np.dtype(np.float32): 1e-20, np.dtype(np.float64): 1e-200}
+
+_MESSAGE_BYTES = 1 << 30  # messages of sequences that are worked on together stay below this, except those of a single one
+_ALIGNED = 16  # messages begin at multiples of so many numbers
+_COUNT_LANES = 64
+
+
+class Arrays(NamedTuple):
+    """A layout as the loops take it; see `cloned_loops`."""
+
+    starts: np.ndarray
+    pair_first: np.ndarray
+    pair_source: np.ndarray
+    pair_target: np.ndarray
+    bound_base: np.ndarray
+    bounds: np.ndarray
+    columns: np.ndarray
+
+    @property
+    def clones(self) -> np.ndarray:
+        return np.diff(self.starts)
+
+    @property
+    def row_first(self) -> np.ndarray:
+        """(H + 1,) where the entries of each state begin."""
+        sizes = np.diff(self.pair_first) + 1
+        places = np.concatenate([np.arange(n) * size + base for n, size, base in zip(self.clones, sizes, self.bound_base, strict=True)])
+        return np.append(self.bounds[places], self.bounds[-1])
+
+
+def layout_arrays(clones: np.ndarray, pairs: np.ndarray, bounds: np.ndarray, columns: np.ndarray) -> Arrays:
+    num_symbols = clones.shape[0]
+    pair_first = np.searchsorted(pairs[:, 0], np.arange(num_symbols + 1))
+    widths = clones * (np.diff(pair_first) + 1)
+    base = np.append(0, np.cumsum(widths)[:-1])
+    return Arrays(np.append(0, np.cumsum(clones)), pair_first, np.ascontiguousarray(pairs[:, 0]), np.ascontiguousarray(pairs[:, 1]), base, bounds, columns)
+
+
+def entries(values: np.ndarray, evidence: np.ndarray | None, num_symbols: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The symbols that are possible at each step: where each step's begin (steps + 1,), and symbol and weight of each."""
+    if evidence is None:
+        missing = values < 0
+        if not missing.any():
+            return np.arange(values.shape[0] + 1), values, np.ones(values.shape[0])
+        size = np.where(missing, num_symbols, 1)
+        symbols = np.repeat(values, size)
+        symbols[symbols < 0] = np.tile(np.arange(num_symbols), int(missing.sum()))
+        return np.append(0, np.cumsum(size)), symbols, np.ones(symbols.shape[0])
+    weights = np.where(np.isnan(evidence), 1.0, evidence)
+    steps, symbols = np.nonzero(weights > 0)
+    return np.searchsorted(steps, np.arange(evidence.shape[0] + 1)), symbols, weights[steps, symbols]
+
+
+class Plan(NamedTuple):
+    """What `forward_lane` needs to know of the sequences of one go; see `cloned_loops`."""
+
+    first_entry: np.ndarray
+    entry_symbol: np.ndarray
+    entry_weight: np.ndarray
+    entry_at: np.ndarray
+    first_task: np.ndarray
+    task_source: np.ndarray
+    task_target: np.ndarray
+    task_pair: np.ndarray
+    following: np.ndarray
+
+
+def _padded(layout: Arrays) -> np.ndarray:
+    return -(-layout.clones // _ALIGNED) * _ALIGNED
+
+
+def plan(layout: Arrays, offsets: np.ndarray, first_entry: np.ndarray, symbols: np.ndarray, weights: np.ndarray, *, keep: bool) -> tuple[Plan, int]:
+    """The plan and the size of the messages; without `keep`, only two messages of each sequence have a place of their own."""
+    tasks = loops.plan_tasks(offsets, first_entry, symbols, layout.pair_first, layout.pair_target)
+    ends = np.cumsum(_padded(layout)[symbols])
+    begins = np.append(0, ends)[:-1] if ends.shape[0] else ends
+    size = int(ends[-1]) if ends.shape[0] else 0
+    if not keep and size:
+        step_begins = np.append(begins, size)[first_entry]  # (steps + 1,)
+        sizes = np.diff(step_begins)
+        lengths = np.diff(offsets)
+        largest = int(sizes.max())
+        position = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
+        place = (2 * np.repeat(np.arange(lengths.shape[0]), lengths) + position % 2) * largest
+        begins = begins + np.repeat(place - step_begins[:-1], np.diff(first_entry))
+        size = 2 * lengths.shape[0] * largest
+    first_task, source, target, pair = tasks
+    return Plan(first_entry, symbols, weights, begins, first_task, source, target, pair, np.empty(pair.shape[0], np.int64)), size
+
+
+def _goes(layout: Arrays, offsets: np.ndarray, first_entry: np.ndarray, symbols: np.ndarray, itemsize: int) -> list[np.ndarray]:
+    """The sequences, longest first, in goes whose messages fit into memory."""
+    lengths = np.diff(offsets)
+    order = np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]
+    ends = np.append(0, np.cumsum(_padded(layout)[symbols]))[first_entry]
+    sizes = (ends[offsets[1:]] - ends[offsets[:-1]])[order] * 2 * itemsize
+    if int(sizes.sum()) <= _MESSAGE_BYTES:
+        return [order] if order.shape[0] else []
+    goes, first, total = [], 0, 0
+    for n, size in enumerate(sizes.tolist()):
+        if n > first and total + size > _MESSAGE_BYTES:
+            goes.append(order[first:n])
+            first, total = n, 0
+        total += size
+    return [*goes, order[first:]]
+
+
+def _gather(ids: np.ndarray, offsets: np.ndarray, first_entry: np.ndarray, symbols: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The chosen sequences by themselves: their steps, offsets, and entries."""
+    lengths = np.diff(offsets)[ids]
+    local = np.append(0, np.cumsum(lengths))
+    steps = np.arange(local[-1]) + np.repeat(offsets[ids] - local[:-1], lengths)
+    if steps.shape[0] == offsets[-1] and np.array_equal(ids, np.arange(ids.shape[0])):
+        return steps, local, first_entry, symbols, weights
+    sizes = np.diff(first_entry)[steps]
+    first = np.append(0, np.cumsum(sizes))
+    chosen = np.arange(first[-1]) + np.repeat(first_entry[steps] - first[:-1], sizes)
+    return steps, local, first, symbols[chosen], weights[chosen]
+
+
+def _count_lanes(layout: Arrays, pair_first: np.ndarray) -> list[np.ndarray]:
+    """The pairs that have tasks, dealt so that the lanes have about the same work."""
+    pairs = np.flatnonzero(np.diff(pair_first))
+    clones = layout.clones
+    work = np.diff(pair_first)[pairs] * clones[layout.pair_source[pairs]] * clones[layout.pair_target[pairs]]
+    dealt = pairs[np.argsort(-work, kind="stable")]
+    lanes = max(1, min(_COUNT_LANES, int(work.sum()) // 200_000, dealt.shape[0]))
+    return [dealt[lane::lanes] for lane in range(lanes)]
+
+
+class Results(NamedTuple):
+    """Log-likelihoods, steps of probability zero (-1: none), initial and transition counts, and rows over the states: smoothed
+    (times weight) and filtered ones of all steps, filtered ones of the last steps."""
+
+    log_likelihood: np.ndarray
+    impossible_step: np.ndarray
+    initial_counts: np.ndarray
+    counts: np.ndarray
+    smoothed: np.ndarray
+    filtered: np.ndarray
+    last: np.ndarray
+
+
+def _run(lanes: int, work: Callable[[int], Any]) -> None:
+    """`run_lanes`, with subnormal numbers as zeros: entries that EM is about to end, and messages on their way out, are full of them."""
+
+    def flushed(lane: int) -> None:
+        with no_subnormals():
+            work(lane)
+
+    run_lanes(lanes, flushed)
+
+
+def _message_lanes(num_sequences: int, work: int) -> int:
+    return 1 if work < 200_000 else max(1, min(num_sequences, torch.get_num_threads()))
+
+
+def e_step(layout: Arrays, log_initial, probs, values, evidence, offsets, weights, *, smooth: bool, per_step: bool = False, last: bool = False) -> Results:
+    """Runs the E-step (or, without `smooth`, the forward pass) of all sequences, in the precision of `probs`."""
+    dtype, num_states, num_sequences, num_steps = probs.dtype, int(layout.starts[-1]), offsets.shape[0] - 1, int(offsets[-1])
+    initial = np.exp(log_initial).astype(dtype)
+    first_entry, symbols, entry_weights = entries(values, evidence, layout.clones.shape[0])
+    keep = smooth or per_step
+    results = Results(
+        np.zeros(num_sequences),
+        np.full(num_sequences, -1),
+        np.zeros(num_states),
+        np.zeros(probs.shape[0] if smooth else 0, dtype),
+        np.zeros((num_steps if per_step and smooth else 0, num_states)),
+        np.zeros((num_steps if per_step else 0, num_states)),
+        np.zeros((num_sequences if last else 0, num_states)),
+    )
+    goes = _goes(layout, offsets, first_entry, symbols, dtype.itemsize) if keep else [np.argsort(-np.diff(offsets), kind="stable")]
+    for ids in goes:
+        steps, local, *step_entries = _gather(ids, offsets, first_entry, symbols, entry_weights)
+        planned, size = plan(layout, local, *step_entries, keep=keep)
+        order = np.flatnonzero(np.diff(local))
+        if not order.shape[0]:
+            continue
+        alpha, totals = np.empty(size, dtype), np.zeros(steps.shape[0], dtype)
+        log_likelihood, stopped = np.zeros(ids.shape[0]), np.full(ids.shape[0], -1)
+        arguments = order, local, planned, layout, probs
+        clones = layout.clones
+        work = int((clones[layout.pair_source[planned.task_pair]] * clones[layout.pair_target[planned.task_pair]]).sum())
+        lanes = _message_lanes(order.shape[0], work)
+        ends = FLUSH[dtype], COLLAPSE[dtype]
+        _run(lanes, lambda lane: loops.forward_lane(lane, lanes, *arguments, initial, *ends, False, alpha, totals, log_likelihood, stopped))  # noqa: B023
+        if np.isnan(log_likelihood).any():
+            results.impossible_step[ids] = _impossible_steps(layout, initial, probs, local, step_entries, log_likelihood)
+        results.log_likelihood[ids] = log_likelihood
+        if per_step:
+            filtered = np.zeros((steps.shape[0], num_states))
+            loops.scatter(np.arange(steps.shape[0]), planned, layout.starts, alpha, filtered)
+            results.filtered[steps] = filtered
+        if last:
+            rows = np.zeros((order.shape[0], num_states))
+            loops.scatter(local[1:][order] - 1, planned, layout.starts, alpha, rows)
+            results.last[ids[order]] = rows
+        if not smooth:
+            continue
+        kappa, smoothed = np.empty(size, dtype), np.zeros((steps.shape[0] if per_step else 0, num_states))
+        counted = np.where(np.isnan(log_likelihood), 0.0, weights[ids])
+        _run(lanes, lambda lane: loops.backward_lane(lane, lanes, *arguments, counted, alpha, totals, kappa, smoothed))  # noqa: B023
+        if per_step:
+            results.smoothed[steps] = smoothed
+        loops.add_initial(order, local, planned, layout.starts, kappa, results.initial_counts)
+        pair_first, pair_tasks = loops.sort_by_pair(planned.task_pair, layout.pair_target.shape[0])
+        dealt = _count_lanes(layout, pair_first)
+        _run(len(dealt), lambda lane: loops.counts_lane(dealt[lane], pair_first, pair_tasks, planned, layout, probs, alpha, kappa, results.counts))  # noqa: B023
+    collapsed = np.flatnonzero(np.isnan(results.log_likelihood))
+    if collapsed.shape[0]:
+        _again(layout, log_initial, probs, values, evidence, offsets, weights, results, collapsed, smooth, per_step, last)
+    return results
+
+
+def _impossible_steps(layout: Arrays, initial, probs, offsets, step_entries, log_likelihood) -> np.ndarray:
+    """For sequences that collapsed: the first step that no state can be at, -1 where there is none."""
+    ids = np.flatnonzero(np.isnan(log_likelihood))
+    _, local, *chosen = _gather(ids, offsets, *step_entries)
+    planned, size = plan(layout, local, *chosen, keep=False)
+    found, order = np.full(ids.shape[0], -1), np.argsort(-np.diff(local), kind="stable")
+    reached, unused = (initial > 0).astype(probs.dtype), np.zeros(0, probs.dtype)
+    loops.forward_lane(0, 1, order, local, planned, layout, probs, reached, 0.0, 0.0, True, np.empty(size, probs.dtype), unused, np.zeros(ids.shape[0]), found)
+    impossible = np.full(log_likelihood.shape[0], -1)
+    impossible[ids] = found
+    return impossible
+
+
+def _again(layout, log_initial, probs, values, evidence, offsets, weights, results: Results, collapsed, smooth, per_step, last) -> None:
+    """Sequences that ran out of float range: -inf where they are impossible, else done in float64 or in log space."""
+    impossible = collapsed[results.impossible_step[collapsed] >= 0]
+    results.log_likelihood[impossible] = -np.inf
+    left = collapsed[results.impossible_step[collapsed] < 0]
+    lengths = np.diff(offsets)
+    for n in impossible:  # nothing can be said of their steps
+        results.filtered[offsets[n] : offsets[n + 1]] = 0
+        results.last[n : n + 1] = 0
+    if not left.shape[0]:
+        return
+    local = np.append(0, np.cumsum(lengths[left]))
+    steps = np.concatenate([np.arange(offsets[n], offsets[n + 1]) for n in left])
+    data = values[steps], None if evidence is None else evidence[steps], local, weights[left]
+    if probs.dtype == np.float32:
+        exact = e_step(layout, log_initial, probs.astype(np.float64), *data, smooth=smooth, per_step=per_step, last=last)
+    else:
+        tensors = _tensors(log_initial, probs, *data)
+        exact = Results(*(result.numpy() for result in cloned_portable.e_step(layout, *tensors, single=False, smooth=smooth or per_step)))
+    results.log_likelihood[left] = exact.log_likelihood
+    results.initial_counts[:] += exact.initial_counts
+    if smooth:
+        results.counts[:] += exact.counts.astype(results.counts.dtype)
+    if per_step:
+        results.filtered[steps] = exact.filtered
+        if smooth:
+            results.smoothed[steps] = exact.smoothed
+    if last:
+        results.last[left] = exact.last
+
+
+def _tensors(*arrays: np.ndarray | None) -> list[Any]:
+    return [None if array is None else torch.from_numpy(array) for array in arrays]
+
+
+def viterbi(layout: Arrays, log_initial, probs, values, evidence, offsets) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the most probable paths, packed, and their log-probabilities."""
+    first_entry, symbols, entry_weights = entries(values, evidence, layout.clones.shape[0])
+    log_probability, path = np.zeros(offsets.shape[0] - 1), np.full(int(offsets[-1]), -1)
+    for ids in _goes(layout, offsets, first_entry, symbols, 8):
+        steps, local, *step_entries = _gather(ids, offsets, first_entry, symbols, entry_weights)
+        planned, size = plan(layout, local, *step_entries, keep=True)
+        delta, shifts = np.empty(size), np.empty(steps.shape[0])
+        found, scores = np.full(steps.shape[0], -1), np.zeros(ids.shape[0])
+        lanes = min(ids.shape[0], torch.get_num_threads())
+        _run(lanes, lambda lane: loops.viterbi_lane(lane, lanes, local, planned, layout, probs, log_initial, delta, shifts, found, scores))  # noqa: B023
+        path[steps], log_probability[ids] = found, scores
+    lost = np.flatnonzero(log_probability == -np.inf)
+    if lost.shape[0]:
+        initial = np.exp(log_initial).astype(probs.dtype)
+        impossible = _impossible_steps(
+            layout, initial, probs, offsets, (first_entry, symbols, entry_weights), np.where(log_probability == -np.inf, np.nan, 0.0)
+        )
+        for n in lost[impossible[lost] < 0]:  # the path is there, but below the smallest float beside the best of some step
+            here = slice(int(offsets[n]), int(offsets[n + 1]))
+            data = values[here], None if evidence is None else evidence[here], np.array([0, here.stop - here.start])
+            states, score = cloned_portable.viterbi(layout, *_tensors(log_initial, probs, *data))
+            path[here], log_probability[n] = states.numpy(), float(score)
+    return path, log_probability
+
+
+def sample_posterior(layout: Arrays, log_initial, probs, values, evidence, offsets, uniforms) -> np.ndarray:
+    """State paths drawn from the posterior, from one uniform number a step; -1 in impossible sequences."""
+    filtered = e_step(layout, log_initial, probs, values, evidence, offsets, np.ones(offsets.shape[0] - 1), smooth=False, per_step=True).filtered
+    states = np.full(uniforms.shape[0], -1)
+    symbol_of = np.repeat(np.arange(layout.clones.shape[0]), layout.clones)
+    loops.sample_paths(filtered, offsets, layout, symbol_of, probs, uniforms, states)
+    return states
+
+
+def sample(layout: Arrays, initial_probs, probs, offsets, uniforms) -> np.ndarray:
+    """State paths of the Markov chain."""
+    symbol_of = np.repeat(np.arange(layout.clones.shape[0]), layout.clones)
+    return loops.sample_chains(initial_probs, layout, symbol_of, probs, offsets, uniforms)
+
+
+def maximise(row_first: np.ndarray, probs: np.ndarray, counts: np.ndarray, factor: float, pseudocount: float, sparsity: float) -> int:
+    """The M-step, in place; see `cloned_loops.normalise_rows`."""
+    num_states = row_first.shape[0] - 1
+    lanes = max(1, min(64, probs.shape[0] >> 16))
+    cuts = np.searchsorted(row_first, np.linspace(0, probs.shape[0], lanes + 1))
+    cuts[0], cuts[-1] = 0, num_states
+    kept = np.zeros(lanes, np.int64)
+
+    def work(lane):
+        kept[lane] = loops.normalise_rows(int(cuts[lane]), int(cuts[lane + 1]), row_first, probs, counts, float(factor), float(pseudocount), float(sparsity))
+
+    _run(lanes, work)
+    return int(kept.sum())
+
+
+def online_em(*arguments) -> int:
+    """See `cloned_loops.online_em`."""
+    return int(loops.online_em(*arguments))
+
+
+def pruned(layout: Arrays, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Bounds and columns of the entries that are kept."""
+    kept_before = np.append(0, np.cumsum(keep))
+    if layout.columns.shape[0]:
+        return kept_before[layout.bounds], layout.columns[keep]
+    return kept_before[layout.bounds], loops.target_clones(layout, np.flatnonzero(keep))

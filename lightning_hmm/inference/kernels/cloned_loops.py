@@ -1,0 +1,827 @@
+"""The loops of the cloned HMM, compiled by numba.
+
+V symbols; the states of symbol v, its clones, are numbered ``starts[v]`` to ``starts[v + 1]``. Transitions are stored for P
+pairs of symbols, sorted; those of source u are pairs ``pair_first[u]`` to ``pair_first[u + 1]``, m of them. The row of a
+state lies in one piece, pair after pair: the entries of clone c of u towards the k-th of these pairs are
+``bounds[bound_base[u] + c * (m + 1) + k]`` up to the next bound. Where `columns` is empty they are all clones of the
+target in order; else ``columns`` says which.
+
+A step has one *entry* for each symbol that is possible there: one for a symbol that was seen, all V for a missing one.
+A message is the concatenation of the entries' clones, in probabilities normalised at every step. A *task* is a pair of
+entries of consecutive steps whose symbols are a stored pair: one block of the transition matrix to multiply with.
+Sequences go forward and backward side by side, and tasks of the same pair are done together: each row of the block is
+read once for up to four messages. States without forward mass are skipped.
+
+Every sum has an order of its own that neither threads nor other sequences change, so results are the same bits whatever
+is done side by side.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from lightning_hmm.inference.kernels.simd import make_dots, make_update
+
+_kernel = njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
+_strict_kernel = njit(nogil=True, cache=True, error_model="numpy")
+
+_GROUP = 4  # messages that share one pass over a block's rows
+_update_41, _update_44 = make_update(4, 1), make_update(4, 4)
+_update_21, _update_24 = make_update(2, 1), make_update(2, 4)
+_update_11, _update_14 = make_update(1, 1), make_update(1, 4)
+_dots_41, _dots_44 = make_dots(4, 1), make_dots(4, 4)
+_dots_21, _dots_24 = make_dots(2, 1), make_dots(2, 4)
+_dots_11, _dots_14 = make_dots(1, 1), make_dots(1, 4)
+
+# Planning
+
+
+@_strict_kernel
+def find_pair(u, v, pair_first, pair_target):
+    """The number of the stored pair (u, v), or -1."""
+    low, high = pair_first[u], pair_first[u + 1]
+    while low < high:
+        middle = (low + high) // 2
+        if pair_target[middle] < v:
+            low = middle + 1
+        else:
+            high = middle
+    return low if low < pair_first[u + 1] and pair_target[low] == v else -1
+
+
+@_strict_kernel
+def plan_tasks(offsets, first_entry, entry_symbol, pair_first, pair_target):
+    """Tasks by the step they lead to: ``first_task`` (steps + 1), and for each its source entry, target entry and pair."""
+    num_steps = first_entry.shape[0] - 1
+    first_task = np.zeros(num_steps + 1, np.int64)
+    size = 0
+    for n in range(offsets.shape[0] - 1):
+        for s in range(offsets[n] + 1, offsets[n + 1]):
+            size += (first_entry[s] - first_entry[s - 1]) * (first_entry[s + 1] - first_entry[s])
+    source, target, pair = np.empty(size, np.int64), np.empty(size, np.int64), np.empty(size, np.int64)
+    count = 0
+    for n in range(offsets.shape[0] - 1):
+        for s in range(offsets[n], offsets[n + 1]):
+            first_task[s] = count
+            if s > offsets[n]:
+                for e in range(first_entry[s - 1], first_entry[s]):
+                    for f in range(first_entry[s], first_entry[s + 1]):
+                        found = find_pair(entry_symbol[e], entry_symbol[f], pair_first, pair_target)
+                        if found >= 0:
+                            source[count], target[count], pair[count] = e, f, found
+                            count += 1
+    first_task[num_steps] = count
+    return first_task, source[:count], target[:count], pair[:count]
+
+
+@_strict_kernel
+def sort_by_pair(pair, num_pairs):
+    """Tasks in the order of their pairs: where each pair's begin, (P + 1,), and their numbers."""
+    first = np.zeros(num_pairs + 1, np.int64)
+    for p in pair:
+        first[p + 1] += 1
+    first = np.cumsum(first)
+    place, tasks = first[:-1].copy(), np.empty(pair.shape[0], np.int64)
+    for task in range(pair.shape[0]):
+        tasks[place[pair[task]]] = task
+        place[pair[task]] += 1
+    return first, tasks
+
+
+# Messages
+
+
+@_kernel
+def _link(active, starts_at, t, first_task, pair, head, following, touched):
+    """Tasks that lead to step t, as a linked list for each pair. Returns how many pairs there are; they are in `touched`, sorted."""
+    num_touched, num_tasks = 0, 0
+    for b in range(active):
+        s = starts_at[b] + t
+        for task in range(first_task[s], first_task[s + 1]):
+            p = pair[task]
+            if head[p] < 0:
+                touched[num_touched] = p
+                num_touched += 1
+            following[task] = head[p]
+            head[p] = task
+            num_tasks += 1
+    if num_tasks > active:  # several tasks lead to one message: they are added in the order of their pairs, whoever else is there
+        touched[:num_touched].sort()
+    return num_touched
+
+
+@_kernel
+def _active_rows(count, base, stride, clones, messages, group, bounds, probs, rows, xs, ids):
+    """The rows of a block from which any of the messages comes: addresses, the messages' entries, and clones."""
+    probs_at, size, active = probs.ctypes.data, probs.itemsize, 0
+    for c in range(clones):
+        found = False
+        for r in range(count):
+            x = messages[group[r] + c]
+            xs[active * count + r] = x
+            found = found or x != 0
+        if found:
+            rows[active] = probs_at + bounds[base + c * stride] * size
+            ids[active] = c
+            active += 1
+    return active
+
+
+@_kernel
+def _forward_group(count, sources, targets, base, stride, num_source, num_target, bounds, columns, probs, alpha, rows, xs, ids, outputs):
+    """alpha[target] += alpha[source] @ block, for up to four messages."""
+    zero = alpha.dtype.type(0.0)
+    if columns.shape[0] > 0:
+        for r in range(count):
+            for c in range(num_source):
+                x = alpha[sources[r] + c]
+                if x != 0:
+                    for e in range(bounds[base + c * stride], bounds[base + c * stride + 1]):
+                        alpha[targets[r] + columns[e]] += x * probs[e]
+        return
+    active = _active_rows(count, base, stride, num_source, alpha, sources, bounds, probs, rows, xs, ids)
+    size = alpha.itemsize
+    for r in range(count):
+        outputs[r] = alpha.ctypes.data + targets[r] * size
+    c_at, x_at, y_at = outputs.ctypes.data, xs.ctypes.data, rows.ctypes.data
+    fours = active & ~3
+    for d in range(0, fours, 4):
+        if count == 4:
+            _update_44(zero, num_target, c_at, x_at + d * 4 * size, y_at + 8 * d)
+        elif count == 2:
+            _update_24(zero, num_target, c_at, x_at + d * 2 * size, y_at + 8 * d)
+        else:
+            _update_14(zero, num_target, c_at, x_at + d * size, y_at + 8 * d)
+    for d in range(fours, active):
+        if count == 4:
+            _update_41(zero, num_target, c_at, x_at + d * 4 * size, y_at + 8 * d)
+        elif count == 2:
+            _update_21(zero, num_target, c_at, x_at + d * 2 * size, y_at + 8 * d)
+        else:
+            _update_11(zero, num_target, c_at, x_at + d * size, y_at + 8 * d)
+
+
+@_kernel
+def _backward_group(count, sources, targets, base, stride, num_source, num_target, bounds, columns, probs, alpha, kappa, rows, xs, ids, outputs):
+    """kappa[source] += block @ kappa[target] where alpha[source] is not zero, for up to four messages."""
+    zero = alpha.dtype.type(0.0)
+    if columns.shape[0] > 0:
+        for r in range(count):
+            for c in range(num_source):
+                if alpha[sources[r] + c] != 0:
+                    total = zero
+                    for e in range(bounds[base + c * stride], bounds[base + c * stride + 1]):
+                        total += probs[e] * kappa[targets[r] + columns[e]]
+                    kappa[sources[r] + c] += total
+        return
+    active = _active_rows(count, base, stride, num_source, alpha, sources, bounds, probs, rows, xs, ids)
+    size = alpha.itemsize
+    for r in range(count):
+        outputs[r] = kappa.ctypes.data + targets[r] * size
+    out_at, c_at, y_at = xs.ctypes.data, outputs.ctypes.data, rows.ctypes.data
+    fours = active & ~3
+    for d in range(0, active, 4):
+        depth = 4 if d < fours else active - d
+        if depth == 4:
+            if count == 4:
+                _dots_44(zero, num_target, out_at, c_at, y_at + 8 * d)
+            elif count == 2:
+                _dots_24(zero, num_target, out_at, c_at, y_at + 8 * d)
+            else:
+                _dots_14(zero, num_target, out_at, c_at, y_at + 8 * d)
+        else:
+            for k in range(depth):
+                if count == 4:
+                    _dots_41(zero, num_target, out_at + k * 4 * size, c_at, y_at + 8 * (d + k))
+                elif count == 2:
+                    _dots_21(zero, num_target, out_at + k * 2 * size, c_at, y_at + 8 * (d + k))
+                else:
+                    _dots_11(zero, num_target, out_at + k * size, c_at, y_at + 8 * (d + k))
+        for k in range(depth):
+            for r in range(count):
+                if alpha[sources[r] + ids[d + k]] != 0:
+                    kappa[sources[r] + ids[d + k]] += xs[k * count + r]
+
+
+@_kernel
+def _take_group(task, following, entry_at, source, target, sources, targets):
+    """Up to four tasks of a list, by the addresses of their messages: four, two or one of them, and the task after them."""
+    left, probe = 0, task
+    while probe >= 0 and left < _GROUP:
+        left += 1
+        probe = following[probe]
+    count = left if left != 3 else 2
+    for r in range(count):
+        sources[r], targets[r] = entry_at[source[task]], entry_at[target[task]]
+        task = following[task]
+    return count, task
+
+
+@_kernel
+def forward_lane(lane, lanes, order, offsets, plan, layout, probs, initial, flush, collapse, support, alpha, totals, log_likelihood, stopped):
+    """Filters every `lanes`-th sequence of `order` (longest first), side by side. alpha ~ p(z_t | y_1:t), normalised by totals[t].
+
+    A sequence that keeps less than `collapse` of its mass at a step gets a log-likelihood of NaN, and `stopped` says where.
+    With `support`, messages are one where they are positive: `stopped` then is the first step that cannot be.
+    """
+    first_entry, entry_symbol, entry_weight, entry_at, first_task, source, target, pair, following = plan
+    starts, pair_first, pair_source, pair_target, bound_base, bounds, columns = layout
+    zero, one = alpha.dtype.type(0.0), alpha.dtype.type(1.0)
+    flush = alpha.dtype.type(flush)
+    ids_here = order[lane::lanes]
+    members = ids_here.shape[0]
+    begins, lengths = np.empty(members, np.int64), np.empty(members, np.int64)
+    for b in range(members):
+        begins[b], lengths[b] = offsets[ids_here[b]], offsets[ids_here[b] + 1] - offsets[ids_here[b]]
+    widest = 0
+    for v in range(starts.shape[0] - 1):
+        widest = max(widest, starts[v + 1] - starts[v])
+    rows, xs, ids = np.empty(widest, np.int64), np.empty(_GROUP * widest, alpha.dtype), np.empty(widest, np.int64)
+    sources, targets, outputs = np.empty(_GROUP, np.int64), np.empty(_GROUP, np.int64), np.empty(_GROUP, np.int64)
+    head, touched = np.full(pair_target.shape[0], -1), np.empty(pair_target.shape[0], np.int64)
+    product = np.ones(members)  # of the normalisers since their logarithm was last taken
+    active = members
+    for t in range(lengths[0] if members > 0 else 0):
+        while lengths[active - 1] <= t:
+            active -= 1
+        for b in range(active):
+            s = begins[b] + t
+            for e in range(first_entry[s], first_entry[s + 1]):
+                v, at = entry_symbol[e], entry_at[e]
+                message = alpha[at : at + starts[v + 1] - starts[v]]
+                if t == 0:
+                    message[:] = initial[starts[v] : starts[v + 1]]
+                else:
+                    message[:] = zero
+        if t > 0:
+            num_touched = _link(active, begins, t, first_task, pair, head, following, touched)
+            for k in range(num_touched):
+                p = touched[k]
+                u, v, task = pair_source[p], pair_target[p], head[p]
+                head[p] = -1
+                stride = pair_first[u + 1] - pair_first[u] + 1
+                base = bound_base[u] + p - pair_first[u]
+                while task >= 0:
+                    count, task = _take_group(task, following, entry_at, source, target, sources, targets)
+                    _forward_group(
+                        count,
+                        sources,
+                        targets,
+                        base,
+                        stride,
+                        starts[u + 1] - starts[u],
+                        starts[v + 1] - starts[v],
+                        bounds,
+                        columns,
+                        probs,
+                        alpha,
+                        rows,
+                        xs,
+                        ids,
+                        outputs,
+                    )
+        for b in range(active):
+            s, n = begins[b] + t, ids_here[b]
+            total = zero
+            for e in range(first_entry[s], first_entry[s + 1]):
+                v, at = entry_symbol[e], entry_at[e]
+                weight = alpha.dtype.type(entry_weight[e])
+                message = alpha[at : at + starts[v + 1] - starts[v]]
+                for c in range(message.shape[0]):
+                    if support:
+                        message[c] = one if message[c] > 0 and weight > 0 else zero
+                    else:
+                        message[c] = message[c] * weight if message[c] >= flush else zero
+                    total += message[c]
+            if support:
+                if total == 0 and stopped[n] < 0:
+                    stopped[n] = t
+                continue
+            totals[s] = total
+            if total > collapse:
+                scale = one / total
+                for e in range(first_entry[s], first_entry[s + 1]):
+                    v, at = entry_symbol[e], entry_at[e]
+                    message = alpha[at : at + starts[v + 1] - starts[v]]
+                    for c in range(message.shape[0]):
+                        message[c] = message[c] * scale if message[c] * scale >= flush else zero
+                product[b] *= total
+                if product[b] < 1e-200:
+                    log_likelihood[n] += np.log(product[b])
+                    product[b] = 1.0
+            else:
+                for e in range(first_entry[s], first_entry[s + 1]):
+                    v, at = entry_symbol[e], entry_at[e]
+                    alpha[at : at + starts[v + 1] - starts[v]] = zero
+                log_likelihood[n] = np.nan
+                if stopped[n] < 0:
+                    stopped[n] = t
+    for b in range(members):
+        log_likelihood[ids_here[b]] += np.log(product[b])
+
+
+@_kernel
+def backward_lane(lane, lanes, order, offsets, plan, layout, probs, weights, alpha, totals, kappa, smoothed):
+    """Smooths what `forward_lane` filtered, and fills `kappa` so that w E[i -> j] = A_ij sum_t alpha_t-1(i) kappa_t(j):
+
+    kappa_t(j) = w e_t(j) beta_t(j) / (total_t sum alpha beta), with e the evidence; at first steps w p(z_1 | y) instead.
+    Rows of `smoothed`, if it has any, become w p(z_t | y).
+    """
+    first_entry, entry_symbol, entry_weight, entry_at, first_task, source, target, pair, following = plan
+    starts, pair_first, pair_source, pair_target, bound_base, bounds, columns = layout
+    zero = alpha.dtype.type(0.0)
+    ids_here = order[lane::lanes]
+    members = ids_here.shape[0]
+    begins, lengths = np.empty(members, np.int64), np.empty(members, np.int64)
+    for b in range(members):
+        begins[b], lengths[b] = offsets[ids_here[b]], offsets[ids_here[b] + 1] - offsets[ids_here[b]]
+    widest = 0
+    for v in range(starts.shape[0] - 1):
+        widest = max(widest, starts[v + 1] - starts[v])
+    rows, xs, ids = np.empty(widest, np.int64), np.empty(_GROUP * max(widest, _GROUP), alpha.dtype), np.empty(widest, np.int64)
+    sources, targets, outputs = np.empty(_GROUP, np.int64), np.empty(_GROUP, np.int64), np.empty(_GROUP, np.int64)
+    head, touched = np.full(pair_target.shape[0], -1), np.empty(pair_target.shape[0], np.int64)
+    active = 0
+    for t in range(lengths[0] - 1 if members > 0 else -1, -1, -1):
+        while active < members and lengths[active] > t:
+            s = begins[active] + t
+            for e in range(first_entry[s], first_entry[s + 1]):
+                v, at = entry_symbol[e], entry_at[e]
+                for c in range(starts[v + 1] - starts[v]):
+                    kappa[at + c] = alpha.dtype.type(alpha[at + c] > 0)
+            active += 1
+        for b in range(active):
+            s, n = begins[b] + t, ids_here[b]
+            total = zero
+            for e in range(first_entry[s], first_entry[s + 1]):
+                at = entry_at[e]
+                message, back = (
+                    alpha[at : at + starts[entry_symbol[e] + 1] - starts[entry_symbol[e]]],
+                    kappa[at : at + starts[entry_symbol[e] + 1] - starts[entry_symbol[e]]],
+                )
+                for c in range(message.shape[0]):
+                    total += message[c] * back[c]
+            share = weights[n] / total if total != 0 else 0.0  # zero where the forward pass gave up
+            scale = alpha.dtype.type(share / totals[s]) if total != 0 else zero
+            for e in range(first_entry[s], first_entry[s + 1]):
+                v, at = entry_symbol[e], entry_at[e]
+                num_clones = starts[v + 1] - starts[v]
+                message, back = alpha[at : at + num_clones], kappa[at : at + num_clones]
+                if smoothed.shape[0] > 0:
+                    for c in range(num_clones):
+                        smoothed[s, starts[v] + c] = message[c] * back[c] * share
+                if t == 0:
+                    for c in range(num_clones):
+                        back[c] = message[c] * back[c] * alpha.dtype.type(share)
+                else:
+                    factor = scale * alpha.dtype.type(entry_weight[e])
+                    for c in range(num_clones):
+                        back[c] *= factor
+            if t > 0:
+                for e in range(first_entry[s - 1], first_entry[s]):
+                    at = entry_at[e]
+                    kappa[at : at + starts[entry_symbol[e] + 1] - starts[entry_symbol[e]]] = zero
+        if t > 0:
+            num_touched = _link(active, begins, t, first_task, pair, head, following, touched)
+            for k in range(num_touched):
+                p = touched[k]
+                u, v, task = pair_source[p], pair_target[p], head[p]
+                head[p] = -1
+                stride = pair_first[u + 1] - pair_first[u] + 1
+                base = bound_base[u] + p - pair_first[u]
+                while task >= 0:
+                    count, task = _take_group(task, following, entry_at, source, target, sources, targets)
+                    _backward_group(
+                        count,
+                        sources,
+                        targets,
+                        base,
+                        stride,
+                        starts[u + 1] - starts[u],
+                        starts[v + 1] - starts[v],
+                        bounds,
+                        columns,
+                        probs,
+                        alpha,
+                        kappa,
+                        rows,
+                        xs,
+                        ids,
+                        outputs,
+                    )
+
+
+# Counts
+
+
+_TILE = 256  # columns of a block whose sums are made at once
+_OCCURRENCES = 512  # steps whose messages stay in the cache meanwhile
+
+
+@_kernel
+def counts_lane(pairs, pair_task_first, pair_tasks, plan, layout, probs, alpha, kappa, counts):
+    """counts += A o sum over the steps of each pair of alpha_t-1 kappa_t', four rows of the block and four steps at a time."""
+    entry_at, source, target = plan.entry_at, plan.task_source, plan.task_target
+    starts, pair_first, pair_source, pair_target, bound_base, bounds, columns = layout
+    zero, size = alpha.dtype.type(0.0), alpha.itemsize
+    sums = np.zeros((4, _TILE), alpha.dtype)
+    outputs, rows, xs = np.empty(4, np.int64), np.empty(_OCCURRENCES, np.int64), np.empty(4 * _OCCURRENCES, alpha.dtype)
+    for r in range(4):
+        outputs[r] = sums.ctypes.data + r * _TILE * size
+    c_at, x_at, y_at = outputs.ctypes.data, xs.ctypes.data, rows.ctypes.data
+    for p in pairs:
+        u, v = pair_source[p], pair_target[p]
+        num_source, num_target = starts[u + 1] - starts[u], starts[v + 1] - starts[v]
+        stride, base = pair_first[u + 1] - pair_first[u] + 1, bound_base[u] + p - pair_first[u]
+        if columns.shape[0] > 0:
+            for k in range(pair_task_first[p], pair_task_first[p + 1]):
+                src, tgt = entry_at[source[pair_tasks[k]]], entry_at[target[pair_tasks[k]]]
+                for c in range(num_source):
+                    x = alpha[src + c]
+                    if x != 0:
+                        for e in range(bounds[base + c * stride], bounds[base + c * stride + 1]):
+                            counts[e] += x * probs[e] * kappa[tgt + columns[e]]
+            continue
+        for block in range(pair_task_first[p], pair_task_first[p + 1], _OCCURRENCES):
+            block_end = min(block + _OCCURRENCES, pair_task_first[p + 1])
+            for tile in range(0, num_target, _TILE):
+                width = min(_TILE, num_target - tile)
+                for c in range(0, num_source, 4):
+                    height = min(4, num_source - c)
+                    active = 0
+                    for k in range(block, block_end):
+                        src = entry_at[source[pair_tasks[k]]] + c
+                        found = False
+                        for r in range(height):
+                            x = alpha[src + r]
+                            xs[4 * active + r] = x
+                            found = found or x != 0
+                        if found:
+                            for r in range(height, 4):
+                                xs[4 * active + r] = zero
+                            rows[active] = kappa.ctypes.data + (entry_at[target[pair_tasks[k]]] + tile) * size
+                            active += 1
+                    if active == 0:
+                        continue
+                    sums[:height] = zero
+                    fours = active & ~3
+                    for d in range(0, fours, 4):
+                        _update_44(zero, width, c_at, x_at + 4 * d * size, y_at + 8 * d)
+                    for d in range(fours, active):
+                        _update_41(zero, width, c_at, x_at + 4 * d * size, y_at + 8 * d)
+                    for r in range(height):
+                        first = bounds[base + (c + r) * stride] + tile
+                        added, row, out = sums[r, :width], probs[first : first + width], counts[first : first + width]
+                        for j in range(width):
+                            out[j] += row[j] * added[j]
+
+
+# The M-step
+
+
+@_kernel
+def normalise_rows(first_state, last_state, row_first, probs, counts, factor, pseudocount, sparsity):
+    """p = max(factor n + pseudocount - sparsity, 0) over its sum along each row, where p is not zero already. Returns the rows without counts."""
+    kept = 0
+    for state in range(first_state, last_state):
+        row, count = probs[row_first[state] : row_first[state + 1]], counts[row_first[state] : row_first[state + 1]]
+        total = 0.0
+        for j in range(row.shape[0]):
+            if row[j] > 0:
+                total += max(factor * count[j] + pseudocount - sparsity, 0.0)
+        if total > 0:
+            scale = 1.0 / total
+            for j in range(row.shape[0]):
+                if row[j] > 0:
+                    row[j] = max(factor * count[j] + pseudocount - sparsity, 0.0) * scale
+        else:
+            kept += 1
+    return kept
+
+
+# What is read from messages
+
+
+@_kernel
+def scatter(steps, plan, starts, messages, out):
+    """Messages of the given steps as rows over all states."""
+    first_entry, entry_symbol, entry_at = plan.first_entry, plan.entry_symbol, plan.entry_at
+    for k in range(steps.shape[0]):
+        for e in range(first_entry[steps[k]], first_entry[steps[k] + 1]):
+            v = entry_symbol[e]
+            for c in range(starts[v + 1] - starts[v]):
+                out[k, starts[v] + c] = messages[entry_at[e] + c]
+
+
+@_kernel
+def add_initial(order, offsets, plan, starts, kappa, initial_counts):
+    """Adds w p(z_1 | y) of the sequences, which `backward_lane` left in `kappa`."""
+    first_entry, entry_symbol, entry_at = plan.first_entry, plan.entry_symbol, plan.entry_at
+    for n in order:
+        s = offsets[n]
+        for e in range(first_entry[s], first_entry[s + 1]):
+            v = entry_symbol[e]
+            for c in range(starts[v + 1] - starts[v]):
+                initial_counts[starts[v] + c] += kappa[entry_at[e] + c]
+
+
+# The most probable path
+
+
+@_strict_kernel
+def viterbi_lane(lane, lanes, offsets, plan, layout, probs, log_initial, delta, shifts, path, log_probability):
+    """Max-product over every `lanes`-th sequence, in log space; of equally probable paths that with the lowest numbers from the end.
+
+    Only the scores are kept; the argmax is found again along the path. States of score -inf are skipped.
+    """
+    first_entry, entry_symbol, entry_weight, entry_at, first_task, source, target, pair, _ = plan
+    starts, pair_first, _, pair_target, bound_base, bounds, columns = layout
+    for n in range(lane, offsets.shape[0] - 1, lanes):
+        for s in range(offsets[n], offsets[n + 1]):
+            for e in range(first_entry[s], first_entry[s + 1]):
+                v, at = entry_symbol[e], entry_at[e]
+                for c in range(starts[v + 1] - starts[v]):
+                    delta[at + c] = log_initial[starts[v] + c] if s == offsets[n] else 0.0
+            if s > offsets[n]:
+                # In probabilities relative to the best of the step before: a state's logarithm is taken once, not once for each transition.
+                for task in range(first_task[s], first_task[s + 1]):
+                    u, v, p = entry_symbol[source[task]], entry_symbol[target[task]], pair[task]
+                    stride, base = pair_first[u + 1] - pair_first[u] + 1, bound_base[u] + p - pair_first[u]
+                    from_at, to_at = entry_at[source[task]], entry_at[target[task]]
+                    for c in range(starts[u + 1] - starts[u]):
+                        score = delta[from_at + c]
+                        if score > -np.inf:
+                            first, last = bounds[base + c * stride], bounds[base + c * stride + 1]
+                            weight = np.exp(score - shifts[s - 1])
+                            if columns.shape[0] > 0:
+                                for k in range(first, last):
+                                    delta[to_at + columns[k]] = max(delta[to_at + columns[k]], weight * probs[k])
+                            else:
+                                row, best_so_far = probs[first:last], delta[to_at : to_at + last - first]
+                                for j in range(row.shape[0]):
+                                    best_so_far[j] = max(best_so_far[j], weight * row[j])
+                for e in range(first_entry[s], first_entry[s + 1]):
+                    v, at = entry_symbol[e], entry_at[e]
+                    for c in range(starts[v + 1] - starts[v]):
+                        delta[at + c] = np.log(delta[at + c]) + shifts[s - 1] if delta[at + c] > 0 else -np.inf
+            best = -np.inf
+            for e in range(first_entry[s], first_entry[s + 1]):
+                at, gain = entry_at[e], np.log(entry_weight[e])
+                for c in range(starts[entry_symbol[e] + 1] - starts[entry_symbol[e]]):
+                    delta[at + c] += gain
+                    best = max(best, delta[at + c])
+            shifts[s] = best
+            if best == -np.inf:
+                break
+        end = offsets[n + 1] - 1
+        if end < offsets[n]:
+            continue
+        if shifts[end] == -np.inf or best == -np.inf:
+            log_probability[n] = -np.inf
+            continue
+        log_probability[n] = shifts[end]
+        state_symbol, state_clone = -1, -1
+        for e in range(first_entry[end], first_entry[end + 1]):
+            for c in range(starts[entry_symbol[e] + 1] - starts[entry_symbol[e]]):
+                if state_clone < 0 and delta[entry_at[e] + c] == shifts[end]:
+                    state_symbol, state_clone = entry_symbol[e], c
+        path[end] = starts[state_symbol] + state_clone
+        for s in range(end - 1, offsets[n] - 1, -1):
+            best, best_symbol, best_clone = -np.inf, -1, -1
+            for e in range(first_entry[s], first_entry[s + 1]):
+                u = entry_symbol[e]
+                p = find_pair(u, state_symbol, pair_first, pair_target)
+                if p < 0:
+                    continue
+                stride, base = pair_first[u + 1] - pair_first[u] + 1, bound_base[u] + p - pair_first[u]
+                for c in range(starts[u + 1] - starts[u]):
+                    score = delta[entry_at[e] + c]
+                    if score > -np.inf:
+                        score += np.log(entry_towards(bounds[base + c * stride], bounds[base + c * stride + 1], state_clone, columns, probs))
+                        if score > best:
+                            best, best_symbol, best_clone = score, u, c
+            state_symbol, state_clone = best_symbol, best_clone
+            path[s] = starts[state_symbol] + state_clone
+
+
+@_strict_kernel
+def entry_towards(first, last, clone, columns, probs):
+    """The probability of the transition to a clone among the stored ones from `first` to `last`; zero where there is none."""
+    if columns.shape[0] == 0:
+        return np.float64(probs[first + clone])
+    end = last
+    while first < last:
+        middle = (first + last) // 2
+        if columns[middle] < clone:
+            first = middle + 1
+        else:
+            last = middle
+    return np.float64(probs[first]) if first < end and columns[first] == clone else 0.0
+
+
+# Drawing
+
+
+@_strict_kernel
+def _draw(weights, uniform):
+    """The index that `uniform` in [0, 1) falls on when `weights` divide the unit interval; -1 where all are zero."""
+    total = 0.0
+    for k in range(weights.shape[0]):
+        total += weights[k]
+    if not total > 0:
+        return -1
+    threshold, running, chosen = uniform * total, 0.0, -1
+    for k in range(weights.shape[0]):
+        if weights[k] > 0:
+            running += weights[k]
+            chosen = k
+            if running > threshold:
+                break
+    return chosen
+
+
+@_strict_kernel
+def sample_chains(initial, layout, symbol_of, probs, offsets, uniforms):
+    """State paths of the Markov chain, one per sequence, from one uniform number a step."""
+    starts, pair_first, _, pair_target, bound_base, bounds, columns = layout
+    states = np.empty(uniforms.shape[0], np.int64)
+    for n in range(offsets.shape[0] - 1):
+        for s in range(offsets[n], offsets[n + 1]):
+            if s == offsets[n]:
+                states[s] = _draw(initial, uniforms[s])
+                continue
+            u = symbol_of[states[s - 1]]
+            m = pair_first[u + 1] - pair_first[u]
+            place = bound_base[u] + (states[s - 1] - starts[u]) * (m + 1)
+            drawn = bounds[place] + _draw(probs[bounds[place] : bounds[place + m]], uniforms[s])
+            k = 0
+            while drawn >= bounds[place + k + 1]:
+                k += 1
+            clone = columns[drawn] if columns.shape[0] > 0 else drawn - bounds[place + k]
+            states[s] = starts[pair_target[pair_first[u] + k]] + clone
+    return states
+
+
+@_strict_kernel
+def sample_paths(filtered, offsets, layout, symbol_of, probs, uniforms, states):
+    """Backward sampling: z_T ~ p(z_T | y), then z_t ~ alpha_t(i) A[i, z_t+1]. Impossible sequences keep -1."""
+    starts, pair_first, _, pair_target, bound_base, bounds, columns = layout
+    weights = np.zeros(filtered.shape[1])
+    for n in range(offsets.shape[0] - 1):
+        for s in range(offsets[n + 1] - 1, offsets[n] - 1, -1):
+            for i in range(weights.shape[0]):
+                weights[i] = filtered[s, i]
+                if weights[i] > 0 and s < offsets[n + 1] - 1:
+                    u, v = symbol_of[i], symbol_of[states[s + 1]]
+                    p = find_pair(u, v, pair_first, pair_target)
+                    if p < 0:
+                        weights[i] = 0.0
+                    else:
+                        place = bound_base[u] + (i - starts[u]) * (pair_first[u + 1] - pair_first[u] + 1) + p - pair_first[u]
+                        weights[i] *= entry_towards(bounds[place], bounds[place + 1], states[s + 1] - starts[v], columns, probs)
+            states[s] = _draw(weights, uniforms[s])
+            if states[s] < 0:
+                break
+
+
+@_strict_kernel
+def target_clones(layout, kept):
+    """The target clones of the given entries, in rising order, of a layout of whole blocks."""
+    bounds = layout.bounds
+    columns, b = np.empty(kept.shape[0], np.int32), 0
+    for k in range(kept.shape[0]):
+        while bounds[b + 1] <= kept[k]:  # the last bound of a row is the first of the next, an empty piece
+            b += 1
+        columns[k] = kept[k] - bounds[b]
+    return columns
+
+
+# Many online updates in one go
+
+
+@_kernel
+def online_em(
+    batch,
+    batch_first,
+    offsets,
+    symbols,
+    weights,
+    layout,
+    row_first,
+    discount,
+    step,
+    sizes,
+    total_size,
+    pseudocounts,
+    frozen,
+    log_initial,
+    probs,
+    initial_buffer,
+    buffer,
+    log_likelihood,
+):
+    """Online EM for small models: one update a batch, parameters and count buffers changed in place, from batch number `batch` on.
+
+    An update is E-step, ``buffer = discount * buffer + (1 - discount) * counts``, M-step; `step` have gone before. Returns the
+    number of the first batch that it did not do: where a step keeps too little mass for this plain arithmetic, `e_step` has to.
+    """
+    starts, pair_first, _, pair_target, bound_base, bounds, columns = layout
+    num_states, widest, longest = log_initial.shape[0], 0, 0
+    for v in range(starts.shape[0] - 1):
+        widest = max(widest, starts[v + 1] - starts[v])
+    for n in range(offsets.shape[0] - 1):
+        longest = max(longest, offsets[n + 1] - offsets[n])
+    alpha, totals, back, kappa, blocks = np.empty((longest, widest)), np.empty(longest), np.empty(widest), np.empty(widest), np.empty(longest, np.int64)
+    initial_counts, counts = np.empty(num_states), np.empty(probs.shape[0])
+    while batch < batch_first.shape[0] - 1:
+        initial_counts[:], counts[:] = 0, 0
+        for n in range(batch_first[batch], batch_first[batch + 1]):
+            first, length, score, product = offsets[n], offsets[n + 1] - offsets[n], 0.0, 1.0
+            for t in range(length):
+                v = symbols[first + t]
+                num_clones = starts[v + 1] - starts[v]
+                total = 0.0
+                if t == 0:
+                    for c in range(num_clones):
+                        alpha[0, c] = np.exp(log_initial[starts[v] + c])
+                        total += alpha[0, c]
+                else:
+                    u = symbols[first + t - 1]
+                    p = find_pair(u, v, pair_first, pair_target)
+                    if p < 0:
+                        return batch
+                    stride = pair_first[u + 1] - pair_first[u] + 1
+                    blocks[t] = bound_base[u] + p - pair_first[u]
+                    for c in range(num_clones):
+                        alpha[t, c] = 0.0
+                    for i in range(starts[u + 1] - starts[u]):
+                        x, e = alpha[t - 1, i], bounds[blocks[t] + i * stride]
+                        if x == 0:
+                            continue
+                        if columns.shape[0] > 0:
+                            for k in range(e, bounds[blocks[t] + i * stride + 1]):
+                                alpha[t, columns[k]] += x * probs[k]
+                        else:
+                            for c in range(num_clones):
+                                alpha[t, c] += x * probs[e + c]
+                    for c in range(num_clones):
+                        total += alpha[t, c]
+                if not total > 1e-200:
+                    return batch
+                totals[t] = total
+                for c in range(num_clones):
+                    alpha[t, c] = alpha[t, c] / total if alpha[t, c] >= 1e-290 * total else 0.0
+                product *= total
+                if product < 1e-100:
+                    score += np.log(product)
+                    product = 1.0
+            log_likelihood[n] = score + np.log(product)
+            for c in range(widest):
+                back[c] = 1.0
+            for t in range(length - 1, -1, -1):
+                v = symbols[first + t]
+                num_clones = starts[v + 1] - starts[v]
+                total = 0.0
+                for c in range(num_clones):
+                    total += alpha[t, c] * back[c]
+                if t == 0:
+                    for c in range(num_clones):
+                        initial_counts[starts[v] + c] += weights[n] * alpha[0, c] * back[c] / total
+                    break
+                for c in range(num_clones):
+                    kappa[c] = back[c] / (total * totals[t]) if alpha[t, c] > 0 else 0.0
+                u = symbols[first + t - 1]
+                stride = pair_first[u + 1] - pair_first[u] + 1
+                for i in range(starts[u + 1] - starts[u]):
+                    x, e = alpha[t - 1, i] * weights[n], bounds[blocks[t] + i * stride]
+                    back[i] = 0.0
+                    if alpha[t - 1, i] == 0:
+                        continue
+                    if columns.shape[0] > 0:
+                        for k in range(e, bounds[blocks[t] + i * stride + 1]):
+                            back[i] += probs[k] * kappa[columns[k]]
+                            counts[k] += x * probs[k] * kappa[columns[k]]
+                    else:
+                        for c in range(num_clones):
+                            back[i] += probs[e + c] * kappa[c]
+                            counts[e + c] += x * probs[e + c] * kappa[c]
+        batch += 1
+        step += 1
+        correction = 1.0 - discount**step
+        sizes[0] = discount * sizes[0] + (1 - discount) * initial_counts.sum()
+        share = sizes[0] / correction / total_size
+        for k in range(probs.shape[0]):
+            buffer[k] = discount * buffer[k] + (1 - discount) * counts[k]
+        total = 0.0
+        for i in range(num_states):
+            initial_buffer[i] = discount * initial_buffer[i] + (1 - discount) * initial_counts[i]
+            if log_initial[i] > -np.inf:
+                total += initial_buffer[i] / correction + pseudocounts[0] * share
+        if not frozen[0] and total > 0:
+            for i in range(num_states):
+                if log_initial[i] > -np.inf:
+                    log_initial[i] = np.log((initial_buffer[i] / correction + pseudocounts[0] * share) / total)
+        if not frozen[1]:
+            normalise_rows(0, num_states, row_first, probs, buffer, 1.0 / correction, pseudocounts[1] * share, 0.0)
+    return batch

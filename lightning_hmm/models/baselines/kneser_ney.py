@@ -1,0 +1,126 @@
+r"""Interpolated Kneser-Ney n-grams.
+
+.. math:: p_m(x \mid c) = \frac{\max(N(cx) - D_m, 0)}{N(c\,\cdot)} + \frac{D_m N_{1+}(c\,\cdot)}{N(c\,\cdot)} p_{m-1}(x \mid c')
+
+for contexts c of m - 1 symbols, with c' the context without its first symbol, N the count of an n-gram in the highest order and
+the number of different symbols before it in lower ones, and :math:`p_0` uniform. A context that never occurred leaves
+the lower order as it is.
+
+References:
+    Kneser and Ney: Improved backing-off for m-gram language modeling, 1995.
+    Chen and Goodman: An empirical study of smoothing techniques for language modeling, 1999.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_hmm.sequences import Sequences
+
+
+class _Order(NamedTuple):
+    """The n-grams of one length: `keys` (sorted) = number of the context x V + symbol, and what the formula needs of them."""
+
+    keys: np.ndarray
+    counts: np.ndarray
+    context_totals: np.ndarray
+    context_types: np.ndarray
+    discount: float
+
+
+class KneserNey:
+    """N-grams up to an order, in O(order x symbols log symbols) time.
+
+    Args:
+        num_symbols: V.
+        order: the longest n-gram.
+    """
+
+    def __init__(self, num_symbols: int, order: int = 6) -> None:
+        if num_symbols < 1:
+            raise ValueError(f"`num_symbols` must be at least 1, but is {num_symbols} instead.")
+        if not 1 <= order <= 20:
+            raise ValueError(f"`order` must be from 1 to 20, but is {order} instead.")
+        self.num_symbols, self.order = num_symbols, order
+        self._orders: list[_Order] = []
+
+    def fit(self, sequences: Any) -> KneserNey:
+        """Counts the n-grams of the sequences; none crosses from one to the next."""
+        symbols, position = self._arrays(sequences)
+        if not symbols.shape[0]:
+            raise ValueError("`sequences` must hold at least one symbol, but hold none.")
+        found = []
+        numbers = np.zeros(symbols.shape[0], np.int64)  # of the n-gram that ends at each position; -1 where a sequence is too short for it
+        for length in range(1, self.order + 1):
+            context = np.append(-1, numbers[:-1]) if length > 1 else numbers
+            valid = np.flatnonzero((position >= length - 1) & (context >= 0))
+            keys, first, inverse, counts = np.unique(
+                context[valid] * self.num_symbols + symbols[valid], return_index=True, return_inverse=True, return_counts=True
+            )
+            suffix = numbers[valid[first]]
+            numbers = np.full(symbols.shape[0], -1)
+            numbers[valid] = inverse
+            begins = np.zeros(keys.shape[0], np.int64)
+            begins[numbers[valid[position[valid] == length - 1]]] = 1  # what begins a sequence has nothing before it, which is one thing more
+            found.append((keys, counts, suffix, begins))
+        self._orders = []
+        num_contexts = 1
+        for n, (keys, counts, _, begins) in enumerate(found):
+            if n + 1 < len(found):
+                counts = np.bincount(found[n + 1][2], minlength=keys.shape[0]) + begins  # different symbols before it
+            once, twice = int((counts == 1).sum()), int((counts == 2).sum())
+            discount = once / (once + 2 * twice) if once else 0.0
+            context = keys // self.num_symbols
+            totals = np.bincount(context, counts, num_contexts)
+            self._orders.append(_Order(keys, counts, totals, np.bincount(context, minlength=num_contexts), discount))
+            num_contexts = keys.shape[0]
+        return self
+
+    def _arrays(self, sequences: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Symbols, and the position of each in its sequence."""
+        sequences = sequences if isinstance(sequences, Sequences) else Sequences.from_list(sequences)
+        sequences.check(self.num_symbols, None)
+        symbols = sequences.values.cpu().numpy()
+        if symbols.shape[0] and symbols.min() < 0:
+            n, t = sequences.locate(int(np.argmin(symbols)))
+            raise ValueError(f"`sequences` must have no missing symbols for n-grams, but position {t} of sequence {n} is missing.")
+        offsets = sequences.offsets.numpy()
+        return symbols, np.arange(symbols.shape[0]) - np.repeat(offsets[:-1], np.diff(offsets))
+
+    def step_probs(self, sequences: Any) -> np.ndarray:
+        """(steps,) p(x_t | what is before it in its sequence)."""
+        if not self._orders:
+            raise RuntimeError("The n-grams are not counted yet. Call `fit` first.")
+        symbols, position = self._arrays(sequences)
+        probs = np.full(symbols.shape[0], 1 / self.num_symbols)
+        numbers = np.zeros(symbols.shape[0], np.int64)
+        for length, order in enumerate(self._orders, 1):
+            context = np.append(-1, numbers[:-1]) if length > 1 else numbers
+            context = np.where(position >= length - 1, context, -1)
+            keys = context * self.num_symbols + symbols
+            place = np.minimum(np.searchsorted(order.keys, keys), order.keys.shape[0] - 1)
+            numbers = np.where((context >= 0) & (order.keys[place] == keys), place, -1)
+            counts = np.where(numbers >= 0, order.counts[numbers], 0)
+            total = np.where(context >= 0, order.context_totals[context], 0)
+            known = total > 0
+            with np.errstate(invalid="ignore", divide="ignore"):
+                higher = (np.maximum(counts - order.discount, 0) + order.discount * order.context_types[context] * probs) / total
+            probs = np.where(known, higher, probs)
+        return probs
+
+    def score(self, sequences: Any) -> Tensor:
+        """(N,) the natural log-likelihood of each sequence, its first symbol included."""
+        sequences = sequences if isinstance(sequences, Sequences) else Sequences.from_list(sequences)
+        sums = np.append(0.0, np.cumsum(np.log(self.step_probs(sequences))))
+        offsets = sequences.offsets.numpy()
+        return torch.from_numpy(sums[offsets[1:]] - sums[offsets[:-1]])
+
+    def bits_per_symbol(self, sequences: Any) -> float:
+        """-log2 p over all sequences, per symbol."""
+        sequences = sequences if isinstance(sequences, Sequences) else Sequences.from_list(sequences)
+        return -float(self.score(sequences).sum()) / max(sequences.num_steps, 1) / math.log(2)

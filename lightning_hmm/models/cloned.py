@@ -1,0 +1,445 @@
+"""The cloned hidden Markov model of Dedieu et al. (2019)."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from types import ModuleType
+from typing import Any, ClassVar, Literal, get_args
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from lightning_hmm.distributions import CategoricalRows, CloneTransitions, Distribution
+from lightning_hmm.inference import cloned
+from lightning_hmm.inference.cloned import Layout
+from lightning_hmm.inference.dense import impossible_message
+from lightning_hmm.models.em import BaumWelchHMM
+from lightning_hmm.sequences import Sequences
+
+Allocation = Literal["uniform", "frequency", "ngram"]
+
+_MOST_SHOWN = 4096  # states whose transitions are still looked at as one matrix
+
+
+class ClonedHMM(BaumWelchHMM):
+    r"""States that emit one symbol each for certain, the clones of that symbol; all that is learnt is how clones follow clones.
+
+    .. math:: z_1 \sim \pi, \quad z_t \mid z_{t-1} = i \sim A_i, \quad y_t = \text{symbol of } z_t
+
+    A clone comes to stand for a context of its symbol, so contexts of any length and with holes can be told apart. An EM
+    iteration costs O(steps M^2) time with M clones a symbol, less as forward messages concentrate on few clones, and stores the
+    transitions between clones of symbols that follow each other in the training data. Prefer it to `StandardHMM` for symbol
+    sequences with long dependencies.
+
+    Where a sequence goes from a symbol to another that never followed it in training, its likelihood is zero and a warning
+    says so; `transition_pseudocount` with `pairs` "all" keeps everything possible.
+
+    Sequences of real vectors as wide as there are symbols are *uncertain evidence*: each row is a distribution over the
+    symbols of that step, a row of NaN a step of which nothing is known. `score`, `decode`, `posterior`, `sample_posterior` and
+    `predict_next` take them.
+
+    Args:
+        num_states: the capacity: clones of all symbols together. Not needed where `clones` is given.
+        num_symbols: V.
+        allocation: of clones to symbols: the same number for each ("uniform"), in proportion to how often they occur in the
+            training data ("frequency"), or to how many different n-grams end in them ("ngram"); each gets at least one.
+        ngram_order: n of the n-grams.
+        clones: the number of clones of each symbol, instead of an allocation.
+        pairs: which pairs of symbols may follow each other: those "seen" in the training data (all, where symbols are missing
+            there), or "all".
+        seed: of the starting values.
+        restarts: starts trained side by side; the best on validation data answers.
+        discount: lambda of online EM, with an update after each batch; without it batch EM, an update after each epoch.
+        sequences_per_update: online EM with several updates inside each batch.
+        online_epochs: epochs of online EM, after which batch EM goes on; online EM all the time if not given. Its noise leaves bad
+            optima, and batch EM then sharpens what it found.
+        initial_pseudocount, transition_pseudocount: of Dirichlet priors, in counts of the whole data. More than 1e-3 for
+            transitions keeps small models from finding long dependencies; without any, online EM rules out for good what a row's
+            first batch does not have, so give it a tiny one, such as 1e-6.
+        transition_sparsity: counts that a Dirichlet prior of concentration below one takes from each transition; those that
+            have none left end.
+        frozen: any of "initial", "transition"; they keep their values. By default the first state is any clone alike, so
+            that a text may begin anywhere.
+        arithmetic: "float32" also stores transitions in 32 bits, which is what a billion of them needs.
+        symbol_names: for data with a vocabulary.
+        unknown_symbol: the one of them that stands for all others.
+
+    References:
+        Dedieu, Gothoskar, Swingle, Lehrach, Lázaro-Gredilla, George: Learning higher-order sequential structure with cloned
+        HMMs, 2019.
+    """
+
+    inference: ClassVar[ModuleType] = cloned
+
+    def __init__(
+        self,
+        num_states: int | None = None,
+        num_symbols: int | None = None,
+        allocation: Allocation = "uniform",
+        ngram_order: int = 5,
+        clones: list[int] | None = None,
+        pairs: Literal["seen", "all"] = "seen",
+        seed: int = 0,
+        restarts: int = 1,
+        discount: float | None = None,
+        sequences_per_update: int | None = None,
+        online_epochs: int | None = None,
+        initial_pseudocount: float = 0.0,
+        transition_pseudocount: float = 0.0,
+        transition_sparsity: float = 0.0,
+        frozen: Sequence[str] = ("initial",),
+        arithmetic: Literal["float64", "float32"] = "float64",
+        symbol_names: list[str] | None = None,
+        unknown_symbol: str | None = None,
+    ) -> None:
+        if num_symbols is None:
+            raise ValueError("`num_symbols` must be given: a cloned HMM is of symbols.")
+        if clones is not None:
+            if len(clones) != num_symbols:
+                raise ValueError(f"`clones` must give a number for each of the {num_symbols} symbols, but gives {len(clones)} instead.")
+            if num_states not in (None, sum(clones)):
+                raise ValueError(f"`num_states` must be the sum of `clones`, {sum(clones)}, but is {num_states} instead. Leave it out.")
+            num_states = sum(clones)
+        if num_states is None:
+            raise ValueError("`num_states` must be given, or `clones`.")
+        if num_states < num_symbols:
+            raise ValueError(f"`num_states` must be at least {num_symbols}, a clone for each symbol, but is {num_states} instead.")
+        if allocation not in get_args(Allocation):
+            raise ValueError(f"`allocation` must be one of {', '.join(get_args(Allocation))}, but is {allocation!r} instead.")
+        if pairs not in ("seen", "all"):
+            raise ValueError(f"`pairs` must be seen or all, but is {pairs!r} instead.")
+        if ngram_order < 1:
+            raise ValueError(f"`ngram_order` must be at least 1, but is {ngram_order} instead.")
+        if online_epochs is not None and (discount is None or online_epochs < 0):
+            raise ValueError(f"`online_epochs` must not be negative and needs a `discount`, but is {online_epochs} with `discount` {discount} instead.")
+        priors = {
+            "initial": {"pseudocount": initial_pseudocount},
+            "transition": {"pseudocount": transition_pseudocount, "sparsity": transition_sparsity},
+        }
+        super().__init__(
+            num_states=num_states,
+            num_symbols=num_symbols,
+            num_features=None,
+            restarts=restarts,
+            discount=discount,
+            sequences_per_update=sequences_per_update,
+            priors=priors,
+            frozen=frozen,
+            arithmetic=arithmetic,
+            symbol_names=symbol_names,
+            unknown_symbol=unknown_symbol,
+        )
+        self.save_hyperparameters()
+        for name in frozen:
+            if name not in priors:
+                raise ValueError(f"`frozen` must name initial or transition, but names {name!r} instead.")
+        self.online_epochs = online_epochs
+        if online_epochs is not None:
+            self.automatic_optimization = False  # one way for both phases: Lightning counts steps apart for each
+        self.allocation, self.ngram_order, self.clones, self.pairs, self.seed = allocation, ngram_order, clones, pairs, seed
+        self.initial = CategoricalRows(restarts, num_states, name="initial")
+        self.transition = CloneTransitions(restarts, torch.float32 if arithmetic == "float32" else torch.float64)
+        if pairs == "all" and (clones is not None or allocation == "uniform"):
+            self.allocate(Layout(uniform_clones(num_states, num_symbols) if clones is None else clones))
+
+    # Layout
+
+    @property
+    def layout(self) -> Layout:
+        """Which states are clones of which symbol, and which transitions are stored."""
+        if self.transition.layout is None:
+            raise RuntimeError("The model has no clones yet: they are allocated from the training data, by `fit` or `initialise(sequences)`.")
+        return self.transition.layout
+
+    def allocate(self, layout: Layout) -> ClonedHMM:
+        """Takes a layout and starts from random transitions; before training."""
+        if (layout.num_states, layout.num_symbols) != (self.num_states, self.num_symbols):
+            mine, theirs = (self.num_states, self.num_symbols), (layout.num_states, layout.num_symbols)
+            raise ValueError(f"`layout` must have {mine[0]} clones of {mine[1]} symbols, but has {theirs[0]} of {theirs[1]} instead.")
+        self.transition.allocate(layout)
+        self.transition.randomise(torch.Generator().manual_seed(self.seed))
+        return self
+
+    @property
+    def starts_from_data(self) -> bool:
+        return self.transition.layout is None
+
+    def initialise(self, sequences: Sequences) -> None:
+        """Allocates clones to symbols, and blocks to the pairs that occur, unless that was done already."""
+        if self.transition.layout is not None:
+            return
+        sequences.check(self.num_symbols, None)
+        assert self.num_symbols is not None
+        if self.clones is not None:
+            clones = np.asarray(self.clones)
+        elif self.allocation == "uniform":
+            clones = uniform_clones(self.num_states, self.num_symbols)
+        else:
+            order = 1 if self.allocation == "frequency" else self.ngram_order
+            clones = allocate_clones(self.num_states, ngram_counts(sequences, self.num_symbols, order, unique=self.allocation == "ngram"))
+        self.allocate(Layout(clones, None if self.pairs == "all" else seen_pairs(sequences)))
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.transition.adopt(checkpoint.get("state_dict", {}), "transition.")
+        super().on_load_checkpoint(checkpoint)
+
+    def configure_optimizers(self) -> Any:
+        if self.transition.layout is None:
+            raise MisconfigurationException(
+                "Clones are allocated from the data, which a plain DataLoader does not show as a whole. "
+                "Call `model.initialise(sequences)` before training, or train with a datamodule or `lightning_hmm.fit`."
+            )
+        return super().configure_optimizers()
+
+    # Online EM first, batch EM then
+
+    def on_train_epoch_start(self) -> None:
+        super().on_train_epoch_start()
+        if self.online_epochs is not None:
+            self.optimizers().zero_grad()  # type: ignore[union-attr]
+
+    def training_step(self, batch: Sequences, batch_idx: int) -> Tensor | None:
+        if self.online_epochs is None or (self.current_epoch < self.online_epochs and self.sequences_per_update is not None):
+            return super().training_step(batch, batch_idx)
+        optimizer: Any = self.optimizers()
+        self.manual_backward(-self.total_log_likelihood(batch).sum() * self.trainer.world_size)
+        if self.current_epoch < self.online_epochs:
+            optimizer.step()
+            optimizer.zero_grad()
+        elif self.trainer.is_last_batch:
+            groups = optimizer.optimizer.param_groups
+            for group in groups:
+                group["discount"] = None
+            optimizer.step()
+            for group in groups:  # what a checkpoint is compared with
+                group["discount"] = self.discount
+        return None
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        self.log("transition_density", float(torch.count_nonzero(self.transition.probs.detach()[self.chosen])) / self.num_states**2)
+
+    # What the family is
+
+    @property
+    def distributions(self) -> dict[str, Distribution]:
+        return {"initial": self.initial, "transition": self.transition}
+
+    def chain(self, restart: int) -> tuple[Tensor, Tensor, Layout]:
+        probs = self.transition.probs
+        # A view where there is one restart only: selecting would copy the gradient.
+        return self.initial.log_probs[restart], probs.view(-1) if len(probs) == 1 else probs[restart], self.layout
+
+    def evidence(self, restart: int, sequences: Sequences) -> Tensor | None:
+        return None if sequences.is_discrete else sequences.values
+
+    def emit(self, states: Sequences, generator: torch.Generator) -> Sequences:
+        return states.with_values(self.layout.symbols.to(states.device)[states.values])
+
+    def predict_emission(self, state_probs: Tensor) -> Tensor:
+        symbols = self.layout.symbols.to(state_probs.device)
+        return state_probs.new_zeros(len(state_probs), self.layout.num_symbols).index_add_(1, symbols, state_probs)
+
+    @property
+    def fused_kernel(self) -> Any:
+        # The pass knows pseudocounts only, and works in float64.
+        if self.priors["transition"]["sparsity"] or self.arithmetic != "float64":
+            return None
+        return partial(cloned.online_em, layout=self.layout)
+
+    # What is in it
+
+    @property
+    def initial_probs(self) -> Tensor:
+        """(H,) p(z_1)."""
+        return self.initial.probs[self.chosen]
+
+    @property
+    def transition_probs(self) -> Tensor:
+        """(H, H) p(z_t+1 = j | z_t = i), for models of up to 4096 states; `transition.probs` with `layout` otherwise."""
+        if self.num_states > _MOST_SHOWN or self.transition.layout is None:
+            raise AttributeError("transition_probs")
+        return self.layout.expand(self.transition.probs.detach()[self.chosen])
+
+    def __getattr__(self, name: str) -> Any:
+        # torch replaces the message of an AttributeError that a property raises.
+        if name == "transition_probs":
+            raise AttributeError(
+                f"`transition_probs` is for models of up to {_MOST_SHOWN} states that have their clones; "
+                "`transition.probs` holds what is stored, in the order of `layout`."
+            )
+        return super().__getattr__(name)
+
+    def set_parameters(self, initial: Any = None, transition: Any = None) -> ClonedHMM:
+        """Takes probabilities, for all restarts alike; what is not given stays. Zeros stay zero in training."""
+        if initial is not None:
+            self.initial.set(initial)
+        if transition is not None:
+            _ = self.layout
+            self.transition.set(transition)
+        return self
+
+    # Smoothing and pruning
+
+    @torch.no_grad()
+    def above(self, threshold: float) -> Tensor:
+        """A mask of the stored transitions that are at least so probable, or the most probable of their row, in any restart."""
+        lengths = self.layout.row_lengths.to(self.device)
+        keep = torch.zeros(self.layout.num_entries, dtype=torch.bool, device=self.device)
+        for row in self.transition.probs.detach():
+            largest = torch.segment_reduce(row, "max", lengths=lengths, initial=0.0)
+            keep |= (row >= threshold) | ((row == largest.repeat_interleave(lengths, output_size=len(row))) & (row > 0))
+        return keep
+
+    @torch.no_grad()
+    def prune(self, keep: Tensor | float) -> ClonedHMM:
+        """Drops all transitions but those that `keep`, a mask or a least probability, says, and stores the rest one by one.
+
+        Not inside training, where an optimizer knows the parameters: there the callback `Pruning` does it.
+        """
+        self.transition.allocate(*self.pruned(keep if isinstance(keep, Tensor) else self.above(keep)))
+        return self
+
+    def pruned(self, keep: Tensor) -> tuple[Layout, Tensor]:
+        """The layout and the transitions that `prune` would leave; rows sum to one again."""
+        layout, probs = self.layout.pruned(keep), self.transition.probs.detach()[:, keep]
+        lengths = layout.row_lengths.to(probs.device)
+        sums = torch.stack([torch.segment_reduce(row, "sum", lengths=lengths) for row in probs])
+        return layout, probs / sums.repeat_interleave(lengths, dim=1, output_size=layout.num_entries)
+
+    @torch.no_grad()
+    def backed_off(self, sequences: Any, strength: float = 1.0) -> ClonedHMM:
+        r"""This model, smoothed by a lower-order model of the same counts, so that nothing is impossible.
+
+        Each symbol gets one clone more, for "this symbol, in a context never seen". A clone goes to those with as much weight as
+        `strength` counts have beside its own, by how symbols follow symbols; and such a clone goes on as the symbol's other
+        clones do on average:
+
+        .. math:: A'_{ij} = \frac{n_{ij}}{n_i + c}, \quad A'_{i, b_v} = \frac{c\, q(v \mid u)}{n_i + c}, \quad
+            A'_{b_u, j} = \frac{\sum_{i \in u} n_{ij}}{n_u + c}, \quad q(v \mid u) = \frac{n_{uv} + c\, q(v)}{n_u + c}
+
+        with n the expected counts of `sequences`, the training data. It is the mean of a Dirichlet posterior whose base measure
+        is the lower order (MacKay and Peto, 1995). The result is a cloned HMM of H + V states like any other.
+        """
+        if not strength > 0:
+            raise ValueError(f"`strength` must be positive, but is {strength} instead.")
+        layout, sequences = self.layout, self.as_sequences(sequences)
+        initial, probs, _ = self.chain(int(self.chosen))
+        statistics = cloned.e_step(initial, probs, layout, None, sequences, single=self.arithmetic == "float32")
+        counted = torch.nonzero(statistics.transition > 0).flatten()
+        counts = statistics.transition[counted].double()
+        rows, columns = layout.states_of(counted)
+        symbols, num_symbols = layout.symbols, layout.num_symbols
+        visits = torch.zeros(self.num_states, dtype=torch.float64).index_add_(0, rows, counts)
+        pair_counts = torch.zeros(num_symbols**2, dtype=torch.float64).index_add_(0, symbols[rows] * num_symbols + symbols[columns], counts)
+        pair_counts = pair_counts.reshape(num_symbols, num_symbols)
+        symbol_counts = torch.bincount(sequences.values[sequences.values >= 0], minlength=num_symbols).double() + strength / num_symbols
+        base = symbol_counts / symbol_counts.sum()
+        leaving = pair_counts.sum(1)
+        lower = (pair_counts + strength * base) / (leaving + strength)[:, None]  # q(v | u)
+        # In the new numbering each symbol's clone for the unknown is its last.
+        new = torch.arange(self.num_states) + symbols
+        unknown = layout.clones.cumsum(0) + torch.arange(num_symbols)
+        average, where = _sum_by(symbols[rows] * self.num_states + columns, counts)
+        entries = [
+            (new[rows], new[columns], counts / (visits[rows] + strength)),
+            (new.repeat_interleave(num_symbols), unknown.repeat(self.num_states), (strength * lower[symbols] / (visits + strength)[:, None]).reshape(-1)),
+            (unknown[where // self.num_states], new[where % self.num_states], average / (leaving[where // self.num_states] + strength)),
+            (unknown.repeat_interleave(num_symbols), unknown.repeat(num_symbols), (strength * base / (leaving + strength)[:, None]).reshape(-1)),
+        ]
+        sources, targets, values = (torch.cat(parts) for parts in zip(*entries, strict=True))
+        smoothed = ClonedHMM(
+            num_states=self.num_states + num_symbols,
+            num_symbols=num_symbols,
+            arithmetic="float32" if self.arithmetic == "float32" else "float64",
+            symbol_names=None if self.vocabulary is None else self.vocabulary.names,
+            unknown_symbol=None if self.vocabulary is None else self.vocabulary.unknown,
+        )
+        smoothed_layout, order = Layout.of_entries(layout.clones + 1, sources, targets)
+        smoothed.transition.allocate(smoothed_layout, values[order][None])
+        known = self.initial_probs.double()
+        starts = torch.zeros(smoothed.num_states, dtype=torch.float64)
+        starts[new] = known * len(sequences) / (len(sequences) + strength)
+        starts[unknown] = base * strength / (len(sequences) + strength)
+        smoothed.initial.set(starts)
+        return smoothed.eval()
+
+    def _warn_impossible(self, sequences: Sequences, impossible: Tensor, stacklevel: int = 4) -> None:  # type: ignore[override]
+        found = torch.nonzero(impossible >= 0).flatten().tolist()
+        if not found:
+            return
+        n, t = found[0], int(impossible[found[0]])
+        why = "no clone that the steps before it leave possible leads there"
+        if sequences.is_discrete and t > 0:
+            u, v = sequences[n][t - 1 : t + 1].tolist()
+            if u >= 0 and v >= 0 and not bool((self.layout.pairs == torch.tensor([u, v])).all(1).any()):
+                names = (u, v) if self.vocabulary is None else tuple(self.vocabulary.decode([u, v]))
+                why = f"symbol {names[1]!r} never followed {names[0]!r} in training, so the model gives it probability zero there"
+        more = f" ({len(found)} sequences in all.)" if len(found) > 1 else ""
+        remedy = ' A `transition_pseudocount` with `pairs` "all" keeps every pair possible.'
+        warnings.warn(f"{impossible_message(sequences, n, t)} ({why[0].upper()}{why[1:]}.){remedy}{more}", stacklevel=stacklevel + 1)
+
+
+def _sum_by(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """The sums of `values` with the same key, and those keys, in rising order."""
+    found, place = torch.unique(keys, return_inverse=True)
+    return values.new_zeros(len(found)).index_add_(0, place, values), found
+
+
+def uniform_clones(num_states: int, num_symbols: int) -> np.ndarray:
+    """The same number for each symbol; the first ones get what is left."""
+    return num_states // num_symbols + (np.arange(num_symbols) < num_states % num_symbols)
+
+
+def allocate_clones(num_states: int, shares: np.ndarray) -> np.ndarray:
+    """Clones in proportion to `shares`, one at least, `num_states` in all; what rounding leaves goes to the largest remainders."""
+    shares = np.asarray(shares, np.float64)
+    clones = np.ones(shares.shape[0], np.int64)
+    free = np.ones(shares.shape[0], bool)  # symbols whose share is worth more than the one clone they have
+    while True:
+        left = num_states - int((~free).sum())
+        ideal = shares * (left / max(shares[free].sum(), np.finfo(float).tiny))
+        small = free & (ideal < 1)
+        if not small.any():
+            break
+        free &= ~small
+    clones[free] = np.floor(ideal[free]).astype(np.int64)
+    rest = num_states - int(clones.sum())
+    remainder = np.where(free, ideal - np.floor(ideal), -1.0)
+    if not free.any():
+        remainder = shares
+    clones[np.argsort(-remainder, kind="stable")[:rest]] += 1
+    return clones
+
+
+def ngram_counts(sequences: Sequences, num_symbols: int, order: int, *, unique: bool) -> np.ndarray:
+    """(V,) how many n-grams end in each symbol: different ones, or all. Those at the start of a sequence are shorter; missing symbols end none."""
+    symbols = sequences.values.cpu().numpy()
+    offsets = sequences.offsets.numpy()
+    position = np.arange(symbols.shape[0]) - np.repeat(offsets[:-1], np.diff(offsets))
+    if not unique:
+        return np.bincount(symbols[symbols >= 0], minlength=num_symbols)
+    # The number of an n-gram is that of the pair (number of its first n - 1 symbols, last symbol), found again for each n.
+    numbers = symbols + 1
+    for _ in range(order - 1):
+        before = np.where(position > 0, np.append(0, numbers[:-1]), 0)
+        _, numbers = np.unique(before * (num_symbols + 1) + symbols + 1, return_inverse=True)
+        numbers += 1
+    _, first = np.unique(numbers, return_index=True)
+    ends = symbols[first]
+    return np.bincount(ends[ends >= 0], minlength=num_symbols)
+
+
+def seen_pairs(sequences: Sequences) -> Tensor | None:
+    """(P, 2) the pairs of symbols that follow each other; ``None``, for all, where symbols are missing."""
+    values = sequences.values.cpu()
+    if bool((values < 0).any()):
+        return None
+    inside = torch.ones(max(len(values) - 1, 0), dtype=torch.bool)
+    borders = sequences.offsets[1:-1]
+    inside[borders[(borders > 0) & (borders < len(values))] - 1] = False
+    return torch.stack([values[:-1], values[1:]], 1)[inside].unique(dim=0)

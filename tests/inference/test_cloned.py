@@ -1,0 +1,312 @@
+"""The cloned HMM against enumeration, against the dense routines on the expanded matrix, and the kernels against their twin."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_hmm.inference import cloned, dense
+from lightning_hmm.inference.cloned import Layout
+from lightning_hmm.inference.kernels import cloned_cpu, cloned_portable
+from lightning_hmm.sequences import Sequences
+from tests.inference.oracle import Answer, enumerate_next, enumerate_paths, log_space, path_score
+
+KINDS = ("symbols", "missing", "evidence")
+LAYOUTS = ("full", "pairs", "sparse")
+
+
+class Case:
+    """A random model with 1, 2 or more clones a symbol, and ragged data for it, of lengths 0 and 1 too."""
+
+    def __init__(self, kind: str, stored: str, clones: list[int], lengths: list[int], seed: int = 0, dtype: torch.dtype = torch.float64) -> None:
+        rng = np.random.default_rng(seed)
+        num_symbols, num_states = len(clones), sum(clones)
+        pairs = None
+        if stored != "full":
+            pairs = [(u, v) for u in range(num_symbols) for v in range(num_symbols) if v == (u + 1) % num_symbols or rng.random() < 0.7]
+        self.layout = Layout(clones, pairs)
+        if stored == "sparse":
+            rows, columns = self.layout.states_of()
+            ring = self.layout.symbols[columns] == (self.layout.symbols[rows] + 1) % num_symbols
+            self.layout = self.layout.pruned(ring | torch.from_numpy(rng.random(self.layout.num_entries) < 0.6))
+        weights = torch.from_numpy(rng.gamma(0.5, size=self.layout.num_entries) + 1e-3)
+        matrix = self.layout.expand(weights)
+        self.matrix = matrix / matrix.sum(1, keepdim=True)
+        self.transition = self.layout.collect(self.matrix).to(dtype)
+        self.initial = torch.from_numpy(rng.dirichlet(np.ones(num_states))).log()
+        steps = sum(lengths)
+        symbols = torch.from_numpy(rng.integers(0, num_symbols, steps))
+        if kind == "missing":
+            symbols[torch.from_numpy(rng.random(steps) < 0.3)] = -1
+        self.evidence = None
+        self.sequences = Sequences.from_lengths(symbols, lengths)
+        rows = np.where(symbols.numpy()[:, None] < 0, 1.0, symbols.numpy()[:, None] == self.layout.symbols.numpy())
+        if kind == "evidence":
+            table = rng.dirichlet(np.full(num_symbols, 0.5), steps)
+            table[rng.random(table.shape) < 0.3] = 0
+            table[np.arange(steps), rng.integers(0, num_symbols, steps)] += 0.1
+            table /= table.sum(1, keepdims=True)
+            table[rng.random(steps) < 0.2] = np.nan
+            self.evidence = torch.from_numpy(table)
+            self.sequences = Sequences.from_lengths(self.evidence, lengths)
+            rows = np.nan_to_num(table, nan=1.0)[:, self.layout.symbols.numpy()]
+        with np.errstate(divide="ignore"):
+            self.rows = np.split(np.log(rows), np.cumsum(lengths)[:-1])
+            self.log_matrix = np.log(self.matrix.numpy())
+
+    @property
+    def arguments(self) -> tuple:
+        return self.initial, self.transition, self.layout, self.evidence, self.sequences
+
+    def answers(self, method=enumerate_paths) -> list[Answer]:
+        return [method(self.initial.numpy(), self.log_matrix, rows) for rows in self.rows]
+
+
+def check_against(case: Case, answers: list[Answer], rtol: float = 1e-10, atol: float = 1e-12) -> None:
+    found = cloned.posterior(*case.arguments)
+    scores = np.array([answer.log_likelihood for answer in answers])
+    np.testing.assert_allclose(found.log_likelihood, scores, rtol=rtol, atol=atol)
+    np.testing.assert_allclose(cloned.log_likelihood(*case.arguments), scores, rtol=rtol, atol=atol)
+    for n, answer in enumerate(answers):
+        np.testing.assert_allclose(found.filtered[n], answer.filtered, rtol=1e3 * rtol, atol=1e2 * atol)
+        np.testing.assert_allclose(found.smoothed[n], answer.smoothed, rtol=1e3 * rtol, atol=1e2 * atol)
+    pairs = sum(answer.pairs for answer in answers)
+    np.testing.assert_allclose(case.layout.expand(found.transition_counts), pairs, rtol=1e3 * rtol, atol=1e2 * atol)
+    statistics = cloned.e_step(*case.arguments)
+    starts = sum(answer.smoothed[0] for answer in answers if len(answer.smoothed))
+    np.testing.assert_allclose(statistics.initial, starts, rtol=1e3 * rtol, atol=1e2 * atol)
+
+
+@pytest.mark.parametrize("stored", LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_enumeration(kind, stored):
+    for seed in range(3):
+        case = Case(kind, stored, [2, 1, 2], [4, 0, 1, 2], seed)
+        answers = case.answers()
+        check_against(case, answers)
+        path = cloned.viterbi(*case.arguments)
+        for n, answer in enumerate(answers):
+            assert path.states[n].tolist() == answer.path.tolist()
+            np.testing.assert_allclose(path.log_probability[n], answer.score, rtol=1e-10)
+        for steps in (1, 2):
+            for found, rows, answer in zip(cloned.predict_next(*case.arguments, steps=steps), case.rows, answers, strict=True):
+                if answer.log_likelihood > -np.inf:
+                    np.testing.assert_allclose(found, enumerate_next(case.initial.numpy(), case.log_matrix, rows, steps), rtol=1e-10)
+                else:
+                    assert bool(found.isnan().all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stored", LAYOUTS)
+def test_many_clones_equal_the_recursion_in_logarithms(kind, stored, dtype):
+    """Groups of every size, rows of every rest of the vector width, and more sequences than a group holds."""
+    case = Case(kind, stored, [21, 1, 33, 8, 16, 5], [40, 39, 39, 1, 25, 40, 12, 0, 7, 3, 38], 1, dtype)
+    case.log_matrix = np.log(np.maximum(case.layout.expand(case.transition).double().numpy(), 1e-300))
+    case.log_matrix[case.log_matrix < -600] = -np.inf
+    tolerance = {"rtol": 1e-10, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-7}
+    check_against(case, case.answers(log_space), **tolerance)
+    path = cloned.viterbi(*case.arguments)
+    for n, answer in enumerate(case.answers(log_space)):
+        np.testing.assert_allclose(path.log_probability[n], answer.score, rtol=1e-6)
+        if answer.score > -np.inf:
+            np.testing.assert_allclose(path_score(case.initial.numpy(), case.log_matrix, case.rows[n], path.states[n].numpy()), answer.score, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dense_routines_on_the_expanded_matrix(kind):
+    case = Case(kind, "pairs", [3, 2, 4], [30, 17, 1, 30], 2)
+    emission = dense.Steps(torch.from_numpy(np.concatenate(case.rows)))
+    full = dense.posterior(case.initial, torch.from_numpy(case.log_matrix), emission, case.sequences)
+    found = cloned.posterior(*case.arguments)
+    torch.testing.assert_close(found.log_likelihood, full.log_likelihood, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found.smoothed.values, full.smoothed.values, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(case.layout.expand(found.transition_counts), full.transition_counts, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stored", LAYOUTS)
+@pytest.mark.parametrize("smooth", [True, False])
+def test_the_twin_gives_the_same(kind, stored, smooth):
+    case = Case(kind, stored, [2, 5, 3], [12, 0, 1, 20, 7], 3)
+    weights = torch.tensor([1.0, 1.0, 0.5, 0.0, 2.0], dtype=torch.float64)
+    values, _ = cloned._data(case.evidence, case.sequences)
+    twin = cloned_portable.e_step(
+        case.layout.arrays, case.initial, case.transition, values, case.evidence, case.sequences.offsets, weights, single=False, smooth=smooth
+    )
+    rows = None if case.evidence is None else case.evidence.numpy()
+    arrays = case.initial.numpy(), case.transition.numpy(), values.numpy(), rows, case.sequences.offsets.numpy(), weights.numpy()
+    mine = cloned_cpu.e_step(case.layout.arrays, *arrays, smooth=smooth, per_step=smooth, last=True)
+    for name, one, other in zip(cloned_cpu.Results._fields, mine, twin, strict=True):
+        if one.size:
+            np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12, err_msg=name)
+    path = cloned_portable.viterbi(case.layout.arrays, case.initial, case.transition, values, case.evidence, case.sequences.offsets)
+    assert torch.equal(cloned.viterbi(*case.arguments).states.values, path[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_counts(kind):
+    """p dL/dp by finite differences of the dense likelihood of the expanded matrix, whose entries are free."""
+    case = Case(kind, "pairs", [2, 1, 2], [6, 1, 4], 4)
+    weights = torch.tensor([0.5, 2.0, -1.0], dtype=torch.float64)
+    initial, transition = case.initial.clone().requires_grad_(), case.transition.clone().requires_grad_()
+    (cloned.log_likelihood(initial, transition, *case.arguments[2:]) * weights).sum().backward()
+    log_initial, log_matrix = case.initial.clone().requires_grad_(), torch.from_numpy(case.log_matrix).requires_grad_()
+    emission = dense.Steps(torch.from_numpy(np.concatenate(case.rows)))
+    (dense.log_likelihood(log_initial, log_matrix, emission, case.sequences) * weights).sum().backward()
+    torch.testing.assert_close(initial.grad, log_initial.grad, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(transition.grad, case.layout.collect(log_matrix.grad), rtol=1e-9, atol=1e-12)
+
+
+def test_weights_count_sequences():
+    case = Case("symbols", "full", [2, 3], [9, 5, 7], 5)
+    twice = Sequences.cat([case.sequences, case.sequences[:1], case.sequences[2:]])
+    weighted = Sequences(case.sequences.values, case.sequences.offsets, torch.tensor([2.0, 1.0, 2.0]))
+    one, other = (cloned.e_step(case.initial, case.transition, case.layout, None, data) for data in (twice, weighted))
+    torch.testing.assert_close(one.transition, other.transition, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(one.initial, other.initial, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_neither_threads_nor_company_change_a_bit(kind, monkeypatch):
+    case = Case(kind, "pairs", [40, 33, 20, 47, 30], [300, 280, 300, 100, 260, 90, 300], 6)
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(cloned.posterior(*case.arguments))
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert torch.equal(results[0].log_likelihood, other.log_likelihood)
+        assert torch.equal(results[0].smoothed.values, other.smoothed.values)
+        assert torch.equal(results[0].transition_counts, other.transition_counts)
+    alone = [
+        cloned.log_likelihood(*case.arguments[:3], None if case.evidence is None else case.sequences[n : n + 1].values, case.sequences[n : n + 1])
+        for n in range(7)
+    ]
+    assert torch.equal(torch.cat(alone), results[0].log_likelihood)
+    monkeypatch.setattr(cloned_cpu, "_MESSAGE_BYTES", 200_000)  # several goes
+    few = cloned.posterior(*case.arguments)
+    assert torch.equal(few.smoothed.values, results[0].smoothed.values)
+    torch.testing.assert_close(few.transition_counts, results[0].transition_counts, rtol=1e-12, atol=1e-14)
+
+
+def test_impossible_sequences_are_named_and_the_others_count():
+    layout = Layout([1, 2, 1], [(0, 1), (1, 0), (1, 1)])
+    matrix = torch.tensor([[0, 0.5, 0.5, 0], [0.5, 0, 0.5, 0], [0, 0, 1.0, 0], [0, 0, 0, 0]], dtype=torch.float64)
+    transition, initial = layout.collect(matrix), torch.full((4,), 0.25, dtype=torch.float64).log()
+    # 0 after 0 is no stored pair; 0 1 1 1 0 is: state 2 never comes back, so it has to be 1 0 at once
+    sequences = Sequences.from_list([[0, 1, 0], [0, 1, 0, 0, 1], [1, 1, 1, 0], [2, 0]])
+    arguments = initial, transition, layout, None, sequences
+    _, plain, impossible = cloned.weighted_log_likelihood(*arguments)
+    assert plain.tolist() == [pytest.approx(np.log(0.25 * 0.5 * 0.5)), -np.inf, -np.inf, -np.inf]
+    assert impossible.tolist() == [-1, 3, 3, 1]
+    counts = cloned.e_step(*arguments).transition
+    torch.testing.assert_close(counts, cloned.e_step(initial, transition, layout, None, sequences[:1]).transition)
+    path = cloned.viterbi(*arguments)
+    assert path.states[0].tolist() == [0, 1, 0]
+    assert path.states[1].tolist() == [-1] * 5
+    assert path.log_probability.tolist()[1:] == [-np.inf] * 3
+    assert bool(cloned.predict_next(*arguments)[1:].isnan().all())
+    assert bool((cloned.posterior(*arguments).filtered[1] == 0).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_what_floats_cannot_hold_is_done_in_log_space(dtype):
+    """Twenty steps of probability 1e-30: the one way to go on is far below what the messages hold."""
+    tiny = 1e-30 if dtype == torch.float32 else 1e-250
+    layout = Layout([2, 1])
+    matrix = torch.tensor([[1 - tiny, tiny, 0], [0, 0, 1.0], [tiny, 0, 1 - tiny]], dtype=torch.float64)
+    transition, initial = layout.collect(matrix).to(dtype), torch.tensor([1.0, 0, 0], dtype=torch.float64).log()
+    sequences = Sequences.from_list([[0, 0, 1, 0, 0, 0, 1, 0], [0, 0, 0]])
+    found = cloned.posterior(initial, transition, layout, None, sequences)
+    expected = 4 * np.log(float(transition[1]))
+    np.testing.assert_allclose(found.log_likelihood, [expected, 0], rtol=1e-6)
+    assert found.smoothed[0].argmax(1).tolist() == [0, 1, 2, 0, 0, 1, 2, 0]
+    counts = layout.expand(found.transition_counts)
+    np.testing.assert_allclose(counts[0], [3, 2, 0], atol=1e-6)
+    path = cloned.viterbi(initial, transition, layout, None, sequences)
+    assert path.states[0].tolist() == [0, 1, 2, 0, 0, 1, 2, 0]
+    np.testing.assert_allclose(path.log_probability[0], expected, rtol=1e-6)
+
+
+def test_a_million_steps_in_float32():
+    case = Case("symbols", "full", [2, 2], [1], 7)
+    states = cloned.sample(case.initial, case.transition, case.layout, torch.tensor([1_000_000]), torch.Generator().manual_seed(1))
+    data = states.with_values(case.layout.symbols[states.values])
+    wide = cloned.log_likelihood(case.initial, case.transition, case.layout, None, data)
+    single = cloned.log_likelihood(case.initial, case.transition.float(), case.layout, None, data)
+    np.testing.assert_allclose(single, wide, rtol=1e-6)
+
+
+@pytest.mark.parametrize("stored", LAYOUTS)
+def test_sampled_chains_follow_the_matrix(stored):
+    case = Case("symbols", stored, [2, 1, 2], [1], 8)
+    states = cloned.sample(case.initial, case.transition, case.layout, torch.tensor([2, 0, 200_000]), torch.Generator().manual_seed(0))
+    assert states.lengths.tolist() == [2, 0, 200_000]
+    long = states[2]
+    counts = torch.zeros(5, 5, dtype=torch.float64).index_put_((long[:-1], long[1:]), torch.ones(len(long) - 1, dtype=torch.float64), accumulate=True)
+    np.testing.assert_allclose(counts / counts.sum(1, keepdim=True), case.matrix, atol=0.012)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_posterior_samples_have_the_posterior_frequencies(kind):
+    case = Case(kind, "sparse", [2, 1, 2], [5], 9)
+    many = 4000
+    data = Sequences.cat([case.sequences] * many)
+    evidence = None if case.evidence is None else data.values
+    paths = cloned.sample_posterior(case.initial, case.transition, case.layout, evidence, data, torch.Generator().manual_seed(0)).values.reshape(many, 5)
+    smoothed = cloned.posterior(*case.arguments).smoothed.values
+    frequency = torch.stack([(paths == k).double().mean(0) for k in range(5)], 1)
+    np.testing.assert_allclose(frequency, smoothed, atol=0.03)
+    adjacent = case.matrix[paths[:, :-1], paths[:, 1:]]
+    assert bool((adjacent > 0).all())
+
+
+def test_pruned_layouts_keep_what_was_said():
+    layout = Layout([2, 3], [(0, 0), (0, 1), (1, 0)])
+    keep = torch.arange(layout.num_entries) % 3 != 0
+    values = torch.arange(1.0, layout.num_entries + 1)
+    once = layout.pruned(keep)
+    expected = layout.expand(torch.where(keep, values, 0))
+    assert torch.equal(once.expand(values[keep]), expected)
+    again = once.pruned(values[keep] > 5)
+    assert torch.equal(again.expand(values[keep][values[keep] > 5]), torch.where(expected > 5, expected, 0))
+    assert once.density == int(keep.sum()) / 25
+    assert Layout(*once.tensors) == once
+
+
+def test_bad_input_is_said():
+    case = Case("symbols", "full", [2, 1], [3], 0)
+    with pytest.raises(ValueError, match="symbol 1 has none"):
+        Layout([2, 0, 1])
+    with pytest.raises(ValueError, match="Symbols must be 0 to 1"):
+        cloned.log_likelihood(*case.arguments[:4], Sequences.from_list([[0, 2]]))
+    rows = Sequences.from_list([[[0.5, 0.5], [0.9, 0.2]]])
+    with pytest.raises(ValueError, match=r"position 1 of sequence 0 sums to 1\.1"):
+        cloned.log_likelihood(*case.arguments[:3], rows.values, rows)
+    with pytest.raises(ValueError, match="no probability"):
+        cloned.log_likelihood(*case.arguments[:3], rows.values - 0.6, rows)
+    with pytest.raises(ValueError, match="one for each stored transition"):
+        cloned.log_likelihood(case.initial, case.transition[:-1], *case.arguments[2:])
+
+
+def test_the_operators_pass_torch_checks():
+    case = Case("symbols", "pairs", [2, 1, 2], [5, 3], 0)
+    weights = torch.ones(2, dtype=torch.float64)
+    for smooth, per_step in ((True, True), (True, False), (False, False)):
+        arguments = (
+            case.initial,
+            case.transition,
+            case.layout.tensors,
+            *cloned._data(None, case.sequences),
+            case.sequences.offsets,
+            weights,
+            False,
+            smooth,
+            per_step,
+        )
+        torch.library.opcheck(cloned._e_step_op, arguments, test_utils=("test_schema", "test_faketensor"))

@@ -1,0 +1,410 @@
+"""ClonedHMM: EM against the dense model, online EM, clones and pairs from data, checkpoints, ranks, uncertain evidence."""
+
+from __future__ import annotations
+
+import warnings
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+import lightning_hmm
+from lightning_hmm import ClonedHMM, Sequences, StandardHMM, fit
+from lightning_hmm.callbacks import Pruning
+from lightning_hmm.inference.cloned import Layout
+from lightning_hmm.loading import loader
+from lightning_hmm.models.cloned import allocate_clones, ngram_counts
+from lightning_hmm.optim import BaumWelch
+from tests.helpers import assert_identical_parameters, assert_same_parameters, random_symbols
+
+OPTIONS = {"num_states": 11, "num_symbols": 5, "seed": 3}
+
+
+def whole(rng: np.random.Generator, **options) -> Sequences:
+    """Without missing symbols."""
+    return random_symbols(rng, missing=0.0, **options)
+
+
+def runs() -> Sequences:
+    """a x b a x b c x d c x d: what follows x depends on what was before it, which two clones of x can hold."""
+    text = np.concatenate([[[0, 1, 2], [3, 1, 4]][k] for k in np.random.default_rng(0).integers(0, 2, 2000)])
+    return Sequences.from_lengths(text, [100] * 60)
+
+
+# EM
+
+
+@pytest.mark.parametrize("missing", [0.0, 0.1])
+def test_batch_em_equals_the_dense_model_with_fixed_emissions(rng, missing):
+    sequences = random_symbols(rng, missing=missing)
+    model = ClonedHMM(**OPTIONS, frozen=(), transition_pseudocount=0.2, pairs="all")
+    same = StandardHMM(num_states=11, num_symbols=5, frozen=["emission"], transition_pseudocount=0.2)
+    emission = torch.zeros(11, 5, dtype=torch.float64)
+    emission[torch.arange(11), model.layout.symbols] = 1
+    same.set_parameters(model.initial_probs, model.transition_probs, emission)
+    fit(model, sequences, 6, 0, batch_size=4)
+    fit(same, sequences, 6, 0)
+    torch.testing.assert_close(model.transition_probs, same.transition_probs, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(model.initial_probs, same.initial_probs, rtol=1e-9, atol=1e-12)
+
+
+def test_the_likelihood_never_falls_and_rows_sum_to_one(rng):
+    sequences, model = whole(rng), ClonedHMM(**OPTIONS)
+    model.initialise(sequences)
+    optimizer, scores = BaumWelch(model.distributions, frozen=["initial"]), []
+    for _ in range(30):
+        optimizer.zero_grad()
+        score = model.inference.log_likelihood(*model.inference_arguments(sequences)).sum()
+        score.neg().backward()
+        optimizer.step()
+        scores.append(float(score.detach()))
+    assert np.diff(scores).min() > -1e-9 * sequences.num_steps
+    assert scores[-1] > scores[0] + 50
+    rows = torch.segment_reduce(model.transition.probs.detach()[0], "sum", lengths=model.layout.row_lengths)
+    np.testing.assert_allclose(rows, 1, rtol=1e-12)
+
+
+def test_the_order_of_batches_does_not_matter_to_batch_em(rng):
+    sequences = whole(rng)
+    first = fit(ClonedHMM(**OPTIONS, restarts=2, transition_pseudocount=0.1), sequences, 5, 0)
+    second = fit(ClonedHMM(**OPTIONS, restarts=2, transition_pseudocount=0.1), sequences, 5, 0, batch_size=3, shuffle=True)
+    assert_same_parameters(first, second)
+
+
+@pytest.mark.parametrize("missing", [0.0, 0.1], ids=["one compiled pass", "batch by batch"])
+@pytest.mark.parametrize("frozen", [("initial",), ()])
+def test_many_updates_in_a_batch_equal_steps(rng, frozen, missing):
+    sequences = random_symbols(rng, missing=missing)
+    options = OPTIONS | {"discount": 0.8, "transition_pseudocount": 0.01, "initial_pseudocount": 0.1, "frozen": frozen, "restarts": 2}
+    steps = fit(ClonedHMM(**options), sequences, 3, 0, batch_size=2)
+    at_once = fit(ClonedHMM(**options, sequences_per_update=2), sequences, 3, 0)
+    assert_same_parameters(steps, at_once)
+
+
+def test_a_batch_that_runs_out_of_float_range_is_done_exactly():
+    sequences = Sequences.from_list([[0, 1, 0, 1], [0, 1, 0, 1], [1, 0, 1, 0]])
+    matrix = [[1 - 1e-210, 0, 1e-210, 0], [0, 1 - 1e-210, 0, 1e-210], [0.5, 0, 0, 0.5], [0.5, 0, 0, 0.5]]
+    models = []
+    for more in ({"sequences_per_update": 1}, {}):
+        model = ClonedHMM(clones=[2, 2], num_symbols=2, pairs="all", discount=0.9, **more).set_parameters(transition=torch.tensor(matrix, dtype=torch.float64))
+        models.append(fit(model, sequences, 2, 0, batch_size=None if more else 1))
+    assert_same_parameters(*models)
+
+
+def test_online_em_finds_what_repeats():
+    sequences = runs()
+    model = fit(ClonedHMM(num_states=10, num_symbols=5, discount=0.9, sequences_per_update=1, restarts=4), sequences, 40, 0)
+    bits = -float(model.score(sequences).sum()) / sequences.num_steps / np.log(2)
+    assert bits < 1 / 3 + 0.03  # a bit in three symbols, and the starts
+
+
+def test_a_sparsity_prior_ends_transitions(rng):
+    sequences = whole(rng)
+    plain, sparse = (fit(ClonedHMM(**OPTIONS, transition_sparsity=taken), sequences, 20, 0) for taken in (0.0, 0.3))
+    assert int((sparse.transition.probs == 0).sum()) > int((plain.transition.probs == 0).sum()) + 10
+    sums = torch.segment_reduce(sparse.transition.probs.detach()[0], "sum", lengths=sparse.layout.row_lengths)
+    np.testing.assert_allclose(sums, 1, rtol=1e-12)
+
+
+def test_the_m_step_elsewhere_is_the_same(rng, monkeypatch):
+    """On the meta level: the torch version of the M-step against the compiled one."""
+    model = ClonedHMM(**OPTIONS, restarts=2)
+    model.initialise(whole(rng))
+    counts = torch.rand(model.transition.probs.shape, dtype=torch.float64)
+    counts[:, : int(model.layout.row_lengths[0])] = 0
+    before = model.transition.probs.detach().clone()
+    kept = model.transition.maximise([counts], 0.5, sparsity=0.4)
+    compiled = model.transition.probs.detach().clone()
+    model.transition.probs.data = before
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)
+    assert int(model.transition.maximise([counts], 0.5, sparsity=0.4)) == int(kept) >= 2
+    torch.testing.assert_close(model.transition.probs.detach(), compiled, rtol=1e-12, atol=1e-15)
+
+
+def test_float32_stores_in_float32_and_comes_near(rng):
+    sequences = whole(rng)
+    wide, single = (fit(ClonedHMM(**OPTIONS, arithmetic=arithmetic), sequences, 5, 0) for arithmetic in ("float64", "float32"))
+    assert single.transition.probs.dtype == torch.float32
+    assert single.score(sequences).dtype == torch.float64
+    assert (
+        float(single.score(sequences).sum()) > float(ClonedHMM(**OPTIONS, pairs="all").score(sequences).sum()) + 20
+    )  # it learned; its start is drawn in float32
+    start = ClonedHMM(**OPTIONS, arithmetic="float32").allocate(wide.layout)
+    start.transition.probs.data.copy_(wide.transition.probs)
+    np.testing.assert_allclose(start.score(sequences), wide.score(sequences), rtol=1e-5)
+
+
+# Clones and pairs
+
+
+def test_clones_follow_the_data():
+    sequences = Sequences.from_list([[0] * 6 + [1] * 3, [1, 2, 0]])
+    assert allocate_clones(12, np.array([70, 20, 10])).tolist() == [9, 2, 1]
+    assert allocate_clones(5, np.array([1000, 1, 0])).tolist() == [3, 1, 1]
+    assert allocate_clones(3, np.array([0, 0, 0])).tolist() == [1, 1, 1]
+    assert ngram_counts(sequences, 3, 1, unique=False).tolist() == [7, 4, 1]
+    # different trigrams, shorter at the start: 0, 00, 000, 1 2 0 | 001, 011, 111, 1 | 12
+    assert ngram_counts(sequences, 3, 3, unique=True).tolist() == [4, 4, 1]
+    for allocation, expected in (("uniform", [6, 6, 6]), ("frequency", [11, 6, 1]), ("ngram", [8, 8, 2])):
+        model = ClonedHMM(num_states=18, num_symbols=3, allocation=allocation, ngram_order=3)
+        model.initialise(sequences)
+        assert model.layout.clones.tolist() == expected
+        assert model.layout.pairs.tolist() == [[0, 0], [0, 1], [1, 1], [1, 2], [2, 0]]
+    assert ClonedHMM(clones=[1, 2, 3], num_symbols=3, pairs="all").layout.clones.tolist() == [1, 2, 3]
+
+
+def test_many_ngrams_are_counted_right(rng):
+    sequences = whole(rng)
+    order = 4
+    found = {tuple(sequence[max(0, t - order + 1) : t + 1]) for sequence in sequences.tolist() for t in range(len(sequence))}
+    assert ngram_counts(sequences, 5, order, unique=True).tolist() == [sum(gram[-1] == v for gram in found) for v in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_states": 4, "num_symbols": 5}, "at least 5, a clone for each symbol, but is 4"),
+        ({"num_symbols": 5}, "`num_states` must be given"),
+        ({"num_states": 9}, "`num_symbols` must be given"),
+        ({"clones": [1, 2], "num_symbols": 3}, "a number for each of the 3 symbols, but gives 2"),
+        ({"clones": [1, 0, 2], "num_symbols": 3, "pairs": "all"}, "symbol 1 has none"),
+        ({"num_states": 9, "num_symbols": 3, "allocation": "even"}, "but is 'even'"),
+        ({"num_states": 9, "num_symbols": 3, "frozen": ["emission"]}, "but names 'emission'"),
+    ],
+)
+def test_bad_options_are_said(options, message):
+    with pytest.raises(ValueError, match=message):
+        ClonedHMM(**options)
+
+
+def test_a_model_without_clones_says_so(rng):
+    model = ClonedHMM(**OPTIONS)
+    with pytest.raises(RuntimeError, match="no clones yet"):
+        model.score(whole(rng))
+    trainer = Trainer(max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    with pytest.raises(MisconfigurationException, match=r"model\.initialise"):
+        trainer.fit(model, loader(whole(rng)))
+
+
+def test_an_unseen_pair_has_probability_zero_and_a_reason():
+    model = ClonedHMM(num_states=4, num_symbols=2, symbol_names=["a", "b"])
+    fit(model, ["abababab"], 3)
+    with pytest.warns(UserWarning, match=r"step 2 .*Symbol 'b' never followed 'b' in training.*pseudocount"):
+        assert model.score(["abba"]).tolist() == [-np.inf]
+    smoothed = fit(ClonedHMM(num_states=4, num_symbols=2, symbol_names=["a", "b"], pairs="all", transition_pseudocount=0.01), ["abababab"], 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert np.isfinite(float(smoothed.score(["abba"])))
+
+
+# Questions
+
+
+def test_uncertain_evidence_is_a_mixture_of_strings(rng):
+    model = ClonedHMM(**OPTIONS, pairs="all")
+    rows = np.zeros((4, 5))
+    rows[0, 2], rows[1, [0, 3]], rows[2] = 1, (0.25, 0.75), np.nan
+    rows[3, 1] = 1
+    uncertain = Sequences.from_list([rows])
+    strings = Sequences.from_list([[2, 0, -1, 1], [2, 3, -1, 1]])
+    expected = torch.logsumexp(model.score(strings) + torch.tensor([0.25, 0.75]).double().log(), 0)
+    np.testing.assert_allclose(model.score(uncertain), [float(expected)], rtol=1e-12)
+    shares = torch.softmax(model.score(strings) + torch.tensor([0.25, 0.75]).double().log(), 0)
+    mixture = (model.predict_next(strings) * shares[:, None]).sum(0)
+    np.testing.assert_allclose(model.predict_next(uncertain)[0], mixture, rtol=1e-10)
+    symbols = model.layout.symbols[model.decode(uncertain).values]
+    assert symbols[0] == 2
+    assert symbols[1] in (0, 3)
+    assert symbols[3] == 1
+    with pytest.raises(ValueError, match="sums to 2 instead"):
+        model.score(Sequences.from_list([rows[:1] * 2]))
+
+
+def test_samples_are_of_the_clones_symbols_and_predictions_sum_to_one(rng):
+    model = ClonedHMM(**OPTIONS, pairs="all")
+    observed, states = model.sample(3, 50, seed=1, return_states=True)
+    assert torch.equal(model.layout.symbols[states.values], observed.values)
+    assert torch.equal(model.layout.symbols[model.decode(observed).values], observed.values)
+    np.testing.assert_allclose(model.predict_next(observed, steps=2).sum(1), 1, rtol=1e-12)
+    assert model.num_free_parameters == 11 - 1 + 11 * 11 - 11
+    assert model.posterior(observed).smoothed[0].shape == (50, 11)
+
+
+def test_large_models_have_no_matrix():
+    model = ClonedHMM(num_states=5000, num_symbols=2)
+    model.allocate(Layout([4999, 1], [(0, 1), (1, 0)]))
+    with pytest.raises(AttributeError, match="up to 4096 states"):
+        _ = model.transition_probs
+    assert model.transition.probs.shape == (1, 2 * 4999)
+
+
+# Checkpoints
+
+
+@pytest.mark.parametrize(
+    ("options", "how"),
+    [({"allocation": "ngram"}, {}), ({"discount": 0.8}, {"batch_size": 3}), ({"discount": 0.8, "sequences_per_update": 2}, {"batch_size": 6})],
+    ids=["batch EM", "online EM", "many updates"],
+)
+def test_resuming_is_as_if_nothing_had_happened(rng, tmp_path, options, how):
+    sequences = whole(rng)
+    options = OPTIONS | options | {"transition_pseudocount": 1e-3}
+    straight = fit(ClonedHMM(**options), sequences, 6, 0, **how)
+    for epochs, path in ((3, None), (6, str(tmp_path / "last.ckpt"))):
+        saving = {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(tmp_path, save_last=True)], "ckpt_path": path}
+        resumed = fit(ClonedHMM(**options), sequences, epochs, 0, **saving, **how)
+    assert_identical_parameters(straight, resumed)
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["optimizer_states"][0]["state"]
+    assert bool(saved) == ("discount" in options)  # the count buffer
+
+
+def test_saving_and_loading_keeps_layout_and_answers(rng, tmp_path):
+    sequences = whole(rng)
+    model = ClonedHMM(**OPTIONS, allocation="frequency")
+    fit(model, sequences, 3, 0, callbacks=[ModelCheckpoint(tmp_path, filename="model")], enable_checkpointing=True)
+    loaded = lightning_hmm.load(tmp_path / "model.ckpt")
+    assert loaded.layout == model.layout
+    assert torch.equal(loaded.score(sequences), model.score(sequences))
+    assert torch.equal(loaded.decode(sequences).values, model.decode(sequences).values)
+
+
+# Ranks
+
+
+@pytest.mark.parametrize(
+    ("options", "how"),
+    [({}, {"batch_size": 4, "callbacks": True}), ({"discount": 0.8, "sequences_per_update": 3, "transition_pseudocount": 0.05}, {"batch_size": 8})],
+    ids=["batch EM, pruned", "online EM"],
+)
+def test_two_ranks_equal_one(rng, options, how):
+    sequences, epochs = whole(rng), 20 if "callbacks" in how else 3
+    strategy = DDPStrategy(start_method="spawn", timeout=timedelta(seconds=60), process_group_backend="gloo")
+    models = []
+    for ranks in ({}, {"strategy": strategy, "devices": 2, "accelerator": "cpu"}):
+        more = how | {"callbacks": [Pruning(1e-3, 0.95)]} if "callbacks" in how else how
+        models.append(fit(ClonedHMM(**OPTIONS, **options), sequences, epochs, 0, **more, **ranks))
+    assert models[0].layout == models[1].layout
+    assert models[0].layout.is_sparse == ("callbacks" in how)
+    assert_same_parameters(*models, rtol=1e-8, atol=1e-10)
+
+
+# Online EM first, batch EM then
+
+
+PHASES = {"discount": 0.8, "sequences_per_update": 2, "online_epochs": 2, "transition_pseudocount": 1e-3}
+
+
+def test_batch_em_goes_on_where_online_em_ended(rng):
+    sequences = whole(rng)
+    both = fit(ClonedHMM(**OPTIONS, **PHASES), sequences, 5, 0, batch_size=6)
+    online = fit(ClonedHMM(**OPTIONS, **PHASES), sequences, 2, 0, batch_size=6)
+    batch = ClonedHMM(**OPTIONS, transition_pseudocount=1e-3).allocate(online.layout)
+    batch.transition.probs.data.copy_(online.transition.probs)
+    assert_same_parameters(both, fit(batch, sequences, 3, 0))
+    by_batch = {**PHASES, "sequences_per_update": None}
+    steps = fit(ClonedHMM(**OPTIONS, **by_batch), sequences, 5, 0, batch_size=2)
+    assert_same_parameters(both, steps)
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3])
+def test_resuming_in_either_phase(rng, tmp_path, stop):
+    sequences = whole(rng)
+    straight = fit(ClonedHMM(**OPTIONS, **PHASES), sequences, 5, 0, batch_size=6)
+    for epochs, path in ((stop, None), (5, str(tmp_path / "last.ckpt"))):
+        saving = {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(tmp_path, save_last=True)], "ckpt_path": path}
+        resumed = fit(ClonedHMM(**OPTIONS, **PHASES), sequences, epochs, 0, batch_size=6, **saving)
+    assert_identical_parameters(straight, resumed)
+
+
+# Pruning
+
+
+def test_a_pruned_model_says_nearly_the_same(rng):
+    sequences = whole(rng)
+    model = fit(ClonedHMM(**OPTIONS), sequences, 40, 0)
+    before, entries = model.score(sequences), model.layout.num_entries
+    matrix = model.transition_probs
+    model.prune(1e-6)
+    assert model.layout.is_sparse
+    assert model.layout.num_entries < entries
+    assert float(model.transition_probs[matrix < 1e-6].max()) == 0
+    torch.testing.assert_close(model.score(sequences), before, rtol=1e-3, atol=1e-3)
+    sums = torch.segment_reduce(model.transition.probs.detach()[0], "sum", lengths=model.layout.row_lengths)
+    np.testing.assert_allclose(sums, 1, rtol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{}, {"discount": 0.8, "sequences_per_update": 2, "transition_pseudocount": 1e-6}], ids=["batch EM", "online EM"])
+def test_pruning_in_training_goes_on_and_resumes(tmp_path, options):
+    sequences = runs()
+
+    def train(epochs: int, path: str | None) -> ClonedHMM:
+        callbacks = [Pruning(1e-3, 0.95, every_n_epochs=5), ModelCheckpoint(tmp_path, save_last=True)]
+        saving = {"enable_checkpointing": True, "callbacks": callbacks, "ckpt_path": path}
+        return fit(ClonedHMM(num_states=10, num_symbols=5, **options, restarts=2), sequences, epochs, 0, **saving)
+
+    straight = train(24, None)
+    assert straight.layout.is_sparse
+    half = train(12, None)
+    assert half.layout.num_entries >= straight.layout.num_entries
+    resumed = train(24, str(tmp_path / "last.ckpt"))
+    assert_identical_parameters(straight, resumed)
+    assert resumed.layout == straight.layout
+    assert lightning_hmm.load(tmp_path / "last.ckpt").layout == straight.layout
+
+
+def test_pruning_leaves_alone_what_it_would_make_impossible():
+    """The second symbol needs a transition of probability 0.1."""
+    model = ClonedHMM(clones=[1, 1], num_symbols=2, pairs="all", frozen=("initial", "transition"))
+    model.set_parameters(transition=torch.tensor([[0.9, 0.1], [0.9, 0.1]], dtype=torch.float64))
+    with pytest.warns(UserWarning, match="some training data would be impossible"):
+        fit(model, [[0, 0, 1]], 1, callbacks=[Pruning(0.2, 0.9)])
+    assert not model.layout.is_sparse
+
+
+def test_pruning_is_for_cloned_models():
+    with pytest.raises(TypeError, match="is a StandardHMM instead"):
+        fit(StandardHMM(2, 3), [[0, 1, 2]], 1, callbacks=[Pruning()])
+    with pytest.raises(ValueError, match="`threshold` must be above 0"):
+        Pruning(0.0)
+
+
+# Smoothing
+
+
+def test_backing_off_is_the_formula_and_leaves_nothing_impossible(rng):
+    sequences = whole(rng)
+    model = fit(ClonedHMM(num_states=7, num_symbols=3, seed=1), Sequences.from_list([[0, 1, 0, 1, 2, 0, 1] * 4]), 3)
+    train, c = Sequences.from_list([[0, 1, 0, 1, 2, 0, 1] * 4]), 0.5
+    smoothed = model.backed_off(train, c)
+    n = model.layout.expand(model.inference.e_step(*model.inference_arguments(train)).transition)
+    old = [k for k in range(10) if k not in (3, 6, 9)]  # clones 3, 2, 2: each symbol's last is the new one
+    matrix = smoothed.transition_probs
+    np.testing.assert_allclose(matrix.sum(1), 1, rtol=1e-12)
+    np.testing.assert_allclose(matrix[np.ix_(old, old)], n / (n.sum(1, keepdim=True) + c), rtol=1e-10, atol=1e-14)
+    symbols = model.layout.symbols
+    blocks = torch.zeros(3, 7, dtype=torch.float64).index_add_(0, symbols, n)
+    np.testing.assert_allclose(matrix[[3, 6, 9]][:, old], blocks / (blocks.sum(1, keepdim=True) + c), rtol=1e-10, atol=1e-14)
+    pairs = torch.zeros(3, 3, dtype=torch.float64).index_add_(1, symbols, blocks)
+    base = torch.bincount(train.values).double() + c / 3
+    lower = (pairs + c * base / base.sum()) / (pairs.sum(1, keepdim=True) + c)
+    np.testing.assert_allclose(matrix[np.ix_(old, [3, 6, 9])], c * lower[symbols] / (n.sum(1, keepdim=True) + c), rtol=1e-10)
+    assert bool(torch.isfinite(smoothed.score(Sequences.from_list([[2, 2, 1, 1, 0, 2]]))).all())
+    np.testing.assert_allclose(smoothed.predict_next(train).sum(1), 1, rtol=1e-12)
+    assert bool(torch.isfinite(fit(ClonedHMM(**OPTIONS), sequences, 5).backed_off(sequences).score(sequences)).all())
+    with pytest.raises(ValueError, match="`strength` must be positive"):
+        model.backed_off(train, 0)
+
+
+def test_backing_off_helps_on_data_that_were_not_seen():
+    rng = np.random.default_rng(1)
+    truth = ClonedHMM(num_states=12, num_symbols=4, pairs="all", seed=5)
+    truth.transition.probs.data.copy_(truth.transition.probs**6)
+    truth.transition.maximise([truth.transition.probs.detach()])
+    train, test = (truth.sample(4, 300, seed=int(seed)) for seed in rng.integers(0, 1000, 2))
+    model = fit(ClonedHMM(num_states=40, num_symbols=4, pairs="all"), train, 60, 0)
+    assert float(model.backed_off(train, 1.0).score(test).sum()) > float(model.score(test).sum()) + 50
