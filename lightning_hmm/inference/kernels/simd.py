@@ -125,17 +125,20 @@ class _Emitter:
         """A vector of the given lanes of both, those of `right` numbered after those of `left`."""
         return self.builder.shuffle_vector(left, right, ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes))
 
+    def sum_vector(self, vector: ir.Value) -> ir.Value:
+        """The sum of its lanes, as a scalar."""
+        name = f"llvm.vector.reduce.fadd.v{self.lanes}f{8 * self.size}"
+        reduce = cgutils.get_or_insert_function(self.builder.module, ir.FunctionType(self.scalar, [self.scalar, self.vector]), name)
+        return self.builder.call(reduce, [ir.Constant(self.scalar, 0.0), vector], fastmath=("reassoc",))
+
     def sum_lanes(self, rows: list[ir.Value]) -> ir.Value:
         """The sums of one or four vectors, as a vector of so many lanes.
 
         Four are added by a tree that interleaves them: a quarter of the additions, and no vector waits for another.
         """
         if len(rows) == 1:
-            name = f"llvm.vector.reduce.fadd.v{self.lanes}f{8 * self.size}"
-            kind = ir.FunctionType(self.scalar, [self.scalar, self.vector])
-            reduce = cgutils.get_or_insert_function(self.builder.module, kind, name)
-            total = self.builder.call(reduce, [ir.Constant(self.scalar, 0.0), rows[0]], fastmath=("reassoc",))
-            return self.builder.insert_element(ir.Constant(ir.VectorType(self.scalar, 1), ir.Undefined), total, ir.Constant(ir.IntType(32), 0))
+            single = ir.Constant(ir.VectorType(self.scalar, 1), ir.Undefined)
+            return self.builder.insert_element(single, self.sum_vector(rows[0]), ir.Constant(ir.IntType(32), 0))
         block = 1
         while len(rows) > 1:  # a row has one lane of each block; shuffles inside 16 bytes are the cheap ones
             group = max(2 * block, 16 // self.size)
@@ -181,7 +184,7 @@ def _make_row_operation(num_arrays: int, num_scalars: int, body, *, sums: bool):
                 return [builder.fadd(totals[0], summand)] if sums else []
 
             totals = emit.loop(length, [emit.constant(0.0)] if sums else [], body_at)
-            return builder.extract_element(emit.sum_lanes(totals), ir.Constant(ir.IntType(32), 0)) if sums else context.get_dummy_value()
+            return emit.sum_vector(totals[0]) if sums else context.get_dummy_value()
 
         return signature, codegen
 
@@ -600,7 +603,7 @@ def make_dots(rows: int, depth: int):
             totals = _over_vectors(emit, length, [emit.constant(0.0)] * (rows * depth), body)
             for n, total in enumerate(totals):
                 place = builder.inttoptr(emit.address(out, emit.word(n)), emit.scalar.as_pointer())
-                builder.store(emit.sum_lanes(total), place, align=emit.size)
+                builder.store(emit.sum_vector(total), place, align=emit.size)
             return context.get_dummy_value()
 
         return signature, codegen
