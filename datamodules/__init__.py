@@ -4,8 +4,18 @@ from datamodules.accelerometer import AccelerometerDataModule
 from datamodules.base import SequenceDataModule
 from datamodules.files import FileDataModule
 from datamodules.gps import GPSDataModule
+from datamodules.guitar import GuitarDataModule
 from datamodules.pos import POSDataModule
 from datamodules.protein import ProteinDataModule
 from datamodules.synthetic import SyntheticDataModule
 
-__all__ = ["AccelerometerDataModule", "FileDataModule", "GPSDataModule", "POSDataModule", "ProteinDataModule", "SequenceDataModule", "SyntheticDataModule"]
+__all__ = [
+    "AccelerometerDataModule",
+    "FileDataModule",
+    "GPSDataModule",
+    "GuitarDataModule",
+    "POSDataModule",
+    "ProteinDataModule",
+    "SequenceDataModule",
+    "SyntheticDataModule",
+]
