@@ -5,6 +5,7 @@ from datamodules.base import SequenceDataModule
 from datamodules.files import FileDataModule
 from datamodules.gps import GPSDataModule
 from datamodules.guitar import GuitarDataModule
+from datamodules.moving import MovingTargetDataModule
 from datamodules.pos import POSDataModule
 from datamodules.protein import ProteinDataModule
 from datamodules.synthetic import SyntheticDataModule
@@ -14,6 +15,7 @@ __all__ = [
     "FileDataModule",
     "GPSDataModule",
     "GuitarDataModule",
+    "MovingTargetDataModule",
     "POSDataModule",
     "ProteinDataModule",
     "SequenceDataModule",

@@ -283,9 +283,9 @@ def strum(chord: str, recordings: int, sample_rate: int, draw: torch.Generator) 
     longest = int(samples.max())
     mix = torch.zeros(recordings, longest)
     gaps, upwards = (uniform(0.2, 1.0, recordings) * STRUM * sample_rate).long(), uniform(0, 1, recordings) < 0.3
-    brightness, decay = uniform(0.3, 1.0, recordings), uniform(0.990, 0.998, recordings)
+    softness, decay = uniform(0.8, 1.6, recordings), uniform(0.990, 0.998, recordings)
     for string, note in enumerate(GRIPS[chord]):
-        sound = pluck(A4 * 2 ** ((note - A4_NOTE) / 12), longest, sample_rate, brightness, decay, draw) * uniform(0.4, 1.0, recordings, 1)
+        sound = pluck(A4 * 2 ** ((note - A4_NOTE) / 12), longest, sample_rate, softness, decay, draw) * uniform(0.4, 1.0, recordings, 1)
         place = torch.where(upwards, len(GRIPS[chord]) - 1 - string, string)
         for recording, delay in enumerate((gaps * place).tolist()):
             mix[recording, delay:] += sound[recording, : longest - delay]
@@ -294,17 +294,17 @@ def strum(chord: str, recordings: int, sample_rate: int, draw: torch.Generator) 
     return [signal[:length] for signal, length in zip(mix, samples.tolist(), strict=True)]
 
 
-def pluck(frequency: float, samples: int, sample_rate: int, brightness: Tensor, decay: Tensor, draw: torch.Generator) -> Tensor:
+def pluck(frequency: float, samples: int, sample_rate: int, softness: Tensor, decay: Tensor, draw: torch.Generator) -> Tensor:
     """(recordings, samples) of a string (Karplus and Strong, 1983): a burst of noise that goes around a delay line and loses its high tones.
 
-    `brightness` (recordings,) is how much of the burst is not smoothed, `decay` (recordings,) what is left after each round. A round of a
-    delay of P samples and the mean of two neighbours takes P + 1/2.
+    Overtone n of the burst is as strong as n to the power of minus `softness` (recordings,), as a plucking finger is softer than a step;
+    `decay` (recordings,) is what is left after each round. A round of a delay of P samples and the mean of two neighbours takes P + 1/2.
     """
     period = max(2, round(sample_rate / frequency - 0.5))
-    burst = 2 * torch.rand(len(decay), period, generator=draw) - 1
-    smooth = (burst + burst.roll(1, 1) + burst.roll(2, 1)) / 3
-    block = smooth + brightness.unsqueeze(1) * (burst - smooth)
-    block = block - block.mean(1, keepdim=True)
+    overtones = torch.arange(1, period // 2 + 1)
+    phases = 2 * math.pi * torch.rand(len(decay), len(overtones), generator=draw)
+    spectrum = torch.polar(overtones ** -softness.unsqueeze(1), phases)
+    block = torch.fft.irfft(torch.nn.functional.pad(spectrum, (1, 0)), period) * period / 4  # no constant part
     before = block.new_zeros(len(decay), 1)  # the last sample of the block before
     blocks = [block]
     for _ in range(samples // period):

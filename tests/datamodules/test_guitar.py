@@ -79,7 +79,7 @@ class TestAnalysis:
     @pytest.mark.parametrize("note", [40, 52, 59, 67])
     def test_a_plucked_string_has_its_pitch_and_fades(self, note):
         frequency = 440.0 * 2 ** ((note - 69) / 12)
-        sound = pluck(frequency, 40_000, 44_100, torch.ones(1), torch.full((1,), 0.996), generator(0, "test"))[0].double()
+        sound = pluck(frequency, 40_000, 44_100, torch.ones(1), torch.full((1,), 0.99), generator(0, "test"))[0].double()
         spectrum = torch.fft.rfft(sound * torch.hann_window(40_000, dtype=torch.float64), 2**18).abs()
         around = slice(int(0.94 * frequency * 2**18 / 44_100), int(1.06 * frequency * 2**18 / 44_100))
         peak = (spectrum[around].argmax().item() + around.start) * 44_100 / 2**18
@@ -97,7 +97,7 @@ class TestAnalysis:
     def test_the_tones_of_a_strummed_chord_are_heard(self):
         for chord, notes in GRIPS.items():
             profile = HEARD.profiles(strum(chord, 1, 44_100, generator(0, chord))[0]).mean(0)
-            assert float(profile[sorted({note % 12 for note in notes})].sum()) > 0.6, chord  # others have it from the overtones; chance is 0.25
+            assert float(profile[sorted({note % 12 for note in notes})].sum()) > 0.65, chord  # chance is 0.25
 
 
 class TestFiles:
