@@ -184,6 +184,19 @@ class TestFilter:
         paths = particle.genealogy(found)
         torch.testing.assert_close(paths.states, paths.states[-1:].expand_as(paths.states), rtol=0, atol=1e-4)
 
+    def test_what_a_model_says_past_the_end_does_not_count(self, rng):
+        sequences = draw_sequences(rng, [9, 4])
+
+        class Babbling(Linear):
+            def log_evidence(self, t, states):
+                logs = super().log_evidence(t, states)
+                return torch.where((t < sequences.lengths).unsqueeze(1), logs, 100 * states[..., 0] if t % 2 else torch.nan)
+
+        plain, babbling = (run(kind(sequences), sequences.lengths, 50, 0, look=True) for kind in (Linear, Babbling))
+        for first, second in ((plain.states, babbling.states), (plain.log_weights, babbling.log_weights), (plain.log_evidence, babbling.log_evidence)):
+            assert torch.equal(first, second)
+        assert bool((plain.log_evidence[4:, 1] == 0).all())
+
     def test_same_generator_same_particles(self, rng):
         sequences = draw_sequences(rng, [5, 8])
         first, again, other = (run(Linear(sequences), sequences.lengths, 30, seed) for seed in (0, 0, 1))
