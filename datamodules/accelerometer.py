@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import bisect
-import contextlib
 import json
 import math
-from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,21 +11,16 @@ from typing import Any, NamedTuple
 import datasets
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.csv
-import pyarrow.parquet
 import torch
 
 from datamodules.base import PARTS, as_dataset, as_table
-from datamodules.paths import cache_name, ending, find_files, some
+from datamodules.paths import cache_name, find_files, some
 from datamodules.scaling import ScaledDataModule
+from datamodules.series import ENDINGS, SECOND, as_numbers, as_times, read_table, resample
 from lightning_hmm.loading import generator
 from lightning_hmm.sequences import Sequences
 
-ENDINGS = (".csv", ".tsv", ".txt", ".parquet")
 CACHE_VERSION = 1  # raise it whenever the same file and options are read differently
-SECOND = 1_000_000  # times are whole microseconds
-MOST_EMPTY = 100  # steps for each row of a file, above which a wrong `step` or a stray time is more likely than a true gap
 
 # A drawn day: between which hours a person goes, with which chance in each minute, from one activity to the other.
 ACTIVITIES = ["sleep", "sitting", "walking", "running"]
@@ -184,74 +176,28 @@ class _Reader(NamedTuple):
         if self.step is None and not len(intervals):
             raise ValueError(f"`step` must be given where there is one row only, as in {files[0]}.")
         step = int(np.median(intervals)) if self.step is None else max(1, round(self.step * SECOND))
-        sampled = [self._resample(times, values, step, file) for file, (times, values, _) in zip(files, recordings, strict=True)]
-        sequences = Sequences.from_lengths(np.concatenate([values for values, _ in sampled]), np.concatenate([lengths for _, lengths in sampled]))
-        metadata = {"step": json.dumps(step / SECOND), "columns": json.dumps(names), "segments": json.dumps([len(lengths) for _, lengths in sampled])}
+        sampled = [resample(times, values, step, self.max_gap, str(file)) for file, (times, values, _) in zip(files, recordings, strict=True)]
+        sequences = Sequences.from_lengths(np.concatenate([values for values, _, _ in sampled]), np.concatenate([lengths for _, lengths, _ in sampled]))
+        metadata = {"step": json.dumps(step / SECOND), "columns": json.dumps(names), "segments": json.dumps([len(lengths) for _, lengths, _ in sampled])}
         return as_table(sequences).replace_schema_metadata(metadata)
-
-    def _resample(self, times: np.ndarray, values: np.ndarray, step: int, path: Path) -> tuple[np.ndarray, np.ndarray]:
-        """(rows,), (rows, features) -> (steps, features) means of the rows in each step, and the steps of each stretch.
-
-        A row belongs to the step that it falls into, but clocks are not exact: half of the usual distance of rows may be lacking.
-        """
-        gaps = np.diff(times)
-        slack = min(int(np.median(gaps)), step) // 2 if len(gaps) else 0
-        fresh = np.concatenate([[True], gaps > self.max_gap * SECOND]) if self.max_gap is not None else np.arange(len(times)) == 0
-        origins = times[fresh][np.cumsum(fresh) - 1]
-        steps = (times - origins + slack) // step  # counted from the start of its stretch
-        lengths = steps[np.append(np.flatnonzero(fresh)[1:], len(times)) - 1] + 1
-        total = int(lengths.sum())
-        if total > MOST_EMPTY * len(times):
-            where = int(np.argmax(gaps))
-            raise ValueError(
-                f"Rows must not be much fewer than steps, but {path} has {len(times)} rows in {total} steps of {step / SECOND:g} s: "
-                f"{gaps[where] / SECOND:g} s pass after row {where + 1}. Set `max_gap` to begin a new sequence there, or a longer `step`."
-            )
-        steps += (np.cumsum(lengths) - lengths)[np.cumsum(fresh) - 1]
-        means = np.full((total, values.shape[1]), np.nan)
-        for feature, column in enumerate(values.T):
-            there = ~np.isnan(column)
-            counts = np.bincount(steps[there], minlength=total)
-            sums = np.bincount(steps[there], weights=column[there], minlength=total)
-            np.divide(sums, counts, out=means[:, feature], where=counts > 0)
-        return means, lengths
 
     # One file
 
     def _read_file(self, path: Path) -> tuple[np.ndarray, np.ndarray, list[str]]:
         """(rows,) times in microseconds, (rows, features) values, NaN where missing, and the names of the columns."""
-        try:
-            table = self._parquet(path) if ending(path) == ".parquet" else self._csv(path)
-        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} must be a table in CSV or Parquet, but cannot be read as one: {error}") from None
+        table = read_table(path, lambda names: self._choose(names, path), self.delimiter, self.skip_rows)
         time, *columns = table.column_names
-        if not len(table):
-            raise ValueError(f"{path} must not be empty, but has no rows with data.")
 
         def place(row: int) -> str:
             return f"row {row + 1} of {path}"
 
-        times = self._times(table[time].combine_chunks(), time, place)
+        times = as_times(table[time].combine_chunks(), time, place, self.time_format)
         if (wrong := np.flatnonzero(np.diff(times) <= 0)).size:
             row = int(wrong[0]) + 1
             which = "has the same time as" if times[row] == times[row - 1] else "is earlier than"
             raise ValueError(f"Times must rise, but {place(row)} {which} the row before it: {table[time][row].as_py()}. Sort the file, each time once.")
-        values = np.stack([_numbers(table[name].combine_chunks(), name, place) for name in columns], axis=1)
+        values = np.stack([as_numbers(table[name].combine_chunks(), name, place) for name in columns], axis=1)
         return times, values, columns
-
-    def _csv(self, path: Path) -> pa.Table:
-        with pa.input_stream(str(path)) as stream:  # undoes gzip by the ending of the name
-            data = stream.read_buffer()
-        if data.size == 0:
-            raise ValueError(f"{path} must not be empty, but is.")
-        parse = pa.csv.ParseOptions(delimiter=self.delimiter or ("\t" if ending(path) == ".tsv" else ","))
-        lines = pa.csv.ReadOptions(skip_rows=self.skip_rows)
-        chosen = self._choose(pa.csv.open_csv(pa.BufferReader(data), read_options=lines, parse_options=parse).schema.names, path)
-        convert = pa.csv.ConvertOptions(include_columns=chosen, column_types=dict.fromkeys(chosen, pa.large_string()), strings_can_be_null=True)
-        return pa.csv.read_csv(pa.BufferReader(data), read_options=lines, parse_options=parse, convert_options=convert)
-
-    def _parquet(self, path: Path) -> pa.Table:
-        return pa.parquet.read_table(path, columns=self._choose(pa.parquet.read_schema(path).names, path))
 
     def _choose(self, names: list[str], path: Path) -> list[str]:
         """The column of times, and those of values."""
@@ -265,59 +211,6 @@ class _Reader(NamedTuple):
         if time in columns:
             raise ValueError(f"`columns` must be others than `time_column`, but {time!r} is both.")
         return [time, *columns]
-
-    def _times(self, column: pa.Array, name: str, place: Callable[[int], str]) -> np.ndarray:
-        """(rows,) microseconds since any moment."""
-        if column.null_count:
-            raise ValueError(f"Each row must have a time, but column {name!r} in {place(int(np.argmax(column.is_null())))} is empty.")
-        times = self._parse(column)
-        if times is not None:
-            return times
-        row = bisect.bisect_left(range(len(column)), True, key=lambda last: self._parse(column[: last + 1]) is None)
-        wanted = "dates as 2015-03-04 00:01:00, or seconds" if self.time_format is None else f"dates as {self.time_format}"
-        raise ValueError(
-            f"Times must be {wanted}, but column {name!r} in {place(row)} has {column[row].as_py()!r} instead. Set `time_column` or `time_format`."
-        )
-
-    def _parse(self, column: pa.Array) -> np.ndarray | None:
-        """The same, or ``None`` if one of them is no time."""
-        with contextlib.suppress(pa.ArrowException):
-            if pa.types.is_temporal(column.type):
-                return _microseconds(column.cast(pa.timestamp("us", getattr(column.type, "tz", None)), safe=False))
-            if self.time_format is not None:
-                return _microseconds(pc.strptime(column, self.time_format, "us"))
-            with contextlib.suppress(pa.ArrowException):  # then they are no numbers, but may be dates
-                seconds = column.cast(pa.float64()).to_numpy()
-                return np.round(seconds * SECOND).astype(np.int64) if np.isfinite(seconds).all() else None
-            zoned = bool(pc.any(pc.match_substring_regex(column, r"(Z|[+-]\d\d:?\d\d)$")).as_py())
-            return _microseconds(column.cast(pa.timestamp("us", "UTC" if zoned else None)))
-        return None
-
-
-def _microseconds(dates: pa.Array) -> np.ndarray:
-    microseconds: np.ndarray = dates.cast(pa.int64()).to_numpy()
-    return microseconds
-
-
-def _numbers(column: pa.Array, name: str, place: Callable[[int], str]) -> np.ndarray:
-    """(rows,) float64, NaN where missing."""
-    if pa.types.is_large_string(column.type):
-        column = pc.utf8_trim_whitespace(column)
-
-    def converted(cells: pa.Array) -> np.ndarray | None:
-        try:
-            numbers: np.ndarray = cells.cast(pa.float64()).fill_null(float("nan")).to_numpy()
-        except pa.ArrowException:
-            return None
-        return numbers
-
-    numbers = converted(column)
-    if numbers is None:
-        row = bisect.bisect_left(range(len(column)), True, key=lambda last: converted(column[: last + 1]) is None)
-        raise ValueError(f"Values must be numbers, but column {name!r} in {place(row)} has {column[row].as_py()!r} instead. Set `columns` to those of numbers.")
-    if (infinite := np.flatnonzero(np.isinf(numbers))).size:
-        raise ValueError(f"Values must be finite, but column {name!r} in {place(int(infinite[0]))} has {numbers[infinite[0]]} instead.")
-    return numbers
 
 
 def draw_days(days: int, seed: int) -> pa.Table:

@@ -280,6 +280,21 @@ class Sequences:
         """The same sequences with something else at each step: states, posteriors."""
         return Sequences(values, self.offsets, self.weights)
 
+    def padded(self) -> Tensor:
+        """(N, longest, features) with NaN, or (N, longest) with -1, past the ends: for loops over time that take all sequences at once."""
+        shape = (len(self), int(self.lengths.max()) if len(self) else 0, *self.values.shape[1:])
+        padded = self.values.new_full(shape, MISSING if self.is_discrete else torch.nan)
+        padded[self._inside()] = self.values
+        return padded
+
+    def packed(self, padded: Tensor) -> Tensor:
+        """(N, longest, ...) -> (steps, ...): the way back from `padded`, for anything with these lengths."""
+        return padded[self._inside()]
+
+    def _inside(self) -> Tensor:
+        lengths = self.lengths.to(self.device)
+        return torch.arange(int(self.lengths.max()) if len(self) else 0, device=self.device) < lengths.unsqueeze(1)
+
     def __getitem__(self, index: Any) -> Any:
         """One sequence as a tensor for a number; a batch for a slice, a list of numbers, a tensor or a mask."""
         if isinstance(index, Tensor | np.ndarray) and index.ndim == 0:

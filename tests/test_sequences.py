@@ -451,3 +451,15 @@ class TestCheck:
             Sequences.from_list([[0]]).check(None, 2)
         with pytest.raises(ValueError, match="must have 3 features, but has 2"):
             vectors().check(None, 3)
+
+
+def test_padded_and_back():
+    vectors = Sequences.from_list([[[1.0, 2.0], [3.0, 4.0]], np.zeros((0, 2)), [[5.0, 6.0]]])
+    padded = vectors.padded()
+    nothing = [float("nan")] * 2
+    expected = [[[1.0, 2.0], [3.0, 4.0]], [nothing, nothing], [[5.0, 6.0], nothing]]
+    torch.testing.assert_close(padded, torch.tensor(expected, dtype=torch.float64), equal_nan=True)
+    assert torch.equal(vectors.packed(padded), vectors.values)
+    assert torch.equal(vectors.packed(padded[..., :1].unsqueeze(3))[:, 0, 0], vectors.values[:, 0])
+    assert Sequences.from_list([[3, 4], [5]]).padded().tolist() == [[3, 4], [5, -1]]
+    assert Sequences.from_lengths(np.zeros((0, 2)), []).padded().shape == (0, 0, 2)
