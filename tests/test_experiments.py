@@ -16,7 +16,7 @@ EXPERIMENTS = [
     ["dense.sequences", "synthetic"],
     ["dense.sequences", "pos"],
     ["dmc.speed"],
-    ["dmc.learning_curves", "--data", "friendly", "accelerometer"],
+    ["dmc.learning_curves", "--data", "accelerometer"],
     ["dmc.tradeoff", "--data", "anti"],
 ]
 

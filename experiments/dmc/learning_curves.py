@@ -50,7 +50,7 @@ def figure(records: Records, epochs: int, args: argparse.Namespace) -> Figure:
         if true is not None:
             axes.axhline(true / points, color="#8C8C8C", linewidth=0.8, linestyle=":", label="the model of the data")
         # The first iterations lie far below what matters.
-        top, low = max(curve.max() for curve in ends), min(curve[-1] for curve in ends)
+        top, low = max([curve.max() for curve in ends] + ([] if true is None else [true / points])), min(curve[-1] for curve in ends)
         axes.set_ylim(low - 0.35 * (top - low), top + 0.12 * (top - low))
         axes.set(title=DATA[name], xlabel="iteration of EM", ylabel="test log-likelihood per point (nats)" if axes is all_axes[0] else "")
         axes.spines[["top", "right"]].set_visible(False)
@@ -83,7 +83,7 @@ def main() -> None:
         rows.append(row)
     true = [truth(records, name, args)[1] for name in args.data]
     rows.append(["the model of the data", *(cell for score in true for cell in ("" if score is None else f"{score:.1f}", ""))])
-    heads = [head for name in args.data for head in (f"{DATA[name]}, test", "less full, per 1,000 points")]
+    heads = [head for name in args.data for head in (f"{DATA[name]}, test", "above full, per 1,000 points")]
     table = markdown_table(["model", *heads], rows)
     (args.out / "table.md").write_text(table)
     figure(records, epochs, args).savefig(args.out / "figure.png", dpi=150)

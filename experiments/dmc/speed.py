@@ -19,6 +19,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 
 from experiments.records import Records, markdown_table
 from lightning_hmm import DMCHMM, Sequences, StandardHMM, fit
@@ -158,7 +159,7 @@ def against_states(records: Records, part: str, titles: dict[str, str], args: ar
             axes.plot(args.sizes, values, marker="o", markersize=4, color=colour, label="regular" if kept is None else f"K = {kept}")
         axes.set(title=title, xlabel="states N", ylabel="seconds of processor time" if number == 0 else "", xscale="log", yscale="log")
         axes.set_xticks(args.sizes, [f"{size:,}" for size in args.sizes])
-        axes.minorticks_off()
+        axes.xaxis.set_minor_locator(NullLocator())
         plain(axes)
         axes.legend(frameon=False, fontsize="small")
     tables = []
@@ -182,12 +183,14 @@ def against_terms(records: Records, args: argparse.Namespace) -> tuple[Figure, s
     upper, lower = plot.subplots(2, 1, sharex=True)
     upper.plot(args.terms, seconds, marker="o", markersize=4, color=COLOURS[0], label="lazily, by bounds")
     upper.axhline(gemm, color=COLOURS[6], linestyle="--", label="all pairs, by matrix products")
-    upper.set(ylabel="seconds an iteration", ylim=(0, None), title=f"N = {args.bound_states}, K = {BOUND_KEPT}, T = {args.bound_steps:,}")
+    upper.set(ylabel="seconds an iteration", ylim=(0, 1.15 * max(seconds)), title=f"N = {args.bound_states}, K = {BOUND_KEPT}, T = {args.bound_steps:,}")
     upper.legend(frameon=False, fontsize="small")
     lower.plot(args.terms, exact, marker="o", markersize=4, color=COLOURS[0])
     lower.axhline(BOUND_KEPT, color="#8C8C8C", linewidth=0.8, linestyle="--")
     lower.annotate("K", (args.terms[0], BOUND_KEPT), textcoords="offset points", xytext=(0, -12), color="#8C8C8C")
-    lower.set(ylabel="exact sums a row", xlabel="R, terms in a bound", xscale="log", ylim=(0, None))
+    lower.set(ylabel="exact sums a row", xlabel="R, terms in a bound", xscale="log", ylim=(0, 1.15 * max(exact)))
+    lower.set_xticks(args.terms, [f"{terms:,}" for terms in args.terms])
+    lower.xaxis.set_minor_locator(NullLocator())
     for axes in (upper, lower):
         axes.axvline(optimum, color=COLOURS[1], linewidth=0.9, linestyle=":")
         plain(axes)
