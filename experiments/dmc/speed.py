@@ -150,7 +150,7 @@ def against_states(records: Records, part: str, titles: dict[str, str], args: ar
         return float(records.where(part=part, num_states=num_states, num_kept=kept, steps=args.steps, **extra)[-1][measure])
 
     panels = len(titles) if part == "inference" else len(ways)
-    plot = Figure(figsize=(4.6 * panels, 4.2), layout="constrained")
+    plot = Figure(figsize=(5 * panels, 4.2), layout="constrained")
     for number, axes in enumerate(plot.subplots(1, panels, squeeze=False, sharey=part == "baum_welch")[0]):
         measure, title = list(titles.items())[number] if part == "inference" else ("seconds", f"{next(iter(titles.values()))}, {ways[number]}")
         shown = [(None, None), *((kept, None if part == "inference" else ways[number]) for kept in args.kept)]
@@ -179,7 +179,7 @@ def against_terms(records: Records, args: argparse.Namespace) -> tuple[Figure, s
     seconds, exact = ([records.where(terms=terms, **common)[-1][name] for terms in args.terms] for name in ("seconds", "exact"))
     gemm = records.where(terms=None, **common)[-1]["seconds"]
     optimum = args.terms[seconds.index(min(seconds))]
-    plot = Figure(figsize=(5.4, 5.6), layout="constrained")
+    plot = Figure(figsize=(6.4, 5.6), layout="constrained")
     upper, lower = plot.subplots(2, 1, sharex=True)
     upper.plot(args.terms, seconds, marker="o", markersize=4, color=COLOURS[0], label="lazily, by bounds")
     upper.axhline(gemm, color=COLOURS[6], linestyle="--", label="all pairs, by matrix products")

@@ -55,11 +55,11 @@ def figure(records: Records, seeds: int, epochs: int, args: argparse.Namespace) 
         axes.plot(places, np.array(PAPER[name]) - PAPER[name][0], "D", markersize=6, markerfacecolor="none", color=COLOURS[1], label="the paper's")
         axes.axhline(0, color="#B8B8B8", linewidth=0.8)
         axes.set_xticks(places, ["10\nall", "20\n5", "25\n4", "50\n2", "100\n1"])
-        axes.set(title=DATA[name], xlabel="states N, kept transitions K")
+        axes.set(title=DATA[name], xlabel="states N, kept transitions K", xlim=(-0.5, len(MODELS) - 0.5))
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#E5E5E5", linewidth=0.6)
-    all_axes[0].set_ylabel("test log-likelihood above the regular HMM's (nats)")
-    all_axes[0].legend(frameon=False, fontsize="small")
+    all_axes[0].set_ylabel("test log-likelihood above regular (nats)")
+    plot.legend(*all_axes[0].get_legend_handles_labels(), frameon=False, fontsize="small", loc="outside lower center", ncols=3)
     return plot
 
 
