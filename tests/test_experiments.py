@@ -11,7 +11,14 @@ import pytest
 from experiments.records import Records
 
 ROOT = Path(__file__).parent.parent
-EXPERIMENTS = [["dense.factorisation"], ["dense.sequences", "synthetic"], ["dense.sequences", "pos"]]
+EXPERIMENTS = [
+    ["dense.factorisation"],
+    ["dense.sequences", "synthetic"],
+    ["dense.sequences", "pos"],
+    ["dmc.speed"],
+    ["dmc.learning_curves", "--data", "accelerometer"],
+    ["dmc.tradeoff", "--data", "anti"],
+]
 
 
 @pytest.mark.parametrize("command", EXPERIMENTS, ids=" ".join)

@@ -1,0 +1,1 @@
+"""Experiments of Siddiqi and Moore (2005), DMC HMM."""
