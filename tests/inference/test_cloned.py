@@ -310,3 +310,11 @@ def test_the_operators_pass_torch_checks():
             per_step,
         )
         torch.library.opcheck(cloned._e_step_op, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_rare_transitions_that_must_be_used_again_and_again():
+    """Each step keeps more than it may lose, but the product of two is below the smallest float64."""
+    probs = torch.tensor([1.0, 1e-190, 1e-190, 1.0], dtype=torch.float64)
+    data = Sequences.from_list([[0, 1, 0, 1, 1], [0, 0, 1]])
+    log_likelihood = cloned.log_likelihood(torch.tensor([0.5, 0.5], dtype=torch.float64).log(), probs, Layout([1, 1]), None, data)
+    np.testing.assert_allclose(log_likelihood, np.log(0.5) + np.log(1e-190) * np.array([3, 1]), rtol=1e-12)

@@ -268,3 +268,14 @@ def test_bad_arguments_are_named():
         dmc.log_likelihood(model.initial, transition._replace(log_constants=torch.zeros(3)), model.emission, model.sequences)
     with pytest.raises(ValueError, match="states by kept entries"):
         dmc.log_likelihood(model.initial, transition._replace(log_values=torch.zeros(4, 1)), model.emission, model.sequences)
+
+
+@pytest.mark.parametrize("num_sequences", [1, 12])  # alone, and side by side
+def test_rare_transitions_that_must_be_used_again_and_again(num_sequences):
+    """Each step keeps more than it may lose, but the product of two is below the smallest float64."""
+    rare = torch.full((2,), 1e-190, dtype=torch.float64).log()
+    transition = dmc.Transition(torch.tensor([[0], [1]]), torch.zeros(2, 1, dtype=torch.float64), rare)
+    emission = dense.Symbols(torch.eye(2, dtype=torch.float64).log())
+    data = Sequences.from_list([[0, 1, 0, 1, 1]] * num_sequences)
+    log_likelihood = dmc.log_likelihood(torch.tensor([0.5, 0.5], dtype=torch.float64).log(), transition, emission, data, routine="sparse")
+    np.testing.assert_allclose(log_likelihood, np.log(0.5) + 3 * np.log(1e-190), rtol=1e-12)

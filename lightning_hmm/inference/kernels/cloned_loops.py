@@ -21,6 +21,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from lightning_hmm.inference.kernels.dense_loops import _draw
 from lightning_hmm.inference.kernels.simd import make_dots, make_update
 
 _kernel = njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
@@ -230,13 +231,8 @@ def forward_lane(lane, lanes, order, offsets, plan, layout, probs, initial, flus
     zero, one = alpha.dtype.type(0.0), alpha.dtype.type(1.0)
     flush = alpha.dtype.type(flush)
     ids_here = order[lane::lanes]
-    members = ids_here.shape[0]
-    begins, lengths = np.empty(members, np.int64), np.empty(members, np.int64)
-    for b in range(members):
-        begins[b], lengths[b] = offsets[ids_here[b]], offsets[ids_here[b] + 1] - offsets[ids_here[b]]
-    widest = 0
-    for v in range(starts.shape[0] - 1):
-        widest = max(widest, starts[v + 1] - starts[v])
+    members, begins, lengths = ids_here.shape[0], offsets[ids_here], offsets[ids_here + 1] - offsets[ids_here]
+    widest = np.max(starts[1:] - starts[:-1])
     rows, xs, ids = np.empty(widest, np.int64), np.empty(_GROUP * widest, alpha.dtype), np.empty(widest, np.int64)
     sources, targets, outputs = np.empty(_GROUP, np.int64), np.empty(_GROUP, np.int64), np.empty(_GROUP, np.int64)
     head, touched = np.full(pair_target.shape[0], -1), np.empty(pair_target.shape[0], np.int64)
@@ -307,7 +303,7 @@ def forward_lane(lane, lanes, order, offsets, plan, layout, probs, initial, flus
                     for c in range(message.shape[0]):
                         message[c] = message[c] * scale if message[c] * scale >= flush else zero
                 product[b] *= total
-                if product[b] < 1e-200:
+                if product[b] < 1e-100:  # one more step keeps it above the smallest float
                     log_likelihood[n] += np.log(product[b])
                     product[b] = 1.0
             else:
@@ -332,13 +328,8 @@ def backward_lane(lane, lanes, order, offsets, plan, layout, probs, weights, alp
     starts, pair_first, pair_source, pair_target, bound_base, bounds, columns = layout
     zero = alpha.dtype.type(0.0)
     ids_here = order[lane::lanes]
-    members = ids_here.shape[0]
-    begins, lengths = np.empty(members, np.int64), np.empty(members, np.int64)
-    for b in range(members):
-        begins[b], lengths[b] = offsets[ids_here[b]], offsets[ids_here[b] + 1] - offsets[ids_here[b]]
-    widest = 0
-    for v in range(starts.shape[0] - 1):
-        widest = max(widest, starts[v + 1] - starts[v])
+    members, begins, lengths = ids_here.shape[0], offsets[ids_here], offsets[ids_here + 1] - offsets[ids_here]
+    widest = np.max(starts[1:] - starts[:-1])
     rows, xs, ids = np.empty(widest, np.int64), np.empty(_GROUP * max(widest, _GROUP), alpha.dtype), np.empty(widest, np.int64)
     sources, targets, outputs = np.empty(_GROUP, np.int64), np.empty(_GROUP, np.int64), np.empty(_GROUP, np.int64)
     head, touched = np.full(pair_target.shape[0], -1), np.empty(pair_target.shape[0], np.int64)
@@ -621,24 +612,6 @@ def entry_towards(first, last, clone, columns, probs):
 
 
 # Drawing
-
-
-@_strict_kernel
-def _draw(weights, uniform):
-    """The index that `uniform` in [0, 1) falls on when `weights` divide the unit interval; -1 where all are zero."""
-    total = 0.0
-    for k in range(weights.shape[0]):
-        total += weights[k]
-    if not total > 0:
-        return -1
-    threshold, running, chosen = uniform * total, 0.0, -1
-    for k in range(weights.shape[0]):
-        if weights[k] > 0:
-            running += weights[k]
-            chosen = k
-            if running > threshold:
-                break
-    return chosen
 
 
 @_strict_kernel

@@ -490,7 +490,9 @@ def viterbi_lane(lane, lanes, tile, order, offsets, kind, symbols, log_table, sh
 @_strict_kernel
 def _draw(weights, uniform):
     """The index that `uniform` in [0, 1) falls on when `weights` divide the unit interval; -1 where all are zero."""
-    total = weights.sum()
+    total = 0.0
+    for k in range(weights.shape[0]):
+        total += weights[k]
     if not total > 0:
         return -1
     threshold, running, chosen = uniform * total, 0.0, -1

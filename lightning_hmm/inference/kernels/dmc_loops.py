@@ -234,7 +234,7 @@ def _forward(first, last, keep, kind, symbols, table, shifts, steps, features, c
             return np.nan
         rescale_row(zero, padded, alpha_at + now * row_bytes, one / total, flush)
         product *= total
-        if product < 1e-200 or product > 1e200:
+        if product < 1e-100 or product > 1e100:  # one more step keeps it in the range of floats
             log_likelihood += np.log(product)
             product = 1.0
         log_likelihood += shift
@@ -450,7 +450,7 @@ def score_tile_lane(lane, lanes, tile, order, offsets, kind, symbols, table, shi
                     if totals[b] > collapse:
                         scales[b] = 1 / totals[b]
                         product[b] *= totals[b]
-                        if product[b] < 1e-200 or product[b] > 1e200:
+                        if product[b] < 1e-100 or product[b] > 1e100:
                             log_likelihood[ids[b]] += np.log(product[b])
                             product[b] = 1.0
                         log_likelihood[ids[b]] += step_shifts[b]
