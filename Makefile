@@ -10,7 +10,7 @@ fit: $(VENV)/installed
 	$(BIN)/python -m lightning_hmm fit --config configs/standard/synthetic.yaml
 
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
