@@ -144,14 +144,6 @@ def test_truncated_gradients_with_carried_state(rng):
     assert (trained.head[0].bias - RecurrentNet(**options).head[0].bias).abs().max() > 1e-3  # it moved
 
 
-def test_two_ranks_equal_one(rng):
-    """With lengths that differ, so that one rank has more to go through than the other, and a last batch that leaves one without any."""
-    data, options = random_vectors(rng, num_sequences=5), {"hidden_size": 4, "num_features": 2, "bptt_steps": 7, **EXACT}
-    strategy = DDPStrategy(start_method="spawn", timeout=timedelta(seconds=60), process_group_backend="gloo")
-    one = fit(RecurrentNet(**options), data, 2, 0, batch_size=2)
-    assert_same_parameters(one, fit(RecurrentNet(**options), data, 2, 0, batch_size=2, strategy=strategy, devices=2, accelerator="cpu"))
-
-
 def test_saved_loaded_and_resumed(rng, tmp_path):
     """Bit for bit, dropout and its random masks included."""
     data = random_vectors(rng)
@@ -225,3 +217,11 @@ def test_bad_data_are_said(rng):
         RecurrentNet(2, num_features=2).on_train_start()
     with pytest.raises(ValueError, match="`precision` must be that of the network's parameters, but is float64"):
         fit(RecurrentNet(2, num_symbols=5), random_symbols(rng), 1, precision=64)
+
+
+def test_two_ranks_equal_one(rng):
+    """With lengths that differ, so that one rank has more to go through than the other, and a last batch that leaves one without any."""
+    data, options = random_vectors(rng, num_sequences=5), {"hidden_size": 4, "num_features": 2, "bptt_steps": 7, **EXACT}
+    strategy = DDPStrategy(start_method="spawn", timeout=timedelta(seconds=60), process_group_backend="gloo")
+    one = fit(RecurrentNet(**options), data, 2, 0, batch_size=2)
+    assert_same_parameters(one, fit(RecurrentNet(**options), data, 2, 0, batch_size=2, strategy=strategy, devices=2, accelerator="cpu"))
