@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
 from lightning_hmm.callbacks import Convergence, Figures, PredictionWriter
-from lightning_hmm.models import HMM
+from lightning_hmm.models import SequenceModel
 from lightning_hmm.training import quiet_lightning
 
 
@@ -214,7 +214,7 @@ def main(args: ArgsType = None) -> CommandLine:
     """Runs a command line given as a list, or that of the process; returns what was built."""
     with quiet_lightning():
         return CommandLine(
-            HMM,
+            SequenceModel,
             LightningDataModule,
             subclass_mode_model=True,
             subclass_mode_data=True,

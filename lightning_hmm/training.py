@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader
 
 from lightning_hmm.callbacks import Convergence
 from lightning_hmm.loading import loader
-from lightning_hmm.models.base import HMM
+from lightning_hmm.models.sequence_model import SequenceModel
 from lightning_hmm.sequences import Sequences
 
-Model = TypeVar("Model", bound=HMM)
+Model = TypeVar("Model", bound=SequenceModel)
 
 # Hints of Lightning's that do not apply to a whole data set in memory and one EM step an epoch.
 _BESIDE_THE_POINT = (
@@ -161,14 +161,14 @@ def require_observations(sequences: Sequences) -> None:
         raise ValueError(f"`sequences` must have something observed, but all {sequences.num_steps} steps are missing.")
 
 
-def _families(family: type) -> Iterator[type[HMM]]:
+def _families(family: type) -> Iterator[type[SequenceModel]]:
     subclasses: Any = family.__subclasses__()
     for subclass in subclasses:
         yield subclass
         yield from _families(subclass)
 
 
-def load(path: str | Path, map_location: Any = "cpu") -> HMM:
+def load(path: str | Path, map_location: Any = "cpu") -> Any:
     """The model in a checkpoint, of whatever family, ready to use. Reads tensors and plain values only."""
     path = Path(path)
     if not path.is_file():
@@ -180,7 +180,7 @@ def load(path: str | Path, map_location: Any = "cpu") -> HMM:
     made_by = checkpoint.get("lightning_hmm", {}).get("model") if isinstance(checkpoint, dict) else None
     if made_by is None:
         raise ValueError(f"{path} holds no model of lightning_hmm.")
-    family = next((family for family in _families(HMM) if family.__name__ == made_by), None)
+    family = next((family for family in _families(SequenceModel) if family.__name__ == made_by), None)
     if family is None:
         raise ValueError(f"{path} holds a {made_by}, which is not known here. Import the module that defines it first.")
     hyperparameters = {name: value for name, value in checkpoint["hyper_parameters"].items() if not name.startswith("_")}

@@ -70,7 +70,7 @@ class Figures(Callback):
     def _keep(self, part: str, trainer: Trainer, model: Any, batch: Any) -> None:
         """The first batch, which then serves all figures of the run: they differ by the model alone."""
         if part not in self._excerpts and isinstance(batch, Sequences) and _writers(trainer):
-            self._excerpts[part] = _excerpt(batch, max(1, _MAX_POSTERIOR // model.num_states))
+            self._excerpts[part] = _excerpt(batch, max(1, _MAX_POSTERIOR // getattr(model, "num_states", 1)))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         value = trainer.callback_metrics.get("val/log_likelihood")

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 
 class PredictionWriter(Callback):
-    """Writes one JSON line for each sequence: its number in the data, its log-likelihood and its decoded states.
+    """Writes one JSON line for each sequence: its number in the data and what the model found, such as log-likelihood and decoded states.
 
     Args:
         path: of the file; ``predictions.jsonl`` in the log folder if not given. Further ranks add ``.rank1`` and so on.
@@ -34,10 +34,11 @@ class PredictionWriter(Callback):
         # Of a batch of all ranks together, each rank has every world_size-th sequence.
         first = batch_idx * (getattr(getattr(trainer, "datamodule", None), "batch_size", None) or 0) + trainer.global_rank
         with self._file.open("a") as file:
-            for n, (states, log_likelihood) in enumerate(zip(outputs["states"], outputs["log_likelihood"].tolist(), strict=True)):
-                # JSON has no infinity: an impossible sequence has no log-likelihood.
-                line = {"sequence": first + n * trainer.world_size, "log_likelihood": log_likelihood if log_likelihood > float("-inf") else None}
-                file.write(json.dumps({**line, "states": states.tolist()}) + "\n")
+            for n in range(len(batch)):
+                found = {name: values[n].tolist() for name, values in outputs.items()}
+                if found.get("log_likelihood") == float("-inf"):
+                    found["log_likelihood"] = None  # JSON has no infinity: an impossible sequence has no log-likelihood
+                file.write(json.dumps({"sequence": first + n * trainer.world_size, **found}) + "\n")
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         rank_zero_info(f"Predictions: {self._file}")

@@ -2,6 +2,7 @@
 
 from lightning_hmm.metrics.cooccurrence import PairFrequencies
 from lightning_hmm.metrics.likelihood import BitsPerSymbol, LogLikelihoodPerSymbol, NormalisedNLL
+from lightning_hmm.metrics.prediction import PredictionError
 from lightning_hmm.metrics.states import MatchedStateAccuracy
 
-__all__ = ["BitsPerSymbol", "LogLikelihoodPerSymbol", "MatchedStateAccuracy", "NormalisedNLL", "PairFrequencies"]
+__all__ = ["BitsPerSymbol", "LogLikelihoodPerSymbol", "MatchedStateAccuracy", "NormalisedNLL", "PairFrequencies", "PredictionError"]

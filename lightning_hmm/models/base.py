@@ -1,4 +1,4 @@
-"""What all models share: the questions one can ask, evaluation under the Lightning Trainer, checkpoints.
+"""What all HMMs share: the questions one can ask, and evaluation under the Lightning Trainer.
 
 A family says what its natural parameters are (`chain`, `evidence`), which inference module understands them
 (`inference`), and how states emit (`emit`, `predict_emission`). Everything here follows from that. How it learns is its
@@ -7,22 +7,21 @@ own business; `models.em` has Baum-Welch for those made of distributions with a 
 
 from __future__ import annotations
 
-import inspect
 import math
 import warnings
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_hmm.inference import dense
 from lightning_hmm.metrics import LogLikelihoodPerSymbol, MatchedStateAccuracy
-from lightning_hmm.sequences import Sequences, Vocabulary
+from lightning_hmm.models.sequence_model import SequenceModel, check_counts
+from lightning_hmm.sequences import Sequences
 
 _OF_OTHER_EMISSIONS = {
     "emission_probs": "`emission_probs` is of categorical emissions; a Gaussian model has `means` and `variances`.",
@@ -31,7 +30,7 @@ _OF_OTHER_EMISSIONS = {
 }
 
 
-class HMM(LightningModule, ABC):
+class HMM(SequenceModel):
     """Base of the models.
 
     Subclasses call ``super().__init__`` with what is common, make their parameters, and implement the abstract members
@@ -61,23 +60,16 @@ class HMM(LightningModule, ABC):
         symbol_names: Sequence[str] | None = None,
         unknown_symbol: str | None = None,
     ) -> None:
-        super().__init__()
-        counts = {"num_states": num_states, "num_symbols": num_symbols, "num_features": num_features}
-        for name, value in {**counts, "restarts": restarts}.items():
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"`{name}` must be a whole number of at least 1, but is {value} instead.")
-        if arithmetic not in ("float64", "float32"):
-            raise ValueError(f"`arithmetic` must be float64 or float32, but is {arithmetic!r} instead.")
-        if symbol_names is not None and len(symbol_names) != num_symbols:
-            raise ValueError(f"`symbol_names` must name {num_symbols} symbols, but names {len(symbol_names)} instead.")
-        self.num_states, self.num_symbols, self.num_features = num_states, num_symbols, num_features
-        self.restarts, self.arithmetic = restarts, arithmetic
-        self.vocabulary = None if symbol_names is None else Vocabulary(symbol_names, unknown_symbol)
-        self.chosen: Tensor
-        self.register_buffer("chosen", torch.zeros((), dtype=torch.int64))
-        self.train_likelihood, self.val_likelihood, self.test_likelihood = (LogLikelihoodPerSymbol(restarts) for _ in range(3))
-        # (restarts,) per symbol, of the last finished epoch, under the parameters that its batches met.
-        self.epoch_log_likelihood: Tensor | None = None
+        check_counts(num_states=num_states)
+        super().__init__(
+            num_symbols=num_symbols,
+            num_features=num_features,
+            restarts=restarts,
+            arithmetic=arithmetic,
+            symbol_names=symbol_names,
+            unknown_symbol=unknown_symbol,
+        )
+        self.num_states = num_states
         self._impossible: list[Tensor] = []
         self._said: set[str] = set()
 
@@ -110,23 +102,7 @@ class HMM(LightningModule, ABC):
     def num_free_parameters(self) -> int:
         """Degrees of freedom."""
 
-    @property
-    def starts_from_data(self) -> bool:
-        """Whether `initialise` has something to do; only then is the training data gathered for it."""
-        return False
-
-    def initialise(self, sequences: Sequences) -> None:
-        """Sets what depends on the data before training; nothing by default."""
-
     # Questions to ask a model
-
-    def as_sequences(self, data: Any) -> Sequences:
-        """`Sequences` as they are; lists of numbers, or of names where the model has a vocabulary, made into some."""
-        if isinstance(data, Sequences):
-            return data if data.device == self.device else data.to(self.device)
-        if self.vocabulary is not None and len(data) and (isinstance(data[0], str) or (len(data[0]) and isinstance(data[0][0], str))):
-            return Sequences.from_strings(data, self.vocabulary).to(self.device)
-        return Sequences.from_list(data).to(self.device)
 
     def inference_arguments(self, sequences: Sequences, restart: int | None = None) -> tuple[Any, ...]:
         """The arguments of the inference functions, for the chosen restart or another."""
@@ -217,12 +193,9 @@ class HMM(LightningModule, ABC):
     # Training: what does not depend on how
 
     def setup(self, stage: str) -> None:
-        if stage != "fit":
-            return
-        self._refuse_unsuited_trainer()
-        datamodule: Any = getattr(self.trainer, "datamodule", None)
-        if self.starts_from_data and self.trainer.ckpt_path is None and hasattr(datamodule, "train_sequences"):
-            self.initialise(datamodule.train_sequences)
+        if stage == "fit":
+            self._refuse_unsuited_trainer()
+        super().setup(stage)
 
     def _refuse_unsuited_trainer(self) -> None:
         trainer = self.trainer
@@ -236,20 +209,9 @@ class HMM(LightningModule, ABC):
                 f"`trainer.strategy` must be a single device or ddp for an HMM, but is {strategy} instead: an M-step needs whole rows of parameters."
             )
 
-    @property
-    def _validates(self) -> bool:
-        """Whether there are validation data; a loader of none at all counts as none."""
-        return self.trainer.enable_validation and sum(self.trainer.num_val_batches) > 0
-
     def on_fit_start(self) -> None:
+        super().on_fit_start()
         self._impossible = []  # an interrupted run may have left something
-        for metric in (self.train_likelihood, self.val_likelihood):
-            metric.reset()
-
-    @staticmethod
-    def _require_sequences(batch: Any) -> None:
-        if not isinstance(batch, Sequences):
-            raise TypeError(f"A batch must be `Sequences`, but is a {type(batch).__name__} instead. Give the DataLoader `collate_fn=Sequences.collate`.")
 
     def total_log_likelihood(self, batch: Sequences) -> Tensor:
         """(restarts,) the weighted log-likelihood of a training batch, differentiable; noted for the epoch's metrics."""
@@ -295,16 +257,6 @@ class HMM(LightningModule, ABC):
                 "or add a pseudocount so that nothing becomes impossible."
             )
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self.restarts > 1 and self.trainer.is_last_batch and not self._validates:
-            self.chosen.copy_(self.train_likelihood.compute().argmax())
-
-    def on_train_epoch_end(self) -> None:
-        if self.train_likelihood.update_called:  # not where an epoch was resumed from its very end
-            self.epoch_log_likelihood = self.train_likelihood.compute().reshape(-1)
-            self._log_likelihood("train", self.epoch_log_likelihood)
-        self.train_likelihood.reset()
-
     # Validation, test, prediction
 
     def _update(self, metric: LogLikelihoodPerSymbol, batch: Sequences) -> None:
@@ -319,20 +271,6 @@ class HMM(LightningModule, ABC):
             self._warn_impossible(batch, chosen[2])
             warnings.warn("So the likelihood of these data is zero; a pseudocount keeps what training never met possible.", stacklevel=2)
 
-    def validation_step(self, batch: Sequences, batch_idx: int) -> None:
-        self._update(self.val_likelihood, batch)
-
-    def on_validation_epoch_end(self) -> None:
-        values = self.val_likelihood.compute().reshape(-1)
-        if self.trainer.state.fn == "fit" and not self.trainer.sanity_checking:
-            # Where validation rules all of them out, training chooses.
-            self.chosen.copy_((values if bool(values.isfinite().any()) else self.train_likelihood.compute()).argmax())
-        self._log_likelihood("val", values)
-        self.val_likelihood.reset()
-
-    def test_step(self, batch: Sequences, batch_idx: int) -> None:
-        self._update(self.test_likelihood, batch)
-
     def on_test_epoch_end(self) -> None:
         datamodule: Any = getattr(self.trainer, "datamodule", None)
         truth = datamodule.true_states("test") if hasattr(datamodule, "true_states") else None
@@ -342,51 +280,8 @@ class HMM(LightningModule, ABC):
             decoded = self.decode(datamodule.test_sequences[mine])
             accuracy.update(decoded.values, truth[mine].values.to(self.device))
             self.log("test/state_accuracy", accuracy.compute())
-        self._log_likelihood("test", self.test_likelihood.compute().reshape(-1))
-        self.test_likelihood.reset()
-
-    def _log_likelihood(self, part: str, values: Tensor) -> None:
-        value = values[int(self.chosen)]
-        self.log(f"{part}/log_likelihood", value, prog_bar=part == "train")
-        self.log(f"{part}/bits_per_symbol", -value / math.log(2), prog_bar=part == "val")
+        super().on_test_epoch_end()
 
     def predict_step(self, batch: Sequences, batch_idx: int) -> dict[str, Any]:
         """The most probable states and the log-likelihood of each sequence."""
         return {"states": self.decode(batch), "log_likelihood": self.score(batch)}
-
-    # Checkpoints
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["lightning_hmm"] = {"model": type(self).__name__}
-        # The command line offers what it knows of the data to every family; what this one does not take must not be in its way.
-        known = inspect.signature(type(self).__init__).parameters
-        given = checkpoint.get("hyper_parameters", {})
-        checkpoint["hyper_parameters"] = {name: value for name, value in given.items() if name in known or name.startswith("_")}
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        made_by = checkpoint.get("lightning_hmm", {}).get("model")
-        if made_by is not None and made_by != type(self).__name__:
-            raise ValueError(f"The checkpoint must hold a {type(self).__name__}, but holds a {made_by} instead. `lightning_hmm.load` makes the right one.")
-        names = checkpoint.get("hyper_parameters", {}).get("symbol_names")
-        if names is not None and self.vocabulary is not None and list(names) != self.vocabulary.names:
-            raise ValueError(
-                f"The data must have the symbols that the checkpoint was trained on, {_some(names)}, but have {_some(self.vocabulary.names)} instead. "
-                "Give the data that vocabulary."
-            )
-        for name, value in self.state_dict().items():
-            saved = checkpoint.get("state_dict", {}).get(name, value)
-            if saved.shape != value.shape:
-                raise ValueError(
-                    f"The checkpoint's `{name}` is {tuple(saved.shape)}, but the model's is {tuple(value.shape)}: it was trained with other sizes or data."
-                )
-        progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress")
-        fitting = self._trainer is not None and self._trainer.state.fn == "fit"
-        if fitting and progress and progress["current"]["ready"] and not progress["is_last_batch"]:
-            raise ValueError(
-                "The checkpoint was saved in the middle of an epoch: its expected counts are not whole. "
-                "Resume from one saved at the end of an epoch, such as last.ckpt."
-            )
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names[:6])) + (f" and {len(names) - 6} more" if len(names) > 6 else "")

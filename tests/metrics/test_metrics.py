@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_hmm.metrics import BitsPerSymbol, LogLikelihoodPerSymbol, MatchedStateAccuracy
+from lightning_hmm import Sequences
+from lightning_hmm.metrics import BitsPerSymbol, LogLikelihoodPerSymbol, MatchedStateAccuracy, PredictionError
+from tests.helpers import random_vectors
 
 
 def test_likelihood_is_the_ratio_of_sums_not_the_mean_of_ratios():
@@ -48,3 +50,23 @@ def test_accuracy_with_other_numbers_of_states_and_unknown_steps():
     metric = MatchedStateAccuracy(2, 3)
     metric.update(torch.tensor([0, 0, 1, 1, -1, 0]), torch.tensor([2, 2, 0, 1, 1, -1]))
     assert float(metric.compute()) == pytest.approx(3 / 4)
+
+
+def test_prediction_error_is_the_mean_distance_of_steps_that_have_one(rng):
+    """Not the first of a sequence, nor one with a missing entry; the same for any split into batches."""
+    sequences = random_vectors(rng)
+    sequences = Sequences(sequences.values, sequences.offsets, torch.from_numpy(rng.random(len(sequences))))
+    predictions = torch.from_numpy(rng.normal(size=sequences.values.shape))
+    together, apart = PredictionError(), PredictionError()
+    together.update(predictions, sequences)
+    total, count = 0.0, 0.0
+    for n, (first, last) in enumerate(itertools.pairwise(sequences.offsets.tolist())):
+        apart.update(predictions[first:last], sequences[n : n + 1])
+        for step in range(first + 1, last):
+            distance = math.dist(predictions[step].tolist(), sequences.values[step].tolist())
+            if not math.isnan(distance):
+                total, count = total + distance * float(sequences.weights[n]), count + float(sequences.weights[n])
+    assert float(together.compute()) == pytest.approx(total / count, rel=1e-12)
+    assert float(apart.compute()) == pytest.approx(total / count, rel=1e-12)
+    with pytest.raises(ValueError, match=r"`predictions` must be \(\d+, 2\), steps by features, but is \(3, 2\)"):
+        together.update(predictions[:3], sequences)

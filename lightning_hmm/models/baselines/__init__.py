@@ -1,5 +1,6 @@
 """What the papers compare with."""
 
 from lightning_hmm.models.baselines.kneser_ney import KneserNey
+from lightning_hmm.models.baselines.recurrent import RecurrentNet, persistence
 
-__all__ = ["KneserNey"]
+__all__ = ["KneserNey", "RecurrentNet", "persistence"]

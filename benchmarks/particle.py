@@ -1,0 +1,250 @@
+"""Particle filter and backward simulation: ours beside the package particles, on the same model and data, and how exact they are.
+
+    python benchmarks/particle.py [--out docs/benchmarks]      # about 3 minutes, on an idle machine
+
+One thread each. The state has 5 entries and an observation 3; means and scales of transition and emission are networks of three layers of 32
+units with random weights, from which the data are drawn. All sequences are filtered, then paths of each are drawn from the smoothing distribution.
+Before a ratio is believed, the likelihoods and smoothed means of both must agree within what their own randomness allows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from baum_welch import environment
+from torch import Tensor
+
+from lightning_hmm import Sequences
+from lightning_hmm.inference import kalman, particle
+from lightning_hmm.inference.particle import DiagonalGaussian
+from lightning_hmm.loading import generator
+
+HERE = Path(__file__).resolve().parent
+STATE, FEATURES, WIDTH = 5, 3, 32
+SEQUENCES, STEPS, PARTICLES, PATHS = 100, 100, 128, 16
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
+
+
+class Neural:
+    """The state-space model for particles, bound to values (B, T, features)."""
+
+    def __init__(self, weights: dict[str, Tensor], values: Tensor) -> None:
+        self.weights, self.values = weights, values
+
+    def network(self, name: str, x: Tensor) -> tuple[Tensor, Tensor]:
+        shape = x.shape
+        x = x.reshape(-1, shape[-1])
+        for layer in range(3):
+            x = torch.addmm(self.weights[f"{name}_bias{layer}"], x, self.weights[f"{name}_weight{layer}"])
+            x = x.relu_() if layer < 2 else x
+        mean, log_scale = x.reshape(*shape[:-1], -1).chunk(2, dim=-1)
+        return mean, log_scale.exp()
+
+    def initial(self, num_particles: int) -> DiagonalGaussian:
+        return DiagonalGaussian(self.values.new_zeros(len(self.values), num_particles, STATE), self.values.new_ones(STATE))
+
+    def transition(self, t: int, states: Tensor) -> DiagonalGaussian:
+        change, scale = self.network("transition", states)
+        return DiagonalGaussian(0.8 * states + change, scale)
+
+    def log_evidence(self, t: int, states: Tensor) -> Tensor:
+        mean, scale = self.network("emission", states)
+        return DiagonalGaussian(mean, scale).log_prob(self.values[:, t].unsqueeze(1))
+
+
+def random_weights(rng: np.random.Generator) -> dict[str, np.ndarray]:
+    weights = {}
+    for name, size in (("transition", STATE), ("emission", FEATURES)):
+        sizes = [STATE, WIDTH, WIDTH, 2 * size]
+        for layer in range(3):
+            weights[f"{name}_weight{layer}"] = rng.normal(size=sizes[layer : layer + 2]) / math.sqrt(sizes[layer])
+            weights[f"{name}_bias{layer}"] = np.zeros(sizes[layer + 1])
+        weights[f"{name}_weight2"][:, size:] *= 0.2
+        if name == "transition":
+            weights["transition_weight2"] *= 0.3  # the state stays where it is
+        weights[f"{name}_bias2"][size:] = math.log(0.5)
+    return weights
+
+
+def draw(weights: dict[str, np.ndarray], num_sequences: int, num_steps: int) -> np.ndarray:
+    """(B, T, features) from the model."""
+    model = Neural({name: torch.from_numpy(array) for name, array in weights.items()}, torch.zeros(num_sequences, 1, FEATURES, dtype=torch.float64))
+    random, rows = generator(0, "draw"), []
+    states = model.initial(1).sample(random)
+    for t in range(num_steps):
+        rows.append(DiagonalGaussian(*model.network("emission", states)).sample(random).squeeze(1))
+        states = model.transition(t, states).sample(random)
+    return torch.stack(rows, 1).numpy()
+
+
+def ours(weights: dict[str, np.ndarray], values: np.ndarray, dtype: torch.dtype, num_particles: int, num_paths: int, rounds: int) -> dict[str, Any]:
+    """The best of some rounds of each part, and what they found."""
+    data = torch.from_numpy(values).to(dtype)
+    model = Neural({name: torch.from_numpy(array).to(dtype) for name, array in weights.items()}, data)
+    lengths = torch.full((len(data),), data.shape[1])
+    random = generator(0, "benchmark")
+    seconds = {"filter": math.inf, "exact": math.inf}
+    log_likelihoods, means = [], []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        found = particle.filter(model, lengths, num_particles, random)
+        middle = time.perf_counter()
+        paths = particle.backward_simulation(found, num_paths, random)
+        end = time.perf_counter()
+        seconds = {"filter": min(seconds["filter"], middle - start), "exact": min(seconds["exact"], end - middle)}
+        log_likelihoods.append(found.log_likelihood.double())
+        means.append(paths.mean.double())
+    return {"seconds": seconds, "log_likelihood": torch.stack(log_likelihoods).numpy(), "means": torch.stack(means).transpose(1, 2).numpy()}
+
+
+def peer(weights: dict[str, np.ndarray], values: np.ndarray, num_particles: int, num_paths: int) -> dict[str, Any] | None:
+    python = environment("particles")
+    if python is None:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        problem, results = Path(folder) / "problem.npz", Path(folder) / "results.npz"
+        np.savez(problem, values=values, **weights)
+        command = [str(python), str(HERE / "peer_particles.py"), str(problem), str(results), str(num_particles), str(num_paths)]
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **ONE_THREAD})
+        if done.returncode:
+            raise RuntimeError(f"particles ended with code {done.returncode}:\n{done.stderr}")
+        with np.load(results) as arrays:
+            return {**json.loads(done.stdout.splitlines()[-1]), **{name: arrays[name] for name in arrays.files}}
+
+
+def check_agreement(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
+    """Raises where the two answer differently; says by how much they differ, in standard errors."""
+    rounds, num_sequences = mine["log_likelihood"].shape
+    spread = math.sqrt(mine["log_likelihood"].var(0, ddof=1).mean() * (1 + 1 / rounds) / num_sequences)
+    likelihood = float((theirs["log_likelihood"] - mine["log_likelihood"].mean(0)).mean()) / spread
+    noise = np.sqrt(mine["means"].var(0, ddof=1).mean() * 2)
+    means = float(np.sqrt(np.square(theirs["means"] - mine["means"][0]).mean()) / noise)
+    if abs(likelihood) > 5 or not 0.8 < means < 1.25:
+        raise RuntimeError(
+            f"Both must find the same, but likelihoods are {likelihood:.1f} standard errors and smoothed means {means:.2f} times their noise apart."
+        )
+    return f"likelihoods are {likelihood:+.1f} standard errors apart, smoothed means {means:.2f} times as far as two runs of ours"
+
+
+def linear_gaussian(dtype: torch.dtype = torch.float64) -> kalman.LinearGaussian:
+    turn = torch.tensor([[0.9, 0.2], [-0.2, 0.9]], dtype=dtype)
+    zero, unit = torch.zeros(2, dtype=dtype), torch.eye(2, dtype=dtype)
+    return kalman.LinearGaussian(zero, unit, turn, zero, 0.4 * unit, torch.tensor([[1.0, 0.3], [0.0, 1.0]], dtype=dtype), zero, unit)
+
+
+class Linear:
+    """The same for particles; its covariances are multiples of the identity."""
+
+    def __init__(self, model: kalman.LinearGaussian, values: Tensor) -> None:
+        self.model, self.values = model, values
+
+    def initial(self, num_particles: int) -> DiagonalGaussian:
+        return DiagonalGaussian(self.values.new_zeros(len(self.values), num_particles, 2), self.model.initial_cov[0, 0].sqrt())
+
+    def transition(self, t: int, states: Tensor) -> DiagonalGaussian:
+        return DiagonalGaussian(states @ self.model.transition.T, self.model.transition_cov[0, 0].sqrt())
+
+    def log_evidence(self, t: int, states: Tensor) -> Tensor:
+        return DiagonalGaussian(states @ self.model.emission.T, self.model.emission_cov[0, 0].sqrt()).log_prob(self.values[:, t].unsqueeze(1))
+
+
+def errors(num_particles: int, num_sequences: int) -> Tensor:
+    """Relative errors of log-likelihood estimates of sequences of 100 steps, against Kalman's."""
+    model, random = linear_gaussian(), generator(0, "errors")
+    blank = torch.zeros(num_sequences, 1, 2, dtype=torch.float64)
+    states, rows = Linear(model, blank).initial(1).sample(random), []
+    for t in range(100):
+        rows.append(DiagonalGaussian(states @ model.emission.T, model.emission_cov[0, 0].sqrt()).sample(random).squeeze(1))
+        states = Linear(model, blank).transition(t, states).sample(random)
+    values = torch.stack(rows, 1)
+    exact = kalman.log_likelihood(model, Sequences.from_lengths(values.reshape(-1, 2), [100] * num_sequences))
+    found = particle.filter(Linear(model, values), torch.full((num_sequences,), 100), num_particles, random)
+    return (found.log_likelihood - exact) / exact.abs()
+
+
+def memory(num_particles: int) -> None:
+    """Prints MiB that the filter's result holds, and MiB by which this process grew at most."""
+    weights = random_weights(np.random.default_rng(0))
+    values = draw(weights, SEQUENCES, STEPS)
+    ours(weights, values[:, :3], torch.float64, num_particles, PATHS, 1)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    model = Neural({name: torch.from_numpy(array) for name, array in weights.items()}, torch.from_numpy(values))
+    found = particle.filter(model, torch.full((SEQUENCES,), STEPS), num_particles, generator(0))
+    particle.backward_simulation(found, PATHS, generator(1))
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10
+    held = [found.states, found.log_weights, found.ancestors, *(part for density in found.transitions for part in (density.mean, density.scale))]
+    print(sum(part.untyped_storage().nbytes() for part in {part.data_ptr(): part for part in held}.values()) / 2**20, grown)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="shows only that everything works")
+    parser.add_argument("--ours-only", action="store_true", help="no peer, nothing written")
+    parser.add_argument("--memory", type=int, help=argparse.SUPPRESS)  # the process whose memory is looked at
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if args.memory:
+        memory(args.memory)
+        return
+    num_sequences, num_steps, rounds = (10, 20, 2) if args.quick else (SEQUENCES, STEPS, args.rounds)
+    load = os.getloadavg()[0]
+    weights = random_weights(np.random.default_rng(0))
+    values = draw(weights, num_sequences, num_steps)
+    found = {name: ours(weights, values, dtype, PARTICLES, PATHS, rounds) for name, dtype in (("float64", torch.float64), ("float32", torch.float32))}
+    for name, answer in found.items():
+        print(name, {part: round(spent, 3) for part, spent in answer["seconds"].items()}, flush=True)
+    if args.ours_only:
+        return
+    theirs = peer(weights, values, PARTICLES, PATHS)
+    lines = [
+        f"{num_sequences} sequences of {num_steps} steps, {PARTICLES} particles, states of {STATE} and observations of {FEATURES} entries, networks of three "
+        f"layers of {WIDTH} units. One thread, {platform.machine()}, load average {load:.2f}; ours is the best of {rounds} rounds.\n",
+        "| seconds | filter | paths | together | ratio |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    reference = sum(found["float64"]["seconds"].values())
+
+    def add(what: str, filtering: float, paths: float) -> None:
+        lines.append(f"| {what} | {filtering:.3f} | {paths:.3f} | {filtering + paths:.3f} | {(filtering + paths) / reference:.2f} |")
+
+    for name, answer in found.items():
+        add(f"ours, {name}, {PATHS} paths by backward simulation", answer["seconds"]["filter"], answer["seconds"]["exact"])
+    if theirs is not None:
+        versions = ", ".join(f"{name} {number}" for name, number in theirs["versions"].items())
+        add(f"{versions}: `backward_sampling_ON2`, the same algorithm", theirs["seconds"]["filter"], theirs["seconds"]["exact"])
+        add("the same: `backward_sampling_mcmc`, its cheapest approximation", theirs["seconds"]["filter"], theirs["seconds"]["metropolis"])
+        lines.append(f"\nSame model: {check_agreement(found['float64'], theirs)}.")
+    if not args.quick:
+        lines += ["\nLog-likelihood of linear-Gaussian sequences (100 steps, states of 2 entries), relative to Kalman's, 200 sequences:\n"]
+        lines += ["| particles | mean error | root mean square | largest | rms x sqrt(N) |", "| ---: | ---: | ---: | ---: | ---: |"]
+        for num_particles in (100, 300, 1000, 3000):
+            error = errors(num_particles, 200)
+            rms = float(error.square().mean().sqrt())
+            numbers = [float(error.mean()), rms, float(error.abs().max())]
+            lines.append(f"| {num_particles:,} | {' | '.join(f'{number:.3%}' for number in numbers)} | {rms * math.sqrt(num_particles):.3f} |")
+        lines += ["\nMemory in float64, MiB:\n", "| particles | held by the result | growth of the process, at most |", "| ---: | ---: | ---: |"]
+        for num_particles in (PARTICLES, 4 * PARTICLES):
+            answer = subprocess.run([sys.executable, __file__, "--memory", str(num_particles)], capture_output=True, text=True, check=True).stdout.split()
+            lines.append(f"| {num_particles} | {float(answer[0]):.0f} | {float(answer[1]):.0f} |")
+    print("\n".join(lines))
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "particle.md").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

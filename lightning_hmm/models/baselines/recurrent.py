@@ -1,0 +1,341 @@
+"""Recurrent networks that predict the next symbol or vector, and the prediction that nothing changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hmm.distributions.gaussian import data_location
+from lightning_hmm.loading import generator
+from lightning_hmm.metrics import LogLikelihoodPerSymbol, PredictionError
+from lightning_hmm.models.sequence_model import SequenceModel, check_counts
+from lightning_hmm.models.standard import GaussianPrediction
+from lightning_hmm.sequences import MISSING, Sequences
+
+Cell = Literal["rnn", "lstm", "gru"]
+_CELLS = {"rnn": nn.RNN, "lstm": nn.LSTM, "gru": nn.GRU}
+_AT_ONCE = 200_000  # steps of all sequences together that are scored at a time
+
+
+class RecurrentNet(SequenceModel):
+    r"""A recurrent network whose output at each step is the distribution of the next observation.
+
+    .. math:: h_t = \text{cell}(y_{t-1}, h_{t-1}), \quad y_t \mid y_{1:t-1} \sim \text{softmax}(\text{head}(h_t))
+        \text{ or } N(\text{head}(h_t) + r\, \bar y_{t-1}, \operatorname{diag} v)
+
+    with :math:`\bar y` the vector last seen and r = 1 for residual prediction. What is not known, before the first step or where
+    something is missing, is an input of its own, so the first observation is scored like any other and nothing need be filled in. Vectors
+    are in units of the training data. Variances are constant, so that maximum likelihood is least squares; those of the first
+    observation are apart.
+
+    Training is by Adam. The gradient goes back `bptt_steps` steps; the state is carried on from there to the end of the sequence. For
+    text, a sequence is a stretch of contiguous text and a batch so many of them read side by side, with an update after every
+    `bptt_steps` symbols of each. Early stopping is the Trainer's business; the command line keeps the best epoch on validation data.
+
+    Args:
+        hidden_size: entries of the state; the dimension of the latent space.
+        num_symbols: V, for symbols.
+        num_features: D, for vectors.
+        cell: "rnn", "lstm" or "gru".
+        num_layers: of recurrent cells, one upon the other.
+        head_layers: of the network from the state to the prediction; 1 for symbols and 3 for vectors if not given.
+        head_width: units of its hidden layers.
+        residual: predict the difference to the vector last seen.
+        dropout: share of units left out between layers in training.
+        learning_rate: of the first epoch.
+        learning_rate_decay: factor of each epoch.
+        bptt_steps: steps that a gradient goes back; whole sequences if None.
+        gradient_clip: largest norm of a gradient.
+        seed: of starting values and dropout.
+        arithmetic: "float32" or "float64".
+        symbol_names: for data with a vocabulary.
+        unknown_symbol: the one of them that stands for all others.
+
+    References:
+        Karpathy: The unreasonable effectiveness of recurrent neural networks (char-rnn), 2015: for text, two layers of LSTM.
+        Zaremba, Sutskever, Vinyals: Recurrent neural network regularization, 2014: where dropout goes.
+    """
+
+    centre: Tensor
+    scale: Tensor
+    located: Tensor
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_symbols: int | None = None,
+        num_features: int | None = None,
+        cell: Cell = "lstm",
+        num_layers: int = 1,
+        head_layers: int | None = None,
+        head_width: int = 32,
+        residual: bool = False,
+        dropout: float = 0.0,
+        learning_rate: float = 2e-3,
+        learning_rate_decay: float = 1.0,
+        bptt_steps: int | None = 100,
+        gradient_clip: float = 5.0,
+        seed: int = 0,
+        arithmetic: Literal["float32", "float64"] = "float32",
+        symbol_names: list[str] | None = None,
+        unknown_symbol: str | None = None,
+    ) -> None:
+        if (num_symbols is None) == (num_features is None):
+            raise ValueError(f"One of `num_symbols` and `num_features` must be given, but they are {num_symbols} and {num_features} instead.")
+        check_counts(hidden_size=hidden_size, num_layers=num_layers, head_layers=head_layers, head_width=head_width, bptt_steps=bptt_steps)
+        if cell not in get_args(Cell):
+            raise ValueError(f"`cell` must be one of {', '.join(get_args(Cell))}, but is {cell!r} instead.")
+        if residual and num_symbols is not None:
+            raise ValueError("`residual` is for vectors: symbols have no differences.")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"`dropout` must be at least 0 and below 1, but is {dropout} instead.")
+        for name, value in {"learning_rate": learning_rate, "learning_rate_decay": learning_rate_decay, "gradient_clip": gradient_clip}.items():
+            if not value > 0:
+                raise ValueError(f"`{name}` must be positive, but is {value} instead.")
+        super().__init__(num_symbols=num_symbols, num_features=num_features, arithmetic=arithmetic, symbol_names=symbol_names, unknown_symbol=unknown_symbol)
+        self.save_hyperparameters()
+        self.automatic_optimization = False  # several updates in a batch
+        self.residual, self.bptt_steps, self.seed = residual, bptt_steps, seed
+        self.learning_rate, self.learning_rate_decay, self.gradient_clip = learning_rate, learning_rate_decay, gradient_clip
+        width = num_symbols or num_features or 0
+        hidden = [head_width] * ((head_layers or (1 if num_symbols else 3)) - 1)
+        sizes = [hidden_size, *hidden, width]
+        dtype = getattr(torch, arithmetic)
+        with torch.random.fork_rng(devices=[]):  # torch's modules draw from the global state
+            torch.manual_seed(_seed(seed, "start"))
+            self.embedding = nn.Embedding(num_symbols + 1, hidden_size, dtype=dtype) if num_symbols else None  # the last is for what is missing
+            inputs = hidden_size if num_symbols else 2 * width
+            self.cell = _CELLS[cell](inputs, hidden_size, num_layers, batch_first=True, dropout=dropout if num_layers > 1 else 0.0, dtype=dtype)
+            layers = [layer for before, after in pairwise(sizes) for layer in (nn.Linear(before, after, dtype=dtype), nn.ReLU())]
+            self.head = nn.Sequential(*layers[:-1])
+        self.dropout = nn.Dropout(dropout)
+        if num_features:
+            self.log_variance = nn.Parameter(torch.zeros(2, num_features, dtype=dtype))  # of a feature's first observation, and of the others
+        self.register_buffer("centre", torch.zeros(num_features or 0, dtype=torch.float64))
+        self.register_buffer("scale", torch.ones(num_features or 0, dtype=torch.float64))
+        self.register_buffer("located", torch.tensor(num_features is None))
+        self.val_error, self.test_error = PredictionError(), PredictionError()
+
+    # The network
+
+    def _inputs(self, sequences: Sequences) -> Tensor:
+        """(N, longest) symbols or (N, longest, 2 D) vectors last seen and where something was seen, all one step late."""
+        if self.num_symbols is not None:
+            padded = sequences.padded()
+            late = torch.cat([padded.new_full((len(padded), 1), MISSING), padded], 1)[:, : padded.shape[1]]
+            return torch.where(late == MISSING, self.num_symbols, late)
+        last, observed = last_seen(sequences)
+        standard = ((last - self.centre) / self.scale.sqrt()).nan_to_num(nan=0.0)  # before a feature was ever seen, its mean
+        return torch.cat([standard, observed], 2).to(self.log_variance.dtype)
+
+    def _outputs(self, sequences: Sequences, size: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Runs through the sequences, longest first, `size` steps at a time; the gradient goes no further back than that.
+
+        Gives which steps these are, the numbers of the sequences that have any of them, and (sequences, steps, V or D) what the head says.
+        """
+        order = sequences.lengths.argsort(descending=True, stable=True)
+        lengths, device = sequences.lengths[order], sequences.device
+        inputs = self._inputs(sequences)[order.to(device)]
+        state: Any = None
+        for first in range(0, inputs.shape[1], size):
+            steps, going = slice(first, min(first + size, inputs.shape[1])), int((lengths > first).sum())
+            if state is not None:
+                state = tuple(part[:, :going].detach() for part in state) if isinstance(state, tuple) else state[:, :going].detach()
+            chunk = inputs[:going, steps]
+            hidden, state = self.cell(chunk if self.embedding is None else self.dropout(self.embedding(chunk)), state)
+            outputs = self.head(self.dropout(hidden))
+            yield steps, order[:going].to(device), outputs + chunk[..., : outputs.shape[2]] if self.residual else outputs
+
+    def _scored(self, sequences: Sequences, size: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """As `_outputs`: the numbers of sequences, and (sequences, steps) log p(y_t | y_1:t-1), zero where nothing is observed, and where something is."""
+        targets = sequences.padded()
+        first = last_seen(sequences)[0].isnan() if self.num_features else None
+        for steps, rows, outputs in self._outputs(sequences, size):
+            target = targets[rows, steps]
+            if first is None:
+                observed = target >= 0
+                log_probs = outputs.log_softmax(2).gather(2, target.clamp(min=0).unsqueeze(2)).squeeze(2).double()
+                yield rows, torch.where(observed, log_probs, 0.0), observed
+            else:
+                observed, spread = ~target.isnan(), self._log_variance(first[rows, steps])
+                errors = ((target.nan_to_num() - self.centre) / self.scale.sqrt() - outputs).square()
+                log_probs = -0.5 * (errors / spread.exp() + spread + (2 * torch.pi * self.scale).log())
+                yield rows, torch.where(observed, log_probs, 0.0).sum(2), observed.any(2)
+
+    def _log_variance(self, first: Tensor) -> Tensor:
+        """(..., D) in units of the data, from where an entry is the first of its feature."""
+        return torch.where(first, self.log_variance[0], self.log_variance[1]).double()
+
+    def _prepared(self, sequences: Any) -> tuple[Sequences, int]:
+        """The sequences, fit for the model, and how many steps of them to take at a time where no gradient is wanted."""
+        sequences = self.as_sequences(sequences)
+        sequences.check(self.num_symbols, self.num_features)
+        return sequences, max(1, _AT_ONCE // max(len(sequences), 1))
+
+    # Questions to ask
+
+    @torch.no_grad()
+    def score(self, sequences: Any) -> Tensor:
+        """(N,) the natural log-likelihood of each sequence, its first observation included."""
+        sequences, size = self._prepared(sequences)
+        scores = torch.zeros(len(sequences), dtype=torch.float64, device=sequences.device)
+        for rows, log_probs, _ in self._evaluated(self._scored(sequences, size)):
+            scores.index_add_(0, rows, log_probs.sum(1))
+        return scores
+
+    @torch.no_grad()
+    def predict_each(self, sequences: Any) -> Sequences:
+        """What is expected at each step from those before it: (steps, V) probabilities or (steps, D) means."""
+        sequences, size = self._prepared(sequences)
+        padded = torch.zeros(len(sequences), int(sequences.lengths.max()) if len(sequences) else 0, self.num_symbols or self.num_features or 0)
+        padded = padded.to(sequences.device, torch.float64)
+        for steps, rows, outputs in self._evaluated(self._outputs(sequences, size)):
+            padded[rows, steps] = outputs.softmax(2).double() if self.num_symbols is not None else self.centre + self.scale.sqrt() * outputs
+        return sequences.with_values(sequences.packed(padded))
+
+    @torch.no_grad()
+    def predict_next(self, sequences: Any) -> Tensor | GaussianPrediction:
+        """The distribution of the observation after the end of each sequence: (N, V) probabilities, or moments."""
+        sequences, _ = self._prepared(sequences)
+        # It is what is expected at one step more, of which nothing is known.
+        nothing = sequences.values.new_full((1, *sequences.values.shape[1:]), MISSING if sequences.is_discrete else torch.nan)
+        longer = Sequences.from_list([torch.cat([sequence, nothing]) for sequence in sequences]).to(sequences.device)
+        last = longer.offsets[1:] - 1
+        predicted = self.predict_each(longer).values[last]
+        if self.num_symbols is not None:
+            return predicted
+        return GaussianPrediction(predicted, self.scale * self._log_variance(longer.packed(last_seen(longer)[0])[last].isnan()).exp())
+
+    def _evaluated(self, run: Iterator[Any]) -> Iterator[Any]:
+        """The run of a network that leaves nothing out, whatever mode it is in."""
+        training = self.training
+        self.eval()
+        try:
+            yield from run
+        finally:
+            self.train(training)
+
+    # Training
+
+    @property
+    def starts_from_data(self) -> bool:
+        return not bool(self.located)
+
+    def initialise(self, sequences: Sequences) -> None:
+        """Takes the units of vectors from the data."""
+        sequences.check(self.num_symbols, self.num_features)
+        if self.num_features is not None:
+            centre, scale = data_location(sequences)
+            self.centre.copy_(centre)
+            self.scale.copy_(scale)
+        self.located.fill_(True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=self.learning_rate, fused=self.device.type in ("cpu", "cuda"))
+
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        if next(self.parameters()).dtype != getattr(torch, self.arithmetic):
+            raise ValueError(f"`precision` must be that of the network's parameters, but is {self.arithmetic} instead. Give the network that `arithmetic`.")
+
+    def on_train_start(self) -> None:
+        if not bool(self.located):
+            raise ValueError(
+                "Vectors are in units of the training data, which a plain DataLoader does not show as a whole. "
+                "Call `model.initialise(sequences)` before training, or train with a datamodule or `lightning_hmm.fit`."
+            )
+
+    def on_train_epoch_start(self) -> None:
+        optimizer: Any = self.optimizers()
+        for group in optimizer.param_groups:
+            group["lr"] = self.learning_rate * self.learning_rate_decay**self.current_epoch
+
+    def training_step(self, batch: Sequences, batch_idx: int) -> None:
+        self._require_sequences(batch)
+        batch.check(self.num_symbols, self.num_features)
+        optimizer: Any = self.optimizers()
+        longest = int(self._over_ranks(int(batch.lengths.max()) if len(batch) else 0, "max"))
+        size = self.bptt_steps or max(longest, 1)
+        weights = torch.ones(len(batch), dtype=torch.float64, device=self.device) if batch.weights is None else batch.weights
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            # Lightning saves no state of generators: what dropout leaves out depends on where training is, and on nothing else.
+            torch.manual_seed(_seed(self.seed, self.current_epoch, batch_idx, self.trainer.global_rank))
+            run = self._scored(batch, size)
+            for _ in range(-(-longest // size)):
+                found = next(run, None)
+                if found is None:  # the other ranks have longer sequences, and an update is of all of them
+                    log_likelihood, share = torch.stack([parameter.sum() for parameter in self.parameters()]).sum() * 0.0, 0.0
+                else:
+                    rows, log_probs, observed = found
+                    log_likelihood, share = weights[rows] @ log_probs.sum(1), float(weights[rows] @ observed.sum(1).double())
+                share = self._over_ranks(share, "sum") / self.trainer.world_size  # DDP takes the mean over ranks
+                optimizer.zero_grad()
+                self.manual_backward(-log_likelihood / (share or 1.0))
+                nn.utils.clip_grad_norm_(self.parameters(), self.gradient_clip)
+                optimizer.step()
+                total += log_likelihood.detach()
+        self.train_likelihood.update(total, batch.num_observed())
+
+    def _over_ranks(self, number: float, operation: str) -> float:
+        if self.trainer.world_size == 1:
+            return number
+        return float(self.trainer.strategy.reduce(torch.tensor(number, dtype=torch.float64, device=self.device), reduce_op=operation))
+
+    # Validation, test, prediction
+
+    def _update(self, metric: LogLikelihoodPerSymbol, batch: Sequences) -> None:
+        self._require_sequences(batch)
+        scores = self.score(batch)
+        metric.update(scores.sum() if batch.weights is None else scores @ batch.weights, batch.num_observed())
+
+    def validation_step(self, batch: Sequences, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        if self.num_features:
+            self.val_error.update(self.predict_each(batch).values, batch)
+
+    def on_validation_epoch_end(self) -> None:
+        super().on_validation_epoch_end()
+        self._log_error("val", self.val_error)
+
+    def test_step(self, batch: Sequences, batch_idx: int) -> None:
+        super().test_step(batch, batch_idx)
+        if self.num_features:
+            self.test_error.update(self.predict_each(batch).values, batch)
+
+    def on_test_epoch_end(self) -> None:
+        super().on_test_epoch_end()
+        self._log_error("test", self.test_error)
+
+    def _log_error(self, part: str, metric: PredictionError) -> None:
+        if self.num_features:
+            self.log(f"{part}/prediction_error", metric.compute())
+            metric.reset()
+
+    def predict_step(self, batch: Sequences, batch_idx: int) -> dict[str, Any]:
+        """What is expected at each step, and the log-likelihood of each sequence."""
+        return {"predictions": self.predict_each(batch), "log_likelihood": self.score(batch)}
+
+
+def persistence(sequences: Sequences, start: float = 0.0) -> Sequences:
+    """The prediction that nothing changes: at each step the vector last seen before it; `start` where there is none."""
+    return sequences.with_values(sequences.packed(last_seen(sequences)[0].nan_to_num(nan=start)))
+
+
+def last_seen(sequences: Sequences) -> tuple[Tensor, Tensor]:
+    """(N, longest, D) each feature as it was last observed before a step, NaN if never; and whether that was at the step before."""
+    padded = sequences.padded()
+    num_sequences, longest, num_features = padded.shape
+    before = torch.cat([padded.new_full((num_sequences, 1, num_features), torch.nan), padded], 1)[:, :longest]
+    observed = ~before.isnan()
+    steps = torch.arange(longest, device=padded.device).view(1, -1, 1)
+    latest = torch.where(observed, steps, 0).cummax(1).values if longest else steps.expand_as(before)
+    return before.gather(1, latest), observed
+
+
+def _seed(*words: int | str) -> int:
+    return generator(*words).initial_seed()

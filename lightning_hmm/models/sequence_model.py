@@ -1,0 +1,183 @@
+"""What everything that the Trainer trains here shares: sizes of the data, evaluation, checkpoints. Models of other kinds than HMMs have it too."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_hmm.metrics import LogLikelihoodPerSymbol
+from lightning_hmm.sequences import Sequences, Vocabulary
+
+
+def check_counts(**counts: int | None) -> None:
+    """Refuses what is not a whole number of at least 1; ``None`` passes."""
+    for name, value in counts.items():
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ValueError(f"`{name}` must be a whole number of at least 1, but is {value} instead.")
+
+
+class SequenceModel(LightningModule, ABC):
+    """A model of sequences that can say how probable they are.
+
+    Subclasses call ``super().__init__`` with what is common, make their parameters, and implement the abstract members and
+    the training.
+
+    Args:
+        num_symbols: different symbols, for symbol data; else ``None``.
+        num_features: entries of a vector, for real data; else ``None``.
+        restarts: starts trained side by side on the same pass over the data; the best on validation data (on training
+            data if there are none) is the one that answers.
+        arithmetic: "float64" or "float32".
+        symbol_names: for data with a vocabulary.
+        unknown_symbol: the one of them that stands for all others.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_symbols: int | None,
+        num_features: int | None,
+        restarts: int = 1,
+        arithmetic: str = "float64",
+        symbol_names: Sequence[str] | None = None,
+        unknown_symbol: str | None = None,
+    ) -> None:
+        super().__init__()
+        check_counts(num_symbols=num_symbols, num_features=num_features, restarts=restarts)
+        if arithmetic not in ("float64", "float32"):
+            raise ValueError(f"`arithmetic` must be float64 or float32, but is {arithmetic!r} instead.")
+        if symbol_names is not None and len(symbol_names) != num_symbols:
+            raise ValueError(f"`symbol_names` must name {num_symbols} symbols, but names {len(symbol_names)} instead.")
+        self.num_symbols, self.num_features, self.restarts, self.arithmetic = num_symbols, num_features, restarts, arithmetic
+        self.vocabulary = None if symbol_names is None else Vocabulary(symbol_names, unknown_symbol)
+        self.chosen: Tensor
+        self.register_buffer("chosen", torch.zeros((), dtype=torch.int64))
+        self.train_likelihood, self.val_likelihood, self.test_likelihood = (LogLikelihoodPerSymbol(restarts) for _ in range(3))
+        # (restarts,) per symbol, of the last finished epoch, under the parameters that its batches met.
+        self.epoch_log_likelihood: Tensor | None = None
+
+    @abstractmethod
+    def score(self, sequences: Any) -> Tensor:
+        """(N,) the natural log-likelihood of each sequence."""
+
+    @abstractmethod
+    def _update(self, metric: LogLikelihoodPerSymbol, batch: Sequences) -> None:
+        """Adds the log-likelihoods of a batch, of each restart, to a metric."""
+
+    @property
+    def starts_from_data(self) -> bool:
+        """Whether `initialise` has something to do; only then is the training data gathered for it."""
+        return False
+
+    def initialise(self, sequences: Sequences) -> None:
+        """Sets what depends on the data before training; nothing by default."""
+
+    def as_sequences(self, data: Any) -> Sequences:
+        """`Sequences` as they are; lists of numbers, or of names where the model has a vocabulary, made into some."""
+        if isinstance(data, Sequences):
+            return data if data.device == self.device else data.to(self.device)
+        if self.vocabulary is not None and len(data) and (isinstance(data[0], str) or (len(data[0]) and isinstance(data[0][0], str))):
+            return Sequences.from_strings(data, self.vocabulary).to(self.device)
+        return Sequences.from_list(data).to(self.device)
+
+    # Training: what does not depend on how
+
+    def setup(self, stage: str) -> None:
+        if stage != "fit":
+            return
+        datamodule: Any = getattr(self.trainer, "datamodule", None)
+        if self.starts_from_data and self.trainer.ckpt_path is None and hasattr(datamodule, "train_sequences"):
+            self.initialise(datamodule.train_sequences)
+
+    @property
+    def _validates(self) -> bool:
+        """Whether there are validation data; a loader of none at all counts as none."""
+        return self.trainer.enable_validation and sum(self.trainer.num_val_batches) > 0
+
+    def on_fit_start(self) -> None:
+        for metric in (self.train_likelihood, self.val_likelihood):  # an interrupted run may have left something
+            metric.reset()
+
+    @staticmethod
+    def _require_sequences(batch: Any) -> None:
+        if not isinstance(batch, Sequences):
+            raise TypeError(f"A batch must be `Sequences`, but is a {type(batch).__name__} instead. Give the DataLoader `collate_fn=Sequences.collate`.")
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.restarts > 1 and self.trainer.is_last_batch and not self._validates:
+            self.chosen.copy_(self.train_likelihood.compute().argmax())
+
+    def on_train_epoch_end(self) -> None:
+        if self.train_likelihood.update_called:  # not where an epoch was resumed from its very end
+            self.epoch_log_likelihood = self.train_likelihood.compute().reshape(-1)
+            self._log_likelihood("train", self.epoch_log_likelihood)
+        self.train_likelihood.reset()
+
+    # Validation and test
+
+    def validation_step(self, batch: Sequences, batch_idx: int) -> None:
+        self._update(self.val_likelihood, batch)
+
+    def on_validation_epoch_end(self) -> None:
+        values = self.val_likelihood.compute().reshape(-1)
+        if self.trainer.state.fn == "fit" and not self.trainer.sanity_checking:
+            # Where validation rules all of them out, training chooses.
+            self.chosen.copy_((values if bool(values.isfinite().any()) else self.train_likelihood.compute()).argmax())
+        self._log_likelihood("val", values)
+        self.val_likelihood.reset()
+
+    def test_step(self, batch: Sequences, batch_idx: int) -> None:
+        self._update(self.test_likelihood, batch)
+
+    def on_test_epoch_end(self) -> None:
+        self._log_likelihood("test", self.test_likelihood.compute().reshape(-1))
+        self.test_likelihood.reset()
+
+    def _log_likelihood(self, part: str, values: Tensor) -> None:
+        value = values[int(self.chosen)]
+        self.log(f"{part}/log_likelihood", value, prog_bar=part == "train")
+        self.log(f"{part}/bits_per_symbol", -value / math.log(2), prog_bar=part == "val")
+
+    # Checkpoints
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["lightning_hmm"] = {"model": type(self).__name__}
+        # The command line offers what it knows of the data to every family; what this one does not take must not be in its way.
+        known = inspect.signature(type(self).__init__).parameters
+        given = checkpoint.get("hyper_parameters", {})
+        checkpoint["hyper_parameters"] = {name: value for name, value in given.items() if name in known or name.startswith("_")}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        made_by = checkpoint.get("lightning_hmm", {}).get("model")
+        if made_by is not None and made_by != type(self).__name__:
+            raise ValueError(f"The checkpoint must hold a {type(self).__name__}, but holds a {made_by} instead. `lightning_hmm.load` makes the right one.")
+        names = checkpoint.get("hyper_parameters", {}).get("symbol_names")
+        if names is not None and self.vocabulary is not None and list(names) != self.vocabulary.names:
+            raise ValueError(
+                f"The data must have the symbols that the checkpoint was trained on, {_some(names)}, but have {_some(self.vocabulary.names)} instead. "
+                "Give the data that vocabulary."
+            )
+        for name, value in self.state_dict().items():
+            saved = checkpoint.get("state_dict", {}).get(name, value)
+            if saved.shape != value.shape:
+                raise ValueError(
+                    f"The checkpoint's `{name}` is {tuple(saved.shape)}, but the model's is {tuple(value.shape)}: it was trained with other sizes or data."
+                )
+        progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress")
+        fitting = self._trainer is not None and self._trainer.state.fn == "fit"
+        if fitting and progress and progress["current"]["ready"] and not progress["is_last_batch"]:
+            raise ValueError(
+                "The checkpoint was saved in the middle of an epoch: what its batches gathered is not whole. "
+                "Resume from one saved at the end of an epoch, such as last.ckpt."
+            )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:6])) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
