@@ -52,6 +52,9 @@ class ClonedHMM(BaumWelchHMM):
         pairs: which pairs of symbols may follow each other: those "seen" in the training data (all, where symbols are missing
             there), or "all".
         seed: of the starting values.
+        start_concentration: of the Dirichlet distribution that each row of the first transitions is drawn from. Small ones, such as
+            0.05, make few transitions probable, so that a clone carries its context along from the start and EM has something
+            to sharpen where dependencies are long; without it, rows are near even, and contexts fade within a few steps.
         restarts: starts trained side by side; the best on validation data answers.
         discount: lambda of online EM, with an update after each batch; without it batch EM, an update after each epoch.
         sequences_per_update: online EM with several updates inside each batch.
@@ -84,6 +87,7 @@ class ClonedHMM(BaumWelchHMM):
         clones: list[int] | None = None,
         pairs: Literal["seen", "all"] = "seen",
         seed: int = 0,
+        start_concentration: float | None = None,
         restarts: int = 1,
         discount: float | None = None,
         sequences_per_update: int | None = None,
@@ -114,6 +118,8 @@ class ClonedHMM(BaumWelchHMM):
             raise ValueError(f"`pairs` must be seen or all, but is {pairs!r} instead.")
         if ngram_order < 1:
             raise ValueError(f"`ngram_order` must be at least 1, but is {ngram_order} instead.")
+        if start_concentration is not None and not start_concentration > 0:
+            raise ValueError(f"`start_concentration` must be positive, but is {start_concentration} instead.")
         if online_epochs is not None and (discount is None or online_epochs < 0):
             raise ValueError(f"`online_epochs` must not be negative and needs a `discount`, but is {online_epochs} with `discount` {discount} instead.")
         priors = {
@@ -140,7 +146,8 @@ class ClonedHMM(BaumWelchHMM):
         self.online_epochs = online_epochs
         if online_epochs is not None:
             self.automatic_optimization = False  # one way for both phases: Lightning counts steps apart for each
-        self.allocation, self.ngram_order, self.clones, self.pairs, self.seed = allocation, ngram_order, clones, pairs, seed
+        self.allocation, self.ngram_order, self.clones, self.pairs = allocation, ngram_order, clones, pairs
+        self.seed, self.start_concentration = seed, start_concentration
         self.initial = CategoricalRows(restarts, num_states, name="initial")
         self.transition = CloneTransitions(restarts, torch.float32 if arithmetic == "float32" else torch.float64)
         if pairs == "all" and (clones is not None or allocation == "uniform"):
@@ -161,7 +168,7 @@ class ClonedHMM(BaumWelchHMM):
             mine, theirs = (self.num_states, self.num_symbols), (layout.num_states, layout.num_symbols)
             raise ValueError(f"`layout` must have {mine[0]} clones of {mine[1]} symbols, but has {theirs[0]} of {theirs[1]} instead.")
         self.transition.allocate(layout)
-        self.transition.randomise(torch.Generator().manual_seed(self.seed))
+        self.transition.randomise(torch.Generator().manual_seed(self.seed), self.start_concentration)
         return self
 
     @property

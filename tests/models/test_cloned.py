@@ -69,6 +69,23 @@ def test_the_likelihood_never_falls_and_rows_sum_to_one(rng):
     np.testing.assert_allclose(rows, 1, rtol=1e-12)
 
 
+def test_a_sparse_start_carries_a_context_over_noise():
+    """A signal, five symbols of noise, its answer: found from a sparse start, and not from an even one."""
+    rng = np.random.default_rng(3)
+    runs = [[signal, *rng.integers(2, 4, 5), 4 + signal] for signal in rng.integers(0, 2, 600)]
+    sequences = Sequences.from_lengths(np.concatenate(runs), [420] * 10)
+    bits = {}
+    for concentration in (None, 0.05):
+        model = ClonedHMM(clones=[1, 1, 20, 20, 1, 1], num_symbols=6, start_concentration=concentration, discount=0.5, sequences_per_update=1)
+        fit(model, sequences, 10, 0)
+        bits[concentration] = -float(model.score(sequences).sum()) / sequences.num_steps / np.log(2)
+        sums = torch.segment_reduce(model.transition.probs.detach()[0], "sum", lengths=model.layout.row_lengths)
+        np.testing.assert_allclose(sums, 1, rtol=1e-12)
+    # A run has a bit for its signal and five of noise, and the answer is free if the signal is remembered.
+    assert bits[0.05] < 6 / 7 + 0.05
+    assert bits[None] > 6 / 7 + 0.1
+
+
 def test_the_order_of_batches_does_not_matter_to_batch_em(rng):
     sequences = whole(rng)
     first = fit(ClonedHMM(**OPTIONS, restarts=2, transition_pseudocount=0.1), sequences, 5, 0)
@@ -174,6 +191,7 @@ def test_many_ngrams_are_counted_right(rng):
         ({"clones": [1, 2], "num_symbols": 3}, "a number for each of the 3 symbols, but gives 2"),
         ({"clones": [1, 0, 2], "num_symbols": 3, "pairs": "all"}, "symbol 1 has none"),
         ({"num_states": 9, "num_symbols": 3, "allocation": "even"}, "but is 'even'"),
+        ({"num_states": 9, "num_symbols": 3, "start_concentration": 0.0}, "must be positive, but is 0.0"),
         ({"num_states": 9, "num_symbols": 3, "frozen": ["emission"]}, "but names 'emission'"),
     ],
 )
