@@ -144,6 +144,7 @@ class ClonedHMM(BaumWelchHMM):
             if name not in priors:
                 raise ValueError(f"`frozen` must name initial or transition, but names {name!r} instead.")
         self.online_epochs = online_epochs
+        self.first_epoch = 0  # the epoch in which training began, or began anew
         if online_epochs is not None:
             self.automatic_optimization = False  # one way for both phases: Lightning counts steps apart for each
         self.allocation, self.ngram_order, self.clones, self.pairs = allocation, ngram_order, clones, pairs
@@ -190,6 +191,13 @@ class ClonedHMM(BaumWelchHMM):
             clones = allocate_clones(self.num_states, ngram_counts(sequences, self.num_symbols, order, unique=self.allocation == "ngram"))
         self.allocate(Layout(clones, None if self.pairs == "all" else seen_pairs(sequences)))
 
+    @torch.no_grad()
+    def start_over(self, sequences: Sequences) -> None:
+        """Forgets what was learnt: clones, blocks and starting values as if these sequences were the first. The callback `Retraining` does it in training."""
+        self.transition.layout = None
+        self.initial.set(torch.full((self.num_states,), 1 / self.num_states))
+        self.initialise(sequences)
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.transition.adopt(checkpoint.get("state_dict", {}), "transition.")
         super().on_load_checkpoint(checkpoint)
@@ -210,11 +218,12 @@ class ClonedHMM(BaumWelchHMM):
             self.optimizers().zero_grad()  # type: ignore[union-attr]
 
     def training_step(self, batch: Sequences, batch_idx: int) -> Tensor | None:
-        if self.online_epochs is None or (self.current_epoch < self.online_epochs and self.sequences_per_update is not None):
+        online = self.online_epochs is None or self.current_epoch - self.first_epoch < self.online_epochs
+        if self.online_epochs is None or (online and self.sequences_per_update is not None):
             return super().training_step(batch, batch_idx)
         optimizer: Any = self.optimizers()
         self.manual_backward(-self.total_log_likelihood(batch).sum() * self.trainer.world_size)
-        if self.current_epoch < self.online_epochs:
+        if online:
             optimizer.step()
             optimizer.zero_grad()
         elif self.trainer.is_last_batch:

@@ -8,14 +8,14 @@ from datetime import timedelta
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import lightning_hmm
 from lightning_hmm import ClonedHMM, Sequences, StandardHMM, fit
-from lightning_hmm.callbacks import Pruning
+from lightning_hmm.callbacks import Pruning, Retraining
 from lightning_hmm.inference.cloned import Layout
 from lightning_hmm.loading import loader
 from lightning_hmm.models.cloned import allocate_clones, ngram_counts
@@ -337,6 +337,69 @@ def test_resuming_in_either_phase(rng, tmp_path, stop):
         saving = {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(tmp_path, save_last=True)], "ckpt_path": path}
         resumed = fit(ClonedHMM(**OPTIONS, **PHASES), sequences, epochs, 0, batch_size=6, **saving)
     assert_identical_parameters(straight, resumed)
+
+
+# Chosen on validation, retrained on all
+
+
+def selected(sequences: Sequences, **options) -> tuple[ClonedHMM, Retraining]:
+    """20 sequences to train on, 10 to validate on."""
+    callback = Retraining(patience=2)
+    how = {"val_sequences": sequences[20:], "batch_size": 6, **options, "callbacks": [callback, *options.get("callbacks", ())]}
+    return fit(ClonedHMM(**OPTIONS, **how.pop("model", {})), sequences[:20], how.pop("epochs", 30), 0, **how), callback
+
+
+@pytest.mark.parametrize("model", [{"allocation": "frequency"}, PHASES, PHASES | {"online_epochs": 30}], ids=["batch EM", "both", "both, as long as it helps"])
+def test_retraining_takes_as_many_epochs_on_all_data_as_were_best(rng, model):
+    sequences = whole(rng, num_sequences=30)
+    found, callback = selected(sequences, model=model)
+    alone = ClonedHMM(**OPTIONS, **model)
+    bits = []
+    for epochs in range(1, len(callback.validated) + 1):
+        alone = ClonedHMM(**OPTIONS, **model | ({"online_epochs": callback.switched} if callback.switched else {}))
+        fit(alone, sequences[:20], epochs, 0, batch_size=6)
+        bits.append(-float(alone.score(sequences[20:]).sum()) / sequences[20:].num_steps / np.log(2))
+    np.testing.assert_allclose(callback.validated, bits, rtol=1e-10)
+    assert callback.best_epochs == int(np.argmin(bits)) + 1 < len(bits)  # it went on to see that it gets worse
+    assert callback.switched == (0 if "online_epochs" not in model else callback.switched)
+    again = ClonedHMM(**OPTIONS, **model | ({"online_epochs": callback.switched} if callback.switched else {}))
+    assert_same_parameters(found, fit(again, sequences, callback.best_epochs, 0, batch_size=6))
+
+
+@pytest.mark.parametrize("stop", [2, -1, 1], ids=["in the first part", "at its end", "in the second part"])
+def test_retraining_resumes_in_either_part(rng, tmp_path, stop):
+    sequences = whole(rng, num_sequences=30)
+    straight, callback = selected(sequences, model=PHASES)
+    first_part = len(callback.validated)
+    assert callback.best_epochs > 1
+    epochs = {2: 2, -1: first_part, 1: first_part + 1}[stop]
+    keep = {"dirpath": tmp_path, "save_last": True, "save_on_train_epoch_end": True}
+    saving = {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(**keep), StopAfter(epochs)]}
+    with pytest.raises(RuntimeError, match="stopped"):
+        selected(sequences, model=PHASES, **saving)
+    resumed, _ = selected(sequences, model=PHASES, ckpt_path=str(tmp_path / "last.ckpt"), enable_checkpointing=True, callbacks=[ModelCheckpoint(**keep)])
+    assert_identical_parameters(straight, resumed)
+
+
+class StopAfter(Callback):
+    """As if the process had been ended after so many epochs."""
+
+    def __init__(self, epochs: int) -> None:
+        self.epochs = epochs
+
+    def on_train_epoch_start(self, trainer, pl_module) -> None:
+        if trainer.current_epoch == self.epochs:
+            raise RuntimeError("stopped")
+
+
+def test_retraining_says_what_it_needs(rng):
+    sequences = whole(rng)
+    with pytest.raises(MisconfigurationException, match="there are none"):
+        fit(ClonedHMM(**OPTIONS), sequences, 2, callbacks=[Retraining()])
+    with pytest.raises(TypeError, match="is a StandardHMM instead"):
+        fit(StandardHMM(2, 5), sequences, 2, val_sequences=sequences, callbacks=[Retraining()])
+    with pytest.raises(ValueError, match="`patience` must be at least 1"):
+        Retraining(0)
 
 
 # Pruning
