@@ -299,6 +299,63 @@ class ClonedHMM(BaumWelchHMM):
             self.transition.set(transition)
         return self
 
+    @torch.no_grad()
+    def state_graph(self, sequences: Any = None, threshold: float = 1e-3) -> Any:
+        """The states as a directed graph of networkx, for `graphs.communities`, `plots.state_graph` and what else there is.
+
+        Nodes are states, with `symbol` and `name`; edges have as `weight` the probability of the transition, or its expected number
+        in `sequences` where these are given, which makes states count that are often visited.
+
+        Args:
+            sequences: to count transitions in.
+            threshold: edges of a smaller weight, and states without any edge, are left out.
+        """
+        import networkx as nx
+
+        weights = self.transition.probs.detach()[self.chosen].double().cpu()
+        if sequences is not None:
+            initial, probs, layout = self.chain(int(self.chosen))
+            weights = cloned.e_step(initial, probs, layout, None, self.as_sequences(sequences), single=self.arithmetic == "float32").transition.double().cpu()
+        entries = torch.nonzero(weights >= max(threshold, torch.finfo(torch.float64).tiny)).flatten()
+        sources, targets = (states.tolist() for states in self.layout.states_of(entries))
+        graph = nx.DiGraph()
+        symbols = self.layout.symbols.tolist()
+        for state in sorted({*sources, *targets}):
+            graph.add_node(state, symbol=symbols[state], name=symbols[state] if self.vocabulary is None else self.vocabulary.names[symbols[state]])
+        graph.add_weighted_edges_from(zip(sources, targets, weights[entries].tolist(), strict=True))
+        return graph
+
+    def unscramble(self, text: str, separator: str = " ") -> str:
+        """A text whose words have their inner letters in any order, set right: the most probable reading (Viterbi).
+
+        A word's first and last letter are taken as they are; each letter between them is uncertain evidence, any of that word's inner
+        letters as often as it is among them. (So a reading may take one twice and another not at all.)
+
+        Args:
+            text: of symbols that the model knows.
+            separator: between words.
+        """
+        if self.vocabulary is None:
+            raise ValueError("`unscramble` needs a model with `symbol_names`, so that letters mean something to it.")
+        decoded = self.decode(Sequences.from_list([self.scrambled_evidence(text, separator)]))
+        if not text or int(decoded.values[0]) < 0:
+            return text
+        return "".join(str(name) for name in self.vocabulary.decode(self.layout.symbols[decoded.values.cpu()].tolist()))
+
+    def scrambled_evidence(self, text: str, separator: str = " ") -> np.ndarray:
+        """(steps, V) the rows of uncertain evidence that `unscramble` decodes."""
+        assert self.vocabulary is not None
+        symbols = np.asarray(self.vocabulary.encode(text), np.int64)
+        rows = np.zeros((len(symbols), len(self.vocabulary)))
+        rows[np.arange(len(symbols)), symbols] = 1
+        first = 0
+        for word in text.split(separator):
+            inner = slice(first + 1, first + len(word) - 1)
+            if len(word) > 3:
+                rows[inner] = rows[inner].mean(0)
+            first += len(word) + len(separator)
+        return rows
+
     # Smoothing and pruning
 
     @torch.no_grad()

@@ -261,6 +261,36 @@ def test_large_models_have_no_matrix():
     assert model.transition.probs.shape == (1, 2 * 4999)
 
 
+SENTENCE = "a small reader of scrambled letters finds words "
+
+
+def test_scrambled_words_are_set_right():
+    names = sorted({*SENTENCE})
+    model = ClonedHMM(num_states=60, allocation="frequency", num_symbols=len(names), symbol_names=names, transition_pseudocount=1e-6)
+    fit(model, [SENTENCE * 5], 30, 0)
+    rows = model.scrambled_evidence("of raeders")
+    letters = ["".join(model.vocabulary.names[v] for v in np.flatnonzero(row)) for row in rows]
+    assert letters == ["o", "f", " ", "r", *["ader"] * 5, "s"]
+    assert {name: row for name, row in zip(names, rows[5], strict=True) if row} == pytest.approx({"a": 0.2, "d": 0.2, "e": 0.4, "r": 0.2})
+    assert model.unscramble("a salml rdaeer of sclarbemd lretets fndis wrdos ") == SENTENCE
+    assert model.unscramble("") == ""
+    with pytest.raises(ValueError, match="`symbol_names`"):
+        ClonedHMM(**OPTIONS, pairs="all").unscramble("ab")
+
+
+def test_the_graph_has_the_transitions_as_edges(rng):
+    sequences = whole(rng)
+    model = fit(ClonedHMM(**OPTIONS, symbol_names=[*"abcde"]), sequences, 20, 0)
+    graph, matrix = model.state_graph(threshold=0.05), model.transition_probs
+    edges = {(i, j): weight for i, j, weight in graph.edges(data="weight")}
+    assert edges == {(i, j): float(matrix[i, j]) for i, j in torch.nonzero(matrix >= 0.05).tolist()}
+    assert all(graph.nodes[state]["name"] == "abcde"[model.layout.symbols[state]] for state in graph)
+    counts = model.layout.expand(model.inference.e_step(*model.inference_arguments(sequences)).transition)
+    counted = model.state_graph(sequences, threshold=0.0)
+    assert {(i, j) for i, j in counted.edges} == {(i, j) for i, j in torch.nonzero(counts > 0).tolist()}
+    assert all(weight == pytest.approx(float(counts[i, j])) for i, j, weight in counted.edges(data="weight"))
+
+
 # Checkpoints
 
 
