@@ -87,6 +87,7 @@ class SequenceDataModule(LightningDataModule, ABC):
         self.val_fraction, self.test_fraction = val_fraction, test_fraction
         self._sources: dict[Part, tuple[Sequences, Sequences | None, Tensor | None]] = {}
         self._gathered: dict[Part, Sequences] = {}
+        self._trains_on_validation = False
 
     @abstractmethod
     def load_dataset(self) -> datasets.Dataset | Mapping[str, datasets.Dataset]:
@@ -177,7 +178,20 @@ class SequenceDataModule(LightningDataModule, ABC):
             raise ValueError(f"`part` must be one of {', '.join(PARTS)}, but is {part!r} instead.")
         if not self._sources:
             raise RuntimeError(f"The sequences are not read yet. Call `setup()` of the {type(self).__name__} first.")
+        if part == "train" and self._trains_on_validation:
+            return self._together, None, None
         return self._sources[part]
+
+    def train_on_validation(self, yes: bool = True) -> None:
+        """From now on training data are the training and the validation part together; or, taken back, the training part alone."""
+        if yes and not self._trains_on_validation:
+            self._together = Sequences.cat([self._part("train"), self.as_training(self._part("val"))])
+        self._trains_on_validation = yes
+        self._gathered.pop("train", None)
+
+    def as_training(self, sequences: Sequences) -> Sequences:
+        """Sequences of another part as they would be in training; modules that cut their training data into pieces cut here."""
+        return sequences
 
     def _part(self, part: Part) -> Sequences:
         """The part as one batch, gathered once from wherever its sequences lie; without a copy if it is all of its source."""

@@ -97,6 +97,9 @@ class LanguageDataModule(SequenceDataModule):
             parts[part] = as_dataset(as_table(*values))
         return parts
 
+    def as_training(self, sequences: Sequences) -> Sequences:
+        return in_pieces(sequences, self.sequence_length)
+
     def exact_bits(self, part: Part) -> float:
         """Bits per symbol of the true training model on a part, its first symbol included."""
         values, _, _ = self._source(part)
@@ -106,6 +109,12 @@ class LanguageDataModule(SequenceDataModule):
 def pieces(length: int, piece: int) -> list[int]:
     """The lengths of contiguous pieces; the last may be shorter."""
     return [piece] * (length // piece) + ([length % piece] if length % piece else [])
+
+
+def in_pieces(sequences: Sequences, piece: int) -> Sequences:
+    """Every sequence cut into contiguous ones of at most `piece` steps."""
+    lengths = [size for length in sequences.lengths.tolist() for size in pieces(length, piece)]
+    return Sequences.from_lengths(sequences.values, lengths)
 
 
 class ToyMachineDataModule(LanguageDataModule):

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from datamodules.base import SequenceDataModule, as_dataset, as_table
-from datamodules.languages import pieces
+from datamodules.languages import in_pieces, pieces
 from lightning_hmm.sequences import Sequences, Vocabulary
 
 LETTERS = " abcdefghijklmnopqrstuvwxyz"
@@ -82,6 +82,9 @@ class TextDataModule(SequenceDataModule):
             lengths = pieces(len(symbols), self.sequence_length if part == "train" else max(len(symbols), 1))
             parts[part] = as_dataset(as_table(Sequences.from_lengths(torch.from_numpy(symbols), lengths)))
         return parts
+
+    def as_training(self, sequences: Sequences) -> Sequences:
+        return in_pieces(sequences, self.sequence_length)
 
 
 def _python_help() -> str:

@@ -23,7 +23,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
-from lightning_hmm.callbacks import Convergence, Figures, PredictionWriter
+from lightning_hmm.callbacks import Convergence, Figures, PredictionWriter, Retraining
 from lightning_hmm.models import SequenceModel
 from lightning_hmm.training import quiet_lightning
 
@@ -183,6 +183,9 @@ class CommandLine(LightningCLI):
         """Tests the best model, and says where everything is."""
         saved = {type(callback): callback.best_model_path for callback in self.trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)}
         best, last = saved.get(BestCheckpoint, ""), saved.get(LastCheckpoint, "")
+        retrained = any(isinstance(callback, Retraining) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
+        why = "retrained on training and validation data" if retrained else "no validation data to choose by"
+        best = "" if retrained else best
         logs, epochs = self.trainer.log_dir, self.trainer.current_epoch
         tested = self.trainer.test(self.model, datamodule=self.datamodule, ckpt_path=best or None, verbose=False) if _has_test_data(self.datamodule) else []
         metrics = tested[0] if tested else {}
@@ -191,7 +194,7 @@ class CommandLine(LightningCLI):
             "",
             f"Trained {type(self.model).__name__} for {epochs} epoch{'s' if epochs != 1 else ''}.",
             *[f"  {name:<{width}}  {value:.6f}" for name, value in sorted(metrics.items())],
-            *([f"Best checkpoint:  {best}"] if best else [f"Last checkpoint:  {last} (no validation data to choose by)"] if last else []),
+            *([f"Best checkpoint:  {best}"] if best else [f"Last checkpoint:  {last} ({why})"] if last else []),
             *([f"Logs:             {logs}", f"Look at them:     tensorboard --logdir {logs}"] if logs and self.trainer.loggers else []),
             *([f"Decode with it:   {_command('predict', logs)} --ckpt_path {best or last}"] if (best or last) and logs else []),
         )

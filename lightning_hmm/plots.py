@@ -49,6 +49,62 @@ def transition_matrix(probs: Array, max_labels: int = 40) -> Figure:
     return figure
 
 
+def clone_matrix(probs: Array, clones: Array, names: Sequence[str] | None = None) -> Figure:
+    """Heat map of (H, H) transition probabilities of a cloned HMM, the clones of each symbol between lines.
+
+    Args:
+        probs: a row for each state; states are numbered symbol after symbol.
+        clones: (V,) how many each symbol has.
+        names: of the symbols; their numbers if not given.
+    """
+    matrix, ends = _numpy(probs), np.cumsum(_numpy(clones).astype(int))
+    figure, (axes,) = _figure()
+    _draw_probabilities(figure, axes, matrix, "Transition probabilities")
+    axes.set_aspect("equal")
+    axes.grid(visible=False)
+    labels = [str(number) for number in range(len(ends))] if names is None else [_shown(name) for name in names]
+    middles = ends - _numpy(clones) / 2 - 0.5
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_ticks(list(middles), labels, parse_math=False, fontsize=9 if len(labels) <= 30 else 7)
+        axis.set_tick_params(length=0)
+    for end in ends[:-1]:
+        axes.axhline(end - 0.5, color=_FAINT, linewidth=0.5)
+        axes.axvline(end - 0.5, color=_FAINT, linewidth=0.5)
+    axes.set(xlabel="to a clone of", ylabel="from a clone of")
+    return figure
+
+
+def state_graph(graph: Any, groups: Sequence[Any], titles: Sequence[str] | None = None, columns: int = 3, seed: int = 0) -> Figure:
+    """Groups of states of a graph, a panel for each: the states by the names of their symbols, transitions as arrows, wider where more probable.
+
+    Args:
+        graph: as `ClonedHMM.state_graph` makes it.
+        groups: of states, such as `graphs.communities` finds.
+        titles: of the panels.
+        columns: panels in a row.
+        seed: of the places.
+    """
+    import networkx as nx
+
+    rows = -(-len(groups) // columns)
+    figure = Figure(figsize=(3.4 * columns, 3.1 * rows), dpi=110, layout="constrained", facecolor="white")
+    for panel, axes in enumerate(figure.subplots(rows, columns, squeeze=False).reshape(-1)):
+        axes.set_axis_off()
+        if panel >= len(groups):
+            continue
+        part = graph.subgraph(groups[panel])
+        places = nx.kamada_kawai_layout(part.to_undirected(as_view=True), weight=None) if len(part) > 1 else dict.fromkeys(part, (0.0, 0.0))
+        weights = np.array([weight for _, _, weight in part.edges(data="weight")])
+        widths = 0.4 + 2 * weights / max(weights.max(), 1e-12) if len(weights) else []
+        nx.draw_networkx_edges(part, places, ax=axes, width=widths, edge_color=_GREY, arrowsize=8, node_size=230, connectionstyle="arc3,rad=0.08")
+        nx.draw_networkx_nodes(part, places, ax=axes, node_size=230, node_color="#DCEBF5", edgecolors=_BLUE, linewidths=0.8)
+        nx.draw_networkx_labels(part, places, {state: _shown(str(part.nodes[state]["name"])) for state in part}, ax=axes, font_size=9, font_color=_INK)
+        if titles is not None:
+            axes.set_title(titles[panel], fontsize=9, color=_INK, parse_math=False)
+        axes.margins(0.12)
+    return figure
+
+
 def emission_matrix(probs: Array, names: Sequence[str] | None = None, max_labels: int = 40) -> Figure:
     """Heat map of (K, V) emission probabilities.
 

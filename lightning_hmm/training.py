@@ -72,10 +72,19 @@ class SequencesData(LightningDataModule):
 
     def __init__(self, train: Sequences, val: Sequences | None, batch_size: int | None, shuffle: bool, seed: int) -> None:
         super().__init__()
-        self.train_sequences, self.val_sequences = train, val
+        self._train = self.train_sequences = train
+        self.val_sequences = val
         self.batch_size, self.shuffle, self.seed = batch_size, shuffle, seed
+
+    @property
+    def train_size(self) -> float:
+        train = self.train_sequences
         filled = train.lengths > 0  # an empty sequence tells nothing, and counts for nothing in a prior's share
-        self.train_size = float(filled.sum() if train.weights is None else train.weights.cpu()[filled].sum())
+        return float(filled.sum() if train.weights is None else train.weights.cpu()[filled].sum())
+
+    def train_on_validation(self, yes: bool = True) -> None:
+        """See `SequenceDataModule.train_on_validation`."""
+        self.train_sequences = Sequences.cat([self._train, self.val_sequences]) if yes and self.val_sequences is not None else self._train
 
     def _loader(self, sequences: Sequences, shuffle: bool) -> DataLoader:
         assert self.trainer is not None

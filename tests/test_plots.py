@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
+import networkx as nx
 import numpy as np
 import pytest
 import torch
@@ -60,6 +61,28 @@ def test_rows_of_the_picture_are_rows_of_the_matrix(rng):
     assert image.get_extent() == [-0.5, 19.5, 19.5, -0.5]
     assert not figure.axes[0].texts
     assert (image.norm.vmin, image.norm.vmax) == (0, 1)
+
+
+def test_clones_of_a_symbol_are_between_lines(rng):
+    probs = rows(rng, 15, 15)
+    figure = plots.clone_matrix(probs, [2, 10, 3], ["a", " ", "c"])
+    axes = figure.axes[0]
+    np.testing.assert_array_equal(axes.images[0].get_array(), probs)
+    assert labels(axes.xaxis) == labels(axes.yaxis) == ["a", "␣", "c"]
+    np.testing.assert_allclose(axes.get_xticks(), [0.5, 6.5, 13])
+    assert sorted({float(line.get_xdata()[0]) for line in axes.lines if line.get_xdata()[0] == line.get_xdata()[1]}) == [1.5, 11.5]
+    render(figure)
+
+
+def test_groups_of_a_graph_have_a_panel_each():
+    graph = nx.DiGraph()
+    for state, name in enumerate("bat $"):
+        graph.add_node(state, name=name)
+    graph.add_weighted_edges_from([(0, 1, 1.0), (1, 2, 0.5), (2, 1, 0.1), (3, 3, 1.0)])
+    figure = plots.state_graph(graph, [{0, 1, 2}, {3}, {4}], ["bat", "space", "$"], columns=2)
+    assert len(figure.axes) == 4
+    assert [sorted(text.get_text() for text in axes.texts) for axes in figure.axes] == [["a", "b", "t"], ["␣"], ["$"], []]
+    render(figure)
 
 
 def test_large_matrix_is_drawn_as_means_of_blocks_and_says_so(rng):

@@ -5,5 +5,6 @@ from lightning_hmm.callbacks.cooccurrence import CooccurrenceReport
 from lightning_hmm.callbacks.figures import Figures
 from lightning_hmm.callbacks.predictions import PredictionWriter
 from lightning_hmm.callbacks.pruning import Pruning
+from lightning_hmm.callbacks.retraining import Retraining
 
-__all__ = ["Convergence", "CooccurrenceReport", "Figures", "PredictionWriter", "Pruning"]
+__all__ = ["Convergence", "CooccurrenceReport", "Figures", "PredictionWriter", "Pruning", "Retraining"]

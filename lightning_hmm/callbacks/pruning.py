@@ -75,16 +75,22 @@ def prune_in_training(trainer: Trainer, model: ClonedHMM, keep: Tensor) -> None:
     buffer = old.state.get(parameter, {}).get("statistics")
     updates = [group["updates"] for group in old.param_groups]
     model.prune(keep)
-    (new,) = optimizers = [model.configure_optimizers()]
+    new = renewed_optimizer(trainer, model)
     for group, count in zip(new.param_groups, updates, strict=True):
         group["updates"] = count
     for known in model.initial.parameters():
         new.state[known].update(old.state.get(known, {}))
     if buffer is not None:
         new.state[model.transition.probs]["statistics"] = buffer[:, keep.to(buffer.device)].contiguous()
-    trainer.strategy.optimizers = optimizers
+
+
+def renewed_optimizer(trainer: Trainer, model: ClonedHMM) -> Any:
+    """An optimizer, and under DDP a wrapper, for parameters that have taken the place of others in training."""
+    optimizer = model.configure_optimizers()
+    trainer.strategy.optimizers = [optimizer]
     if isinstance(trainer.strategy, DDPStrategy):
         trainer.strategy.model = trainer.strategy._setup_model(model)
+    return optimizer
 
 
 def _some(sequences: Any, max_steps: int | None) -> Sequences | None:

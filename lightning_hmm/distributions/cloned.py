@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -41,10 +42,17 @@ class CloneTransitions(Distribution):
         self.probs = nn.Parameter(torch.zeros(shape, dtype=self.probs.dtype, device=self.probs.device) if probs is None else probs.to(self.probs))
 
     @torch.no_grad()
-    def randomise(self, generator: torch.Generator) -> None:
-        """Draws weights evenly from (0, 1] and normalises the rows."""
-        for row in self.probs:
-            row.copy_(1 - torch.rand(row.shape, generator=generator, dtype=row.dtype))
+    def randomise(self, generator: torch.Generator, concentration: float | None = None) -> None:
+        """Draws weights evenly from (0, 1], or from a Gamma distribution of that shape, and normalises the rows: Dirichlet draws."""
+        if concentration is None:
+            for row in self.probs:
+                row.copy_(1 - torch.rand(row.shape, generator=generator, dtype=row.dtype))
+        else:
+            # torch draws no Gamma numbers from a generator of ours: numpy's does, seeded from it.
+            drawn = np.random.default_rng(int(torch.randint(2**62, (), generator=generator)))
+            for row in self.probs:
+                for piece in row.split(_PIECE):
+                    piece.copy_(torch.from_numpy(np.maximum(drawn.gamma(concentration, size=len(piece)), 1e-12)))  # zero would stay zero
         self.maximise([self.probs.detach()])
 
     @torch.no_grad()
@@ -115,3 +123,4 @@ class CloneTransitions(Distribution):
 
 
 _TENSORS = ("clones", "pairs", "bounds", "columns")
+_PIECE = 1 << 22  # numbers drawn at once in float64, for a billion of them do not fit

@@ -52,6 +52,9 @@ class ClonedHMM(BaumWelchHMM):
         pairs: which pairs of symbols may follow each other: those "seen" in the training data (all, where symbols are missing
             there), or "all".
         seed: of the starting values.
+        start_concentration: of the Dirichlet distribution that each row of the first transitions is drawn from. Small ones, such as
+            0.05, make few transitions probable, so that a clone carries its context along from the start and EM has something
+            to sharpen where dependencies are long; without it, rows are near even, and contexts fade within a few steps.
         restarts: starts trained side by side; the best on validation data answers.
         discount: lambda of online EM, with an update after each batch; without it batch EM, an update after each epoch.
         sequences_per_update: online EM with several updates inside each batch.
@@ -84,6 +87,7 @@ class ClonedHMM(BaumWelchHMM):
         clones: list[int] | None = None,
         pairs: Literal["seen", "all"] = "seen",
         seed: int = 0,
+        start_concentration: float | None = None,
         restarts: int = 1,
         discount: float | None = None,
         sequences_per_update: int | None = None,
@@ -114,6 +118,8 @@ class ClonedHMM(BaumWelchHMM):
             raise ValueError(f"`pairs` must be seen or all, but is {pairs!r} instead.")
         if ngram_order < 1:
             raise ValueError(f"`ngram_order` must be at least 1, but is {ngram_order} instead.")
+        if start_concentration is not None and not start_concentration > 0:
+            raise ValueError(f"`start_concentration` must be positive, but is {start_concentration} instead.")
         if online_epochs is not None and (discount is None or online_epochs < 0):
             raise ValueError(f"`online_epochs` must not be negative and needs a `discount`, but is {online_epochs} with `discount` {discount} instead.")
         priors = {
@@ -138,9 +144,11 @@ class ClonedHMM(BaumWelchHMM):
             if name not in priors:
                 raise ValueError(f"`frozen` must name initial or transition, but names {name!r} instead.")
         self.online_epochs = online_epochs
+        self.first_epoch = 0  # the epoch in which training began, or began anew
         if online_epochs is not None:
             self.automatic_optimization = False  # one way for both phases: Lightning counts steps apart for each
-        self.allocation, self.ngram_order, self.clones, self.pairs, self.seed = allocation, ngram_order, clones, pairs, seed
+        self.allocation, self.ngram_order, self.clones, self.pairs = allocation, ngram_order, clones, pairs
+        self.seed, self.start_concentration = seed, start_concentration
         self.initial = CategoricalRows(restarts, num_states, name="initial")
         self.transition = CloneTransitions(restarts, torch.float32 if arithmetic == "float32" else torch.float64)
         if pairs == "all" and (clones is not None or allocation == "uniform"):
@@ -161,7 +169,7 @@ class ClonedHMM(BaumWelchHMM):
             mine, theirs = (self.num_states, self.num_symbols), (layout.num_states, layout.num_symbols)
             raise ValueError(f"`layout` must have {mine[0]} clones of {mine[1]} symbols, but has {theirs[0]} of {theirs[1]} instead.")
         self.transition.allocate(layout)
-        self.transition.randomise(torch.Generator().manual_seed(self.seed))
+        self.transition.randomise(torch.Generator().manual_seed(self.seed), self.start_concentration)
         return self
 
     @property
@@ -183,6 +191,13 @@ class ClonedHMM(BaumWelchHMM):
             clones = allocate_clones(self.num_states, ngram_counts(sequences, self.num_symbols, order, unique=self.allocation == "ngram"))
         self.allocate(Layout(clones, None if self.pairs == "all" else seen_pairs(sequences)))
 
+    @torch.no_grad()
+    def start_over(self, sequences: Sequences) -> None:
+        """Forgets what was learnt: clones, blocks and starting values as if these sequences were the first. The callback `Retraining` does it in training."""
+        self.transition.layout = None
+        self.initial.set(torch.full((self.num_states,), 1 / self.num_states))
+        self.initialise(sequences)
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.transition.adopt(checkpoint.get("state_dict", {}), "transition.")
         super().on_load_checkpoint(checkpoint)
@@ -203,11 +218,12 @@ class ClonedHMM(BaumWelchHMM):
             self.optimizers().zero_grad()  # type: ignore[union-attr]
 
     def training_step(self, batch: Sequences, batch_idx: int) -> Tensor | None:
-        if self.online_epochs is None or (self.current_epoch < self.online_epochs and self.sequences_per_update is not None):
+        online = self.online_epochs is None or self.current_epoch - self.first_epoch < self.online_epochs
+        if self.online_epochs is None or (online and self.sequences_per_update is not None):
             return super().training_step(batch, batch_idx)
         optimizer: Any = self.optimizers()
         self.manual_backward(-self.total_log_likelihood(batch).sum() * self.trainer.world_size)
-        if self.current_epoch < self.online_epochs:
+        if online:
             optimizer.step()
             optimizer.zero_grad()
         elif self.trainer.is_last_batch:
@@ -282,6 +298,63 @@ class ClonedHMM(BaumWelchHMM):
             _ = self.layout
             self.transition.set(transition)
         return self
+
+    @torch.no_grad()
+    def state_graph(self, sequences: Any = None, threshold: float = 1e-3) -> Any:
+        """The states as a directed graph of networkx, for `graphs.communities`, `plots.state_graph` and what else there is.
+
+        Nodes are states, with `symbol` and `name`; edges have as `weight` the probability of the transition, or its expected number
+        in `sequences` where these are given, which makes states count that are often visited.
+
+        Args:
+            sequences: to count transitions in.
+            threshold: edges of a smaller weight, and states without any edge, are left out.
+        """
+        import networkx as nx
+
+        weights = self.transition.probs.detach()[self.chosen].double().cpu()
+        if sequences is not None:
+            initial, probs, layout = self.chain(int(self.chosen))
+            weights = cloned.e_step(initial, probs, layout, None, self.as_sequences(sequences), single=self.arithmetic == "float32").transition.double().cpu()
+        entries = torch.nonzero(weights >= max(threshold, torch.finfo(torch.float64).tiny)).flatten()
+        sources, targets = (states.tolist() for states in self.layout.states_of(entries))
+        graph = nx.DiGraph()
+        symbols = self.layout.symbols.tolist()
+        for state in sorted({*sources, *targets}):
+            graph.add_node(state, symbol=symbols[state], name=symbols[state] if self.vocabulary is None else self.vocabulary.names[symbols[state]])
+        graph.add_weighted_edges_from(zip(sources, targets, weights[entries].tolist(), strict=True))
+        return graph
+
+    def unscramble(self, text: str, separator: str = " ") -> str:
+        """A text whose words have their inner letters in any order, set right: the most probable reading (Viterbi).
+
+        A word's first and last letter are taken as they are; each letter between them is uncertain evidence, any of that word's inner
+        letters as often as it is among them. (So a reading may take one twice and another not at all.)
+
+        Args:
+            text: of symbols that the model knows.
+            separator: between words.
+        """
+        if self.vocabulary is None:
+            raise ValueError("`unscramble` needs a model with `symbol_names`, so that letters mean something to it.")
+        decoded = self.decode(Sequences.from_list([self.scrambled_evidence(text, separator)]))
+        if not text or int(decoded.values[0]) < 0:
+            return text
+        return "".join(str(name) for name in self.vocabulary.decode(self.layout.symbols[decoded.values.cpu()].tolist()))
+
+    def scrambled_evidence(self, text: str, separator: str = " ") -> np.ndarray:
+        """(steps, V) the rows of uncertain evidence that `unscramble` decodes."""
+        assert self.vocabulary is not None
+        symbols = np.asarray(self.vocabulary.encode(text), np.int64)
+        rows = np.zeros((len(symbols), len(self.vocabulary)))
+        rows[np.arange(len(symbols)), symbols] = 1
+        first = 0
+        for word in text.split(separator):
+            inner = slice(first + 1, first + len(word) - 1)
+            if len(word) > 3:
+                rows[inner] = rows[inner].mean(0)
+            first += len(word) + len(separator)
+        return rows
 
     # Smoothing and pruning
 

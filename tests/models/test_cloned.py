@@ -8,14 +8,14 @@ from datetime import timedelta
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import lightning_hmm
 from lightning_hmm import ClonedHMM, Sequences, StandardHMM, fit
-from lightning_hmm.callbacks import Pruning
+from lightning_hmm.callbacks import Pruning, Retraining
 from lightning_hmm.inference.cloned import Layout
 from lightning_hmm.loading import loader
 from lightning_hmm.models.cloned import allocate_clones, ngram_counts
@@ -67,6 +67,23 @@ def test_the_likelihood_never_falls_and_rows_sum_to_one(rng):
     assert scores[-1] > scores[0] + 50
     rows = torch.segment_reduce(model.transition.probs.detach()[0], "sum", lengths=model.layout.row_lengths)
     np.testing.assert_allclose(rows, 1, rtol=1e-12)
+
+
+def test_a_sparse_start_carries_a_context_over_noise():
+    """A signal, five symbols of noise, its answer: found from a sparse start, and not from an even one."""
+    rng = np.random.default_rng(3)
+    runs = [[signal, *rng.integers(2, 4, 5), 4 + signal] for signal in rng.integers(0, 2, 600)]
+    sequences = Sequences.from_lengths(np.concatenate(runs), [420] * 10)
+    bits = {}
+    for concentration in (None, 0.05):
+        model = ClonedHMM(clones=[1, 1, 20, 20, 1, 1], num_symbols=6, start_concentration=concentration, discount=0.5, sequences_per_update=1)
+        fit(model, sequences, 10, 0)
+        bits[concentration] = -float(model.score(sequences).sum()) / sequences.num_steps / np.log(2)
+        sums = torch.segment_reduce(model.transition.probs.detach()[0], "sum", lengths=model.layout.row_lengths)
+        np.testing.assert_allclose(sums, 1, rtol=1e-12)
+    # A run has a bit for its signal and five of noise, and the answer is free if the signal is remembered.
+    assert bits[0.05] < 6 / 7 + 0.05
+    assert bits[None] > 6 / 7 + 0.1
 
 
 def test_the_order_of_batches_does_not_matter_to_batch_em(rng):
@@ -174,6 +191,7 @@ def test_many_ngrams_are_counted_right(rng):
         ({"clones": [1, 2], "num_symbols": 3}, "a number for each of the 3 symbols, but gives 2"),
         ({"clones": [1, 0, 2], "num_symbols": 3, "pairs": "all"}, "symbol 1 has none"),
         ({"num_states": 9, "num_symbols": 3, "allocation": "even"}, "but is 'even'"),
+        ({"num_states": 9, "num_symbols": 3, "start_concentration": 0.0}, "must be positive, but is 0.0"),
         ({"num_states": 9, "num_symbols": 3, "frozen": ["emission"]}, "but names 'emission'"),
     ],
 )
@@ -241,6 +259,36 @@ def test_large_models_have_no_matrix():
     with pytest.raises(AttributeError, match="up to 4096 states"):
         _ = model.transition_probs
     assert model.transition.probs.shape == (1, 2 * 4999)
+
+
+SENTENCE = "a small reader of scrambled letters finds words "
+
+
+def test_scrambled_words_are_set_right():
+    names = sorted({*SENTENCE})
+    model = ClonedHMM(num_states=60, allocation="frequency", num_symbols=len(names), symbol_names=names, transition_pseudocount=1e-6)
+    fit(model, [SENTENCE * 5], 30, 0)
+    rows = model.scrambled_evidence("of raeders")
+    letters = ["".join(model.vocabulary.names[v] for v in np.flatnonzero(row)) for row in rows]
+    assert letters == ["o", "f", " ", "r", *["ader"] * 5, "s"]
+    assert {name: row for name, row in zip(names, rows[5], strict=True) if row} == pytest.approx({"a": 0.2, "d": 0.2, "e": 0.4, "r": 0.2})
+    assert model.unscramble("a salml rdaeer of sclarbemd lretets fndis wrdos ") == SENTENCE
+    assert model.unscramble("") == ""
+    with pytest.raises(ValueError, match="`symbol_names`"):
+        ClonedHMM(**OPTIONS, pairs="all").unscramble("ab")
+
+
+def test_the_graph_has_the_transitions_as_edges(rng):
+    sequences = whole(rng)
+    model = fit(ClonedHMM(**OPTIONS, symbol_names=[*"abcde"]), sequences, 20, 0)
+    graph, matrix = model.state_graph(threshold=0.05), model.transition_probs
+    edges = {(i, j): weight for i, j, weight in graph.edges(data="weight")}
+    assert edges == {(i, j): float(matrix[i, j]) for i, j in torch.nonzero(matrix >= 0.05).tolist()}
+    assert all(graph.nodes[state]["name"] == "abcde"[model.layout.symbols[state]] for state in graph)
+    counts = model.layout.expand(model.inference.e_step(*model.inference_arguments(sequences)).transition)
+    counted = model.state_graph(sequences, threshold=0.0)
+    assert {(i, j) for i, j in counted.edges} == {(i, j) for i, j in torch.nonzero(counts > 0).tolist()}
+    assert all(weight == pytest.approx(float(counts[i, j])) for i, j, weight in counted.edges(data="weight"))
 
 
 # Checkpoints
@@ -319,6 +367,69 @@ def test_resuming_in_either_phase(rng, tmp_path, stop):
         saving = {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(tmp_path, save_last=True)], "ckpt_path": path}
         resumed = fit(ClonedHMM(**OPTIONS, **PHASES), sequences, epochs, 0, batch_size=6, **saving)
     assert_identical_parameters(straight, resumed)
+
+
+# Chosen on validation, retrained on all
+
+
+def selected(sequences: Sequences, **options) -> tuple[ClonedHMM, Retraining]:
+    """20 sequences to train on, 10 to validate on."""
+    callback = Retraining(patience=2)
+    how = {"val_sequences": sequences[20:], "batch_size": 6, **options, "callbacks": [callback, *options.get("callbacks", ())]}
+    return fit(ClonedHMM(**OPTIONS, **how.pop("model", {})), sequences[:20], how.pop("epochs", 30), 0, **how), callback
+
+
+@pytest.mark.parametrize("model", [{"allocation": "frequency"}, PHASES, PHASES | {"online_epochs": 30}], ids=["batch EM", "both", "both, as long as it helps"])
+def test_retraining_takes_as_many_epochs_on_all_data_as_were_best(rng, model):
+    sequences = whole(rng, num_sequences=30)
+    found, callback = selected(sequences, model=model)
+    alone = ClonedHMM(**OPTIONS, **model)
+    bits = []
+    for epochs in range(1, len(callback.validated) + 1):
+        alone = ClonedHMM(**OPTIONS, **model | ({"online_epochs": callback.switched} if callback.switched else {}))
+        fit(alone, sequences[:20], epochs, 0, batch_size=6)
+        bits.append(-float(alone.score(sequences[20:]).sum()) / sequences[20:].num_steps / np.log(2))
+    np.testing.assert_allclose(callback.validated, bits, rtol=1e-10)
+    assert callback.best_epochs == int(np.argmin(bits)) + 1 < len(bits)  # it went on to see that it gets worse
+    assert callback.switched == (0 if "online_epochs" not in model else callback.switched)
+    again = ClonedHMM(**OPTIONS, **model | ({"online_epochs": callback.switched} if callback.switched else {}))
+    assert_same_parameters(found, fit(again, sequences, callback.best_epochs, 0, batch_size=6))
+
+
+@pytest.mark.parametrize("stop", [2, -1, 1], ids=["in the first part", "at its end", "in the second part"])
+def test_retraining_resumes_in_either_part(rng, tmp_path, stop):
+    sequences = whole(rng, num_sequences=30)
+    straight, callback = selected(sequences, model=PHASES)
+    first_part = len(callback.validated)
+    assert callback.best_epochs > 1
+    epochs = {2: 2, -1: first_part, 1: first_part + 1}[stop]
+    keep = {"dirpath": tmp_path, "save_last": True, "save_on_train_epoch_end": True}
+    saving = {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(**keep), StopAfter(epochs)]}
+    with pytest.raises(RuntimeError, match="stopped"):
+        selected(sequences, model=PHASES, **saving)
+    resumed, _ = selected(sequences, model=PHASES, ckpt_path=str(tmp_path / "last.ckpt"), enable_checkpointing=True, callbacks=[ModelCheckpoint(**keep)])
+    assert_identical_parameters(straight, resumed)
+
+
+class StopAfter(Callback):
+    """As if the process had been ended after so many epochs."""
+
+    def __init__(self, epochs: int) -> None:
+        self.epochs = epochs
+
+    def on_train_epoch_start(self, trainer, pl_module) -> None:
+        if trainer.current_epoch == self.epochs:
+            raise RuntimeError("stopped")
+
+
+def test_retraining_says_what_it_needs(rng):
+    sequences = whole(rng)
+    with pytest.raises(MisconfigurationException, match="there are none"):
+        fit(ClonedHMM(**OPTIONS), sequences, 2, callbacks=[Retraining()])
+    with pytest.raises(TypeError, match="is a StandardHMM instead"):
+        fit(StandardHMM(2, 5), sequences, 2, val_sequences=sequences, callbacks=[Retraining()])
+    with pytest.raises(ValueError, match="`patience` must be at least 1"):
+        Retraining(0)
 
 
 # Pruning

@@ -1,0 +1,1 @@
+"""Experiments of Dedieu et al. (2019), cloned HMMs."""

@@ -1,0 +1,129 @@
+"""How long to train is found on validation data, which then are trained on too."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_hmm.callbacks.convergence import Convergence
+from lightning_hmm.callbacks.pruning import renewed_optimizer
+from lightning_hmm.models.cloned import ClonedHMM
+
+
+class Retraining(Callback):
+    """Early stopping of a `ClonedHMM` that wastes no data: finds the number of epochs on validation data, then trains as long on all.
+
+    First it trains until validation has not become better for `patience` epochs, or until `trainer.max_epochs`. Where the model goes from
+    online to batch EM, that happens as soon as online EM brings nothing more, after `online_epochs` at the latest. Then the model
+    starts over on training and validation data together, for as many epochs of each kind as were best; there is no
+    validation in that part. Both parts are one `fit`, and a run that was stopped in either goes on from its checkpoint.
+
+    Args:
+        patience: epochs without a better validation that end the first part.
+    """
+
+    def __init__(self, patience: int = 3) -> None:
+        if patience < 1:
+            raise ValueError(f"`patience` must be at least 1, but is {patience} instead.")
+        self.patience = patience
+        self._reset()
+
+    def _reset(self) -> None:
+        self.validated: list[float] = []  # bits per symbol after each epoch of the first part
+        self.switched = 0  # from online to batch EM after so many epochs; 0: not yet
+        self.first_epoch: int | None = None  # of the second part
+        self._users: dict[str, Any] = {}
+
+    @property
+    def best_epochs(self) -> int:
+        """How many epochs were best; the first of equals."""
+        return self.validated.index(min(self.validated)) + 1
+
+    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        if not isinstance(pl_module, ClonedHMM):
+            raise TypeError(f"Retraining is for a ClonedHMM, but the model is a {type(pl_module).__name__} instead.")
+        if not hasattr(getattr(trainer, "datamodule", None), "train_on_validation"):
+            raise MisconfigurationException("Retraining needs a datamodule that can put training and validation data together (`train_on_validation`).")
+        self._reset()
+        pl_module.first_epoch = 0
+        # The word of a callback that stops the training early must be known here; those that save come after all others anyway.
+        others = [callback for callback in trainer.callbacks if callback is not self]
+        savers = [callback for callback in others if isinstance(callback, Checkpoint)]
+        trainer.callbacks[:] = [callback for callback in others if callback not in savers] + [self, *savers]
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        # Before Lightning finds that the run had already more epochs than it was to have.
+        state = checkpoint.get("callbacks", {}).get(self.state_key)
+        if state and state["first_epoch"] is not None and trainer.state.fn == "fit":
+            self.load_state_dict(state)
+            trainer.fit_loop.max_epochs = state["first_epoch"] + self.best_epochs
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        if self.switched:
+            pl_module.online_epochs = self.switched
+        self._users = {"limit_val_batches": trainer.limit_val_batches, "reload_dataloaders_every_n_epochs": trainer.reload_dataloaders_every_n_epochs}
+        if self.first_epoch is not None:
+            self._take_all_data(trainer, pl_module)
+        elif trainer.limit_val_batches == 0:
+            raise MisconfigurationException("Retraining finds the number of epochs on validation data, but there are none.")
+
+    def _take_all_data(self, trainer: Any, pl_module: Any) -> None:
+        trainer.datamodule.train_on_validation()
+        trainer.limit_val_batches = 0
+        pl_module.first_epoch = self.first_epoch
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer.reload_dataloaders_every_n_epochs = self._users["reload_dataloaders_every_n_epochs"]
+        if trainer.current_epoch != self.first_epoch:
+            return
+        pl_module.start_over(trainer.datamodule.train_sequences)
+        renewed_optimizer(trainer, pl_module)
+        for callback in trainer.callbacks:
+            if isinstance(callback, Convergence):
+                callback.previous, callback.calm_epochs = None, 0
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if self.first_epoch is not None or len(self.validated) > trainer.current_epoch:  # or an epoch that was resumed from its very end
+            return
+        found = trainer.callback_metrics.get("val/bits_per_symbol")
+        if found is None:
+            raise MisconfigurationException("Retraining needs the validation of every epoch: leave `check_val_every_n_epoch` as it is.")
+        self.validated.append(float(found))
+        epochs = trainer.current_epoch + 1
+        done = epochs - self.best_epochs >= self.patience or math.isnan(float(found))
+        online = pl_module.online_epochs
+        if online is not None and not self.switched and (done or epochs >= online):
+            pl_module.online_epochs = self.switched = epochs
+            if epochs != trainer.max_epochs:
+                trainer.should_stop = False
+                return
+        since_switch = epochs - max(self.switched, self.best_epochs)
+        if since_switch >= self.patience or trainer.should_stop or epochs == trainer.max_epochs:
+            self._begin_second_part(trainer, pl_module)
+
+    def _begin_second_part(self, trainer: Any, pl_module: Any) -> None:
+        self.first_epoch = trainer.current_epoch + 1
+        trainer.should_stop = False
+        trainer.fit_loop.max_epochs = self.first_epoch + self.best_epochs
+        trainer.reload_dataloaders_every_n_epochs = 1  # for the epoch that begins
+        self._take_all_data(trainer, pl_module)
+        kinds = f" ({min(self.switched, self.best_epochs)} of online EM)" if self.switched else ""
+        rank_zero_info(f"Best on validation after {self.best_epochs} epochs{kinds}: {min(self.validated):.4f} bits per symbol. Training as long on all data.")
+
+    def on_fit_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        trainer.datamodule.train_on_validation(False)
+        for name, value in self._users.items():
+            setattr(trainer, name, value)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"validated": self.validated, "switched": self.switched, "first_epoch": self.first_epoch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.validated, self.switched, self.first_epoch = list(state_dict["validated"]), state_dict["switched"], state_dict["first_epoch"]
