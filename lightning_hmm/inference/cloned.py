@@ -436,8 +436,13 @@ def em_step(initial: Tensor, transition: Tensor, layout: Layout, sequences: Sequ
 
     Where one that counts is -inf, they stay as they are.
     """
+    _check(initial, transition, layout, None, sequences)
+    weights = torch.ones(len(sequences), dtype=torch.float64) if sequences.weights is None else sequences.weights
+    data = sequences.values.contiguous().numpy(), sequences.offsets.numpy(), weights.numpy()
+    found = cloned_cpu.em_step(layout.arrays, initial.double().contiguous().numpy(), _in_place(transition), *data)
+    if found is not None:
+        return torch.from_numpy(found)
     statistics = e_step(initial, transition, layout, None, sequences)
-    weights = torch.ones(len(sequences)) if sequences.weights is None else sequences.weights
     if not bool(((statistics.impossible_step >= 0) & (weights != 0)).any()):
         cloned_cpu.maximise(layout.row_first, _in_place(transition), statistics.transition.numpy(), 1.0, 0.0, 0.0)
     return statistics.log_likelihood

@@ -6,12 +6,13 @@ if it is not, it is done again in float64 or, where it was that already, in log 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from lightning_hmm.inference.kernels import cloned_cuts as cuts
 from lightning_hmm.inference.kernels import cloned_loops as loops
 from lightning_hmm.inference.kernels import cloned_portable
 from lightning_hmm.inference.kernels.lanes import no_subnormals, run_lanes
@@ -23,6 +24,12 @@ COLLAPSE = {np.dtype(np.float32): 1e-20, np.dtype(np.float64): 1e-200}
 _MESSAGE_BYTES = 1 << 30  # messages of sequences that are worked on together stay below this, except those of a single one
 _ALIGNED = 16  # messages begin at multiples of so many numbers
 _COUNT_LANES = 64
+_LONG = 2048  # steps from which on a sequence is worth cutting
+_MOST_WARM_UP = 24
+_CACHE_BYTES = 1 << 21  # transitions that fit into a core's cache
+_READING = 8.0  # how much longer it takes to read an entry from memory than to multiply with it
+# Messages that differ by no more, in any entry, are the same but for rounding.
+_SAME = {np.dtype(np.float32): 5e-6, np.dtype(np.float64): 1e-12}
 
 
 class Arrays(NamedTuple):
@@ -175,12 +182,125 @@ def _message_lanes(num_sequences: int, work: int) -> int:
     return 1 if work < 200_000 else max(1, min(num_sequences, torch.get_num_threads()))
 
 
+def _cut_lengths(layout: Arrays, pairs: np.ndarray, warm_up: int, itemsize: int) -> int:
+    """Steps of a chunk, so that the time for all is least: short ones share the reading of blocks, but each has its warm-up."""
+    occurrences = np.bincount(pairs[1:], minlength=layout.pair_target.shape[0]).astype(float)
+    num_pairs = occurrences.sum() ** 2 / (occurrences**2).sum()  # as many as there would be if all were equally frequent
+    reading = _READING if layout.bounds[-1] * itemsize > _CACHE_BYTES else 0.0
+
+    def cost(length: int) -> float:
+        waiting = 2 * pairs.shape[0] / length / num_pairs  # at a block when its turn comes
+        return (1 + warm_up / length) * (1 + reading * -np.expm1(-waiting) / waiting)
+
+    return min((4, 8, 16, 32, 64, 128), key=cost)
+
+
+def _in_chunks(layout: Arrays, initial, probs, symbols: np.ndarray, planned: Plan, size: int, *, weight: float, smooth: bool, per_step: bool):
+    """Messages of one long sequence by `cloned_cuts`: alpha, totals, kappa and smoothed rows; ``None`` where it cannot be cut."""
+    dtype, at, num_steps = probs.dtype, planned.entry_at, symbols.shape[0]
+    if planned.task_pair.shape[0] != num_steps - 1:
+        return None  # a pair is not stored
+    pairs = np.append(-1, planned.task_pair)
+    positions = np.linspace(_MOST_WARM_UP, num_steps - _MOST_WARM_UP - 1, 4).astype(np.int64)
+    flush, collapse, same = FLUSH[dtype], COLLAPSE[dtype], _SAME[dtype]
+    ways = (False, True) if smooth else (False,)
+    warm_up = 1
+    for backward in ways:
+        warm_up = max(warm_up, 1 + cuts.memory(backward, positions, _MOST_WARM_UP, same, symbols, pairs, layout, probs, flush))
+    if warm_up > _MOST_WARM_UP:
+        return None
+    length = _cut_lengths(layout, pairs, warm_up, dtype.itemsize)
+    firsts = np.arange(0, num_steps, length)
+    lasts = np.append(firsts[1:], num_steps)
+    messages = [np.empty(size + 2 * firsts.shape[0] * cuts.scratch_size(int(layout.clones.max())), dtype) for _ in ways]
+    totals = np.zeros(num_steps, dtype)
+    done = [False, False]
+
+    def work(way: int) -> None:
+        backward = bool(way)
+        # Backward, steps fall, and the first chunk is the last of the sequence.
+        first, last = (lasts[::-1] - 1, firsts[::-1] - 1) if backward else (firsts, lasts)
+        begins = np.minimum(first + warm_up, num_steps - 1) if backward else np.maximum(first - warm_up, 0)
+        where = symbols, pairs, at, size, layout, probs
+        if cuts.sweep(backward, begins, first.copy(), last.copy(), *where, initial, flush, collapse, messages[way], totals):
+            again = cuts.mend(backward, first.copy(), last.copy(), *where, flush, collapse, same, messages[way], totals)
+            done[way] = again >= 0
+
+    _run(len(ways), work)
+    if not all(done[: len(ways)]):
+        return None
+    alpha = messages[0]
+    kappa, smoothed = np.empty(0, dtype), np.zeros((num_steps if per_step and smooth else 0, int(layout.starts[-1])))
+    if smooth:
+        kappa = messages[1]
+        borders = np.linspace(0, num_steps, 9).astype(np.int64)
+        common = [False] * 8
+
+        def combine(lane: int) -> None:
+            common[lane] = cuts.smooth(int(borders[lane]), int(borders[lane + 1]), symbols, at, layout.starts, weight, alpha, totals, kappa, smoothed)
+
+        _run(8, combine)
+        if not all(common):
+            return None
+    return alpha, totals, kappa, smoothed
+
+
+class _Go(NamedTuple):
+    """The messages of sequences that were worked on together, and what they belong to."""
+
+    ids: np.ndarray
+    steps: np.ndarray
+    offsets: np.ndarray
+    order: np.ndarray
+    plan: Plan
+    alpha: np.ndarray
+    kappa: np.ndarray
+    smoothed: np.ndarray
+    log_likelihood: np.ndarray
+    impossible_step: np.ndarray
+
+
+def _messages(layout: Arrays, log_initial, probs, values, evidence, offsets, weights, *, smooth: bool, per_step: bool) -> Iterator[_Go]:
+    """Forward and, with `smooth`, backward messages of all sequences, those that fit into memory at a time."""
+    dtype, num_states, keep = probs.dtype, int(layout.starts[-1]), smooth or per_step
+    initial = np.exp(log_initial).astype(dtype)
+    data = entries(values, evidence, layout.clones.shape[0])
+    whole_blocks_of_symbols = not layout.columns.shape[0] and data[1].shape[0] == offsets[-1]
+    goes = _goes(layout, offsets, *data[:2], dtype.itemsize) if keep else [np.argsort(-np.diff(offsets), kind="stable")]
+    for ids in goes:
+        steps, local, *step_entries = _gather(ids, offsets, *data)
+        planned, size = plan(layout, local, *step_entries, keep=keep)
+        order = np.flatnonzero(np.diff(local))
+        if not order.shape[0]:
+            continue
+        log_likelihood, stopped = np.zeros(ids.shape[0]), np.full(ids.shape[0], -1)
+        impossible = np.full(ids.shape[0], -1)
+        if keep and whole_blocks_of_symbols and ids.shape[0] == 1 and steps.shape[0] >= _LONG:
+            found = _in_chunks(layout, initial, probs, step_entries[1], planned, size, weight=weights[ids[0]], smooth=smooth, per_step=per_step)
+            if found is not None:
+                alpha, totals, kappa, smoothed = found
+                log_likelihood[0] = np.log(totals, dtype=np.float64).sum()
+                yield _Go(ids, steps, local, order, planned, alpha, kappa, smoothed, log_likelihood, impossible)
+                continue
+        alpha, totals = np.empty(size, dtype), np.zeros(steps.shape[0], dtype)
+        arguments = order, local, planned, layout, probs
+        clones = layout.clones
+        work = int((clones[layout.pair_source[planned.task_pair]] * clones[layout.pair_target[planned.task_pair]]).sum())
+        lanes = _message_lanes(order.shape[0], work)
+        ends = FLUSH[dtype], COLLAPSE[dtype]
+        _run(lanes, lambda lane: loops.forward_lane(lane, lanes, *arguments, initial, *ends, False, alpha, totals, log_likelihood, stopped))  # noqa: B023
+        if np.isnan(log_likelihood).any():
+            impossible = _impossible_steps(layout, initial, probs, local, step_entries, log_likelihood)
+        kappa, smoothed = np.empty(size if smooth else 0, dtype), np.zeros((steps.shape[0] if per_step and smooth else 0, num_states))
+        if smooth:
+            counted = np.where(np.isnan(log_likelihood), 0.0, weights[ids])
+            _run(lanes, lambda lane: loops.backward_lane(lane, lanes, *arguments, counted, alpha, totals, kappa, smoothed))  # noqa: B023
+        yield _Go(ids, steps, local, order, planned, alpha, kappa, smoothed, log_likelihood, impossible)
+
+
 def e_step(layout: Arrays, log_initial, probs, values, evidence, offsets, weights, *, smooth: bool, per_step: bool = False, last: bool = False) -> Results:
     """Runs the E-step (or, without `smooth`, the forward pass) of all sequences, in the precision of `probs`."""
     dtype, num_states, num_sequences, num_steps = probs.dtype, int(layout.starts[-1]), offsets.shape[0] - 1, int(offsets[-1])
-    initial = np.exp(log_initial).astype(dtype)
-    first_entry, symbols, entry_weights = entries(values, evidence, layout.clones.shape[0])
-    keep = smooth or per_step
     results = Results(
         np.zeros(num_sequences),
         np.full(num_sequences, -1),
@@ -190,47 +310,48 @@ def e_step(layout: Arrays, log_initial, probs, values, evidence, offsets, weight
         np.zeros((num_steps if per_step else 0, num_states)),
         np.zeros((num_sequences if last else 0, num_states)),
     )
-    goes = _goes(layout, offsets, first_entry, symbols, dtype.itemsize) if keep else [np.argsort(-np.diff(offsets), kind="stable")]
-    for ids in goes:
-        steps, local, *step_entries = _gather(ids, offsets, first_entry, symbols, entry_weights)
-        planned, size = plan(layout, local, *step_entries, keep=keep)
-        order = np.flatnonzero(np.diff(local))
-        if not order.shape[0]:
-            continue
-        alpha, totals = np.empty(size, dtype), np.zeros(steps.shape[0], dtype)
-        log_likelihood, stopped = np.zeros(ids.shape[0]), np.full(ids.shape[0], -1)
-        arguments = order, local, planned, layout, probs
-        clones = layout.clones
-        work = int((clones[layout.pair_source[planned.task_pair]] * clones[layout.pair_target[planned.task_pair]]).sum())
-        lanes = _message_lanes(order.shape[0], work)
-        ends = FLUSH[dtype], COLLAPSE[dtype]
-        _run(lanes, lambda lane: loops.forward_lane(lane, lanes, *arguments, initial, *ends, False, alpha, totals, log_likelihood, stopped))  # noqa: B023
-        if np.isnan(log_likelihood).any():
-            results.impossible_step[ids] = _impossible_steps(layout, initial, probs, local, step_entries, log_likelihood)
-        results.log_likelihood[ids] = log_likelihood
+    for go in _messages(layout, log_initial, probs, values, evidence, offsets, weights, smooth=smooth, per_step=per_step):
+        results.log_likelihood[go.ids] = go.log_likelihood
+        results.impossible_step[go.ids] = go.impossible_step
         if per_step:
-            filtered = np.zeros((steps.shape[0], num_states))
-            loops.scatter(np.arange(steps.shape[0]), planned, layout.starts, alpha, filtered)
-            results.filtered[steps] = filtered
+            filtered = np.zeros((go.steps.shape[0], num_states))
+            loops.scatter(np.arange(go.steps.shape[0]), go.plan, layout.starts, go.alpha, filtered)
+            results.filtered[go.steps] = filtered
         if last:
-            rows = np.zeros((order.shape[0], num_states))
-            loops.scatter(local[1:][order] - 1, planned, layout.starts, alpha, rows)
-            results.last[ids[order]] = rows
+            rows = np.zeros((go.order.shape[0], num_states))
+            loops.scatter(go.offsets[1:][go.order] - 1, go.plan, layout.starts, go.alpha, rows)
+            results.last[go.ids[go.order]] = rows
         if not smooth:
             continue
-        kappa, smoothed = np.empty(size, dtype), np.zeros((steps.shape[0] if per_step else 0, num_states))
-        counted = np.where(np.isnan(log_likelihood), 0.0, weights[ids])
-        _run(lanes, lambda lane: loops.backward_lane(lane, lanes, *arguments, counted, alpha, totals, kappa, smoothed))  # noqa: B023
         if per_step:
-            results.smoothed[steps] = smoothed
-        loops.add_initial(order, local, planned, layout.starts, kappa, results.initial_counts)
-        pair_first, pair_tasks = loops.sort_by_pair(planned.task_pair, layout.pair_target.shape[0])
+            results.smoothed[go.steps] = go.smoothed
+        loops.add_initial(go.order, go.offsets, go.plan, layout.starts, go.kappa, results.initial_counts)
+        pair_first, pair_tasks = loops.sort_by_pair(go.plan.task_pair, layout.pair_target.shape[0])
         dealt = _count_lanes(layout, pair_first)
-        _run(len(dealt), lambda lane: loops.counts_lane(dealt[lane], pair_first, pair_tasks, planned, layout, probs, alpha, kappa, results.counts))  # noqa: B023
+        _run(len(dealt), lambda lane: loops.counts_lane(dealt[lane], pair_first, pair_tasks, go.plan, layout, probs, go.alpha, go.kappa, results.counts))  # noqa: B023
     collapsed = np.flatnonzero(np.isnan(results.log_likelihood))
     if collapsed.shape[0]:
         _again(layout, log_initial, probs, values, evidence, offsets, weights, results, collapsed, smooth, per_step, last)
     return results
+
+
+def em_step(layout: Arrays, log_initial, probs, values, offsets, weights) -> np.ndarray | None:
+    """An EM step on the transitions in place, where there are whole blocks and their counts need not be stored; else ``None``."""
+    if layout.columns.shape[0] or (values < 0).any():
+        return None
+    itemsize = probs.dtype.itemsize
+    if len(_goes(layout, offsets, np.arange(values.shape[0] + 1), values, itemsize)) != 1:
+        return None
+    (go,) = _messages(layout, log_initial, probs, values, None, offsets, weights, smooth=True, per_step=False)
+    if np.isnan(go.log_likelihood).any():
+        return None
+    log_likelihood = np.zeros(offsets.shape[0] - 1)
+    log_likelihood[go.ids] = go.log_likelihood
+    step_first, tasks = loops.sort_by_pair(go.plan.task_pair, layout.pair_target.shape[0])
+    steps = go.plan.task_target[tasks]
+    lanes = [(u, c, min(c + 128, clones)) for u, clones in enumerate(layout.clones.tolist()) for c in range(0, clones, 128)]
+    _run(len(lanes), lambda lane: cuts.maximise(*lanes[lane], step_first, steps, go.plan.entry_at, layout, probs, go.alpha, go.kappa))
+    return log_likelihood
 
 
 def _impossible_steps(layout: Arrays, initial, probs, offsets, step_entries, log_likelihood) -> np.ndarray:
