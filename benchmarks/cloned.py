@@ -42,14 +42,15 @@ def seconds(call: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def race(contestants: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """The best of `rounds` for each, after a call that is not counted; all take turns."""
-    for call in contestants.values():
-        call()
+def race(contestants: dict[str, Callable[[], Any]], rounds: int, **prepare: Callable[[], Any]) -> dict[str, float]:
+    """The best of `rounds` for each, after a call that is not counted; all take turns. Where `prepare` has the name too, it is called before, untimed."""
     times: dict[str, list[float]] = {name: [] for name in contestants}
-    for _ in range(rounds):
+    for n in range(rounds + 1):
         for name, call in contestants.items():
-            times[name].append(seconds(call))
+            prepare.get(name, lambda: None)()
+            spent = seconds(call)
+            if n > 0:
+                times[name].append(spent)
     return {name: min(found) for name, found in times.items()}
 
 
@@ -71,8 +72,10 @@ class Peer:
         self.model = peer_module(path).CHMM(np.full(NUM_SYMBOLS, clones, np.int64), self.symbols, self.actions, pseudocount=0.0, seed=0)
         self.start = self.model.T.copy()
 
-    def iterate(self) -> np.ndarray:
+    def reset(self) -> None:
         self.model.T = self.start.copy()
+
+    def iterate(self) -> np.ndarray:
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
             self.model.learn_em_T(self.symbols, self.actions, n_iter=1, term_early=False)
         return self.model.T[0]
@@ -91,18 +94,21 @@ def iterations(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         whole = Sequences.from_lengths(symbols, [steps])
         chunks = Sequences.from_lengths(symbols, [len(part) for part in np.array_split(symbols, CHUNKS)])
 
-        def iterate(data: Sequences, transition=transition, start=start, initial=initial, layout=layout) -> None:
-            transition.copy_(start)
+        def iterate(data: Sequences, transition=transition, initial=initial, layout=layout) -> None:
             cloned.em_step(initial, transition, layout, data)
 
-        contestants: dict[str, Callable[[], Any]] = {"ours": lambda: iterate(whole), f"ours, {CHUNKS} sequences": lambda: iterate(chunks)}  # noqa: B023
+        reset = functools.partial(transition.copy_, start)
+        in_pieces = f"ours, {CHUNKS} sequences"
+        contestants: dict[str, Callable[[], Any]] = {"ours": functools.partial(iterate, whole), in_pieces: functools.partial(iterate, chunks)}
+        prepare: dict[str, Callable[[], Any]] = {"ours": reset, in_pieces: reset}
         if peer is not None:
             iterate(whole)
+            peer.reset()
             difference = np.abs(peer.iterate() - transition.reshape(layout.num_states, -1).numpy()).max()
             if difference > 1e-3:
                 raise RuntimeError(f"The new transitions must agree, but differ by {difference:.2g} with {clones} clones.")
-            contestants["peer"] = peer.iterate
-        times = race(contestants, 2 if arguments.quick else 3)
+            contestants["peer"], prepare["peer"] = peer.iterate, peer.reset
+        times = race(contestants, 2 if arguments.quick else 3, **prepare)
         row = {"clones": clones, "steps": steps, **times}
         if peer is not None:
             row["peer / ours"] = times["peer"] / times["ours"]

@@ -24,10 +24,10 @@ COLLAPSE = {np.dtype(np.float32): 1e-20, np.dtype(np.float64): 1e-200}
 _MESSAGE_BYTES = 1 << 30  # messages of sequences that are worked on together stay below this, except those of a single one
 _ALIGNED = 16  # messages begin at multiples of so many numbers
 _COUNT_LANES = 64
-_LONG = 2048  # steps from which on a sequence is worth cutting
+_WORTH_CUTTING = 5_000_000  # multiply-adds of a pass from which on chunks are worth their planning
 _MOST_WARM_UP = 24
 _CACHE_BYTES = 1 << 21  # transitions that fit into a core's cache
-_READING = 8.0  # how much longer it takes to read an entry from memory than to multiply with it
+_READING = (1.0, 8.0)  # how much longer it takes to read an entry than to multiply with it: from the cache, from memory
 # Messages that differ by no more, in any entry, are the same but for rounding.
 _SAME = {np.dtype(np.float32): 5e-6, np.dtype(np.float64): 1e-12}
 
@@ -182,11 +182,11 @@ def _message_lanes(num_sequences: int, work: int) -> int:
     return 1 if work < 200_000 else max(1, min(num_sequences, torch.get_num_threads()))
 
 
-def _cut_lengths(layout: Arrays, pairs: np.ndarray, warm_up: int, itemsize: int) -> int:
+def _chunk_length(layout: Arrays, pairs: np.ndarray, warm_up: int, itemsize: int) -> int:
     """Steps of a chunk, so that the time for all is least: short ones share the reading of blocks, but each has its warm-up."""
     occurrences = np.bincount(pairs[1:], minlength=layout.pair_target.shape[0]).astype(float)
     num_pairs = occurrences.sum() ** 2 / (occurrences**2).sum()  # as many as there would be if all were equally frequent
-    reading = _READING if layout.bounds[-1] * itemsize > _CACHE_BYTES else 0.0
+    reading = _READING[int(layout.bounds[-1]) * itemsize > _CACHE_BYTES]
 
     def cost(length: int) -> float:
         waiting = 2 * pairs.shape[0] / length / num_pairs  # at a block when its turn comes
@@ -195,49 +195,58 @@ def _cut_lengths(layout: Arrays, pairs: np.ndarray, warm_up: int, itemsize: int)
     return min((4, 8, 16, 32, 64, 128), key=cost)
 
 
-def _in_chunks(layout: Arrays, initial, probs, symbols: np.ndarray, planned: Plan, size: int, *, weight: float, smooth: bool, per_step: bool):
-    """Messages of one long sequence by `cloned_cuts`: alpha, totals, kappa and smoothed rows; ``None`` where it cannot be cut."""
-    dtype, at, num_steps = probs.dtype, planned.entry_at, symbols.shape[0]
-    if planned.task_pair.shape[0] != num_steps - 1:
+def _in_chunks(layout: Arrays, initial, probs, offsets, symbols: np.ndarray, planned: Plan, size: int, weights, *, smooth: bool, per_step: bool):
+    """Messages by `cloned_cuts`: alpha, totals, kappa and smoothed rows; ``None`` where cutting does not pay or goes wrong."""
+    dtype, at, num_steps, lengths = probs.dtype, planned.entry_at, symbols.shape[0], np.diff(offsets)
+    if planned.task_pair.shape[0] != num_steps - np.count_nonzero(lengths):
         return None  # a pair is not stored
-    pairs = np.append(-1, planned.task_pair)
-    positions = np.linspace(_MOST_WARM_UP, num_steps - _MOST_WARM_UP - 1, 4).astype(np.int64)
+    pairs = np.full(num_steps, -1)
+    pairs[planned.task_target] = planned.task_pair
+    longest = int(lengths.argmax())
+    if lengths[longest] < 4 * _MOST_WARM_UP:
+        return None
+    positions = np.linspace(offsets[longest] + _MOST_WARM_UP, offsets[longest + 1] - _MOST_WARM_UP - 1, 4).astype(np.int64)
     flush, collapse, same = FLUSH[dtype], COLLAPSE[dtype], _SAME[dtype]
     ways = (False, True) if smooth else (False,)
     warm_up = 1
-    for backward in ways:
-        warm_up = max(warm_up, 1 + cuts.memory(backward, positions, _MOST_WARM_UP, same, symbols, pairs, layout, probs, flush))
+    with no_subnormals():
+        for backward in ways:
+            warm_up = max(warm_up, 1 + cuts.memory(backward, positions, _MOST_WARM_UP, same, symbols, pairs, layout, probs, flush))
     if warm_up > _MOST_WARM_UP:
         return None
-    length = _cut_lengths(layout, pairs, warm_up, dtype.itemsize)
-    firsts = np.arange(0, num_steps, length)
-    lasts = np.append(firsts[1:], num_steps)
+    length = _chunk_length(layout, pairs[pairs >= 0], warm_up, dtype.itemsize)
+    num_chunks = -(-lengths // length)
+    sequence = np.repeat(np.arange(lengths.shape[0]), num_chunks)
+    within = np.arange(sequence.shape[0]) - np.repeat(np.cumsum(num_chunks) - num_chunks, num_chunks)
+    firsts = offsets[sequence] + within * length
+    lasts = np.minimum(firsts + length, offsets[sequence + 1])
     messages = [np.empty(size + 2 * firsts.shape[0] * cuts.scratch_size(int(layout.clones.max())), dtype) for _ in ways]
     totals = np.zeros(num_steps, dtype)
     done = [False, False]
 
     def work(way: int) -> None:
         backward = bool(way)
-        # Backward, steps fall, and the first chunk is the last of the sequence.
-        first, last = (lasts[::-1] - 1, firsts[::-1] - 1) if backward else (firsts, lasts)
-        begins = np.minimum(first + warm_up, num_steps - 1) if backward else np.maximum(first - warm_up, 0)
+        if backward:  # steps fall, and a sequence's last chunk is its first
+            first, last = lasts[::-1] - 1, firsts[::-1] - 1
+            begins = np.minimum(first + warm_up, offsets[sequence + 1][::-1] - 1)
+        else:
+            first, last, begins = firsts, lasts, np.maximum(firsts - warm_up, offsets[sequence])
+        chunks = backward, begins, np.ascontiguousarray(first), np.ascontiguousarray(last)
         where = symbols, pairs, at, size, layout, probs
-        if cuts.sweep(backward, begins, first.copy(), last.copy(), *where, initial, flush, collapse, messages[way], totals):
-            again = cuts.mend(backward, first.copy(), last.copy(), *where, flush, collapse, same, messages[way], totals)
-            done[way] = again >= 0
+        if cuts.sweep(*chunks, *where, initial, flush, collapse, messages[way], totals):
+            done[way] = cuts.mend(*chunks, *where, flush, collapse, same, messages[way], totals) >= 0
 
     _run(len(ways), work)
     if not all(done[: len(ways)]):
         return None
-    alpha = messages[0]
-    kappa, smoothed = np.empty(0, dtype), np.zeros((num_steps if per_step and smooth else 0, int(layout.starts[-1])))
+    alpha, kappa = messages[0], messages[-1]
+    smoothed = np.zeros((num_steps if per_step and smooth else 0, int(layout.starts[-1])))
     if smooth:
-        kappa = messages[1]
-        borders = np.linspace(0, num_steps, 9).astype(np.int64)
-        common = [False] * 8
+        borders, common, step_weights = np.linspace(0, num_steps, 9).astype(np.int64), [False] * 8, np.repeat(weights, lengths)
 
         def combine(lane: int) -> None:
-            common[lane] = cuts.smooth(int(borders[lane]), int(borders[lane + 1]), symbols, at, layout.starts, weight, alpha, totals, kappa, smoothed)
+            here = int(borders[lane]), int(borders[lane + 1])
+            common[lane] = cuts.smooth(*here, symbols, pairs, at, layout.starts, step_weights, alpha, totals, kappa, smoothed)
 
         _run(8, combine)
         if not all(common):
@@ -275,17 +284,17 @@ def _messages(layout: Arrays, log_initial, probs, values, evidence, offsets, wei
             continue
         log_likelihood, stopped = np.zeros(ids.shape[0]), np.full(ids.shape[0], -1)
         impossible = np.full(ids.shape[0], -1)
-        if keep and whole_blocks_of_symbols and ids.shape[0] == 1 and steps.shape[0] >= _LONG:
-            found = _in_chunks(layout, initial, probs, step_entries[1], planned, size, weight=weights[ids[0]], smooth=smooth, per_step=per_step)
+        clones = layout.clones
+        work = int((clones[layout.pair_source[planned.task_pair]] * clones[layout.pair_target[planned.task_pair]]).sum())
+        if keep and whole_blocks_of_symbols and work >= _WORTH_CUTTING:
+            found = _in_chunks(layout, initial, probs, local, step_entries[1], planned, size, weights[ids], smooth=smooth, per_step=per_step)
             if found is not None:
                 alpha, totals, kappa, smoothed = found
-                log_likelihood[0] = np.log(totals, dtype=np.float64).sum()
+                log_likelihood[order] = np.add.reduceat(np.log(totals, dtype=np.float64), local[order])
                 yield _Go(ids, steps, local, order, planned, alpha, kappa, smoothed, log_likelihood, impossible)
                 continue
         alpha, totals = np.empty(size, dtype), np.zeros(steps.shape[0], dtype)
         arguments = order, local, planned, layout, probs
-        clones = layout.clones
-        work = int((clones[layout.pair_source[planned.task_pair]] * clones[layout.pair_target[planned.task_pair]]).sum())
         lanes = _message_lanes(order.shape[0], work)
         ends = FLUSH[dtype], COLLAPSE[dtype]
         _run(lanes, lambda lane: loops.forward_lane(lane, lanes, *arguments, initial, *ends, False, alpha, totals, log_likelihood, stopped))  # noqa: B023
@@ -339,9 +348,8 @@ def em_step(layout: Arrays, log_initial, probs, values, offsets, weights) -> np.
     """An EM step on the transitions in place, where there are whole blocks and their counts need not be stored; else ``None``."""
     if layout.columns.shape[0] or (values < 0).any():
         return None
-    itemsize = probs.dtype.itemsize
-    if len(_goes(layout, offsets, np.arange(values.shape[0] + 1), values, itemsize)) != 1:
-        return None
+    if not values.shape[0] or 2 * int(_padded(layout)[values].sum()) * probs.dtype.itemsize > _MESSAGE_BYTES:
+        return None  # not all at a time
     (go,) = _messages(layout, log_initial, probs, values, None, offsets, weights, smooth=True, per_step=False)
     if np.isnan(go.log_likelihood).any():
         return None

@@ -1,16 +1,16 @@
-"""One long sequence of the cloned HMM, cut into chunks that are done side by side; compiled by numba.
+"""Sequences of the cloned HMM, cut into chunks that are done side by side; compiled by numba.
 
-A step reads a whole block of the transition matrix for one message, so a sequence by itself waits for memory. But a filter
-forgets: started from anything some steps earlier, it soon says the same. So chunks begin `warm_up` steps early from a
-uniform message, forward and backward alike, and all wait at the block that they need next. Sweeps over the blocks, in the
+A step reads a whole block of the transition matrix for one message, so a few sequences wait for memory. But a filter
+forgets: started from anything some steps earlier, it soon says the same. So chunks begin some steps early from a uniform
+message, forward and backward alike, and all wait at the block that they need next. Sweeps over the blocks, in the
 order in which they lie in memory, serve whoever waits, four messages for one reading.
 
 What was guessed is checked: where a chunk's first message differs from what the chunk before came to, in any of its
 entries by more than a rounding, the chunk is done again from there until both agree. So the results are those of the
 sequence as a whole.
 
-Layouts are of whole blocks; the names are those of `cloned_loops`. ``pairs[s]`` is the pair of symbols of steps s - 1 and s, and the
-message of step s begins at ``at[s]``. Those of the warm-up are in two places in turn behind all others, from ``scratch`` on.
+Layouts are of whole blocks; the names are those of `cloned_loops`. ``pairs[s]`` is the pair of symbols of steps s - 1 and s, -1 at
+the first step of a sequence, and the message of step s begins at ``at[s]``. Those of the warm-up are in two places in turn behind all others, from ``scratch`` on.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ def sweep(backward, begins, firsts, lasts, symbols, pairs, at, scratch, layout, 
     """Filters all chunks, or with `backward` smooths them. Returns False where a step keeps too little mass for that.
 
     Chunk b has the steps ``firsts[b]`` up to ``lasts[b]`` for its own and starts at ``begins[b]``; backward, all runs the other way:
-    begins, firsts and lasts fall, and ``lasts[b]`` is the step before its last. At the end of the sequence there is no guess:
-    ``begins[b] == firsts[b]``.
+    begins, firsts and lasts fall, and ``lasts[b]`` is the step before its last. The chunk at the end of a sequence has nothing to
+    guess: ``begins[b] == firsts[b]``.
     """
     starts, pair_target = layout[0], layout[3]
     num_chunks, num_pairs = begins.shape[0], pair_target.shape[0]
@@ -155,7 +155,7 @@ def sweep(backward, begins, firsts, lasts, symbols, pairs, at, scratch, layout, 
         guessed = s != firsts[b]
         where[b] = scratch + (2 * b + (s & 1)) * place if guessed else at[s]
         message = messages[where[b] : where[b] + starts[symbols[s] + 1] - starts[symbols[s]]]
-        if backward or s > 0:
+        if backward or pairs[s] >= 0:
             message[:] = one
         else:
             message[:] = initial[starts[symbols[s]] : starts[symbols[s] + 1]]
@@ -222,7 +222,7 @@ def _differ(one, other):
 
 
 @_kernel
-def mend(backward, firsts, lasts, symbols, pairs, at, scratch, layout, probs, flush, collapse, tolerance, messages, totals):
+def mend(backward, begins, firsts, lasts, symbols, pairs, at, scratch, layout, probs, flush, collapse, tolerance, messages, totals):
     """Checks what `sweep` guessed, chunk after chunk, and does again what was wrong. Returns the steps done again, -1 where mass ran out."""
     starts = layout[0]
     widest = np.max(starts[1:] - starts[:-1])
@@ -230,8 +230,10 @@ def mend(backward, firsts, lasts, symbols, pairs, at, scratch, layout, probs, fl
     flush = messages.dtype.type(flush)
     rows, xs = np.empty(widest, np.int64), np.empty(_GROUP * max(widest, _GROUP), messages.dtype)
     source, target, outputs = np.empty(1, np.int64), np.empty(1, np.int64), np.empty(1, np.int64)
-    for b in range(1, firsts.shape[0]):
+    for b in range(firsts.shape[0]):
         s = firsts[b]
+        if s == begins[b]:
+            continue
         before = s - step
         width = starts[symbols[before] + 1] - starts[symbols[before]]
         guess = scratch + (2 * b + (before & 1)) * place
@@ -290,8 +292,8 @@ def memory(backward, positions, most, tolerance, symbols, pairs, layout, probs, 
 
 
 @_kernel
-def smooth(first, last, symbols, at, starts, weight, alpha, totals, kappa, smoothed):
-    """Makes backward messages of steps `first` up to `last` what `cloned_loops.backward_lane` leaves. Returns False where they have no common mass."""
+def smooth(first, last, symbols, pairs, at, starts, weights, alpha, totals, kappa, smoothed):
+    """Makes backward messages of steps `first` up to `last`, with their sequences' weights, what `cloned_loops.backward_lane` leaves. Returns False where they have no common mass."""
     zero = alpha.dtype.type(0.0)
     for s in range(first, last):
         v = symbols[s]
@@ -301,11 +303,11 @@ def smooth(first, last, symbols, at, starts, weight, alpha, totals, kappa, smoot
             total += message[c] * back[c]
         if not total > 1e-20:
             return False
-        share = weight / total
+        share = weights[s] / total
         if smoothed.shape[0] > 0:
             for c in range(message.shape[0]):
                 smoothed[s, starts[v] + c] = message[c] * back[c] * share
-        if s == 0:
+        if pairs[s] < 0:
             for c in range(message.shape[0]):
                 back[c] = message[c] * back[c] * alpha.dtype.type(share)
         else:
