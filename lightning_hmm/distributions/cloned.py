@@ -44,7 +44,8 @@ class CloneTransitions(Distribution):
     def randomise(self, generator: torch.Generator) -> None:
         """Draws weights evenly from (0, 1] and normalises the rows."""
         for row in self.probs:
-            row.copy_(1 - torch.rand(row.shape, generator=generator, dtype=row.dtype))
+            drawn = row if row.is_cpu else torch.empty(row.shape, dtype=row.dtype)  # in place where possible: there may be a billion
+            row.copy_(torch.rand(row.shape, generator=generator, out=drawn).neg_().add_(1))
         self.maximise([self.probs.detach()])
 
     @torch.no_grad()

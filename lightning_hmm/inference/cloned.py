@@ -183,6 +183,8 @@ class Layout:
 # them. `evidence` has no rows where there are symbols. Outputs: log-likelihoods times weight, log-likelihoods, impossible steps,
 # initial and transition counts, smoothed rows times weight, filtered rows, filtered rows of the last steps.
 
+_LARGE = 1 << 26  # transitions from which on memory comes before convenience
+
 _Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -263,7 +265,8 @@ def _backward(ctx, grad_weighted, *unused):
         (initial_counts, counts), scale = again[3:5], grad_weighted.new_ones(1)
     if grad_weighted.numel() == 0:
         scale = grad_weighted.new_ones(1)
-    scaled = counts * scale.to(counts.dtype)
+    # The counts of a billion transitions are there once: a second backward through the same graph then is an error.
+    scaled = counts.mul_(scale.to(counts.dtype)) if counts.numel() >= _LARGE else counts * scale.to(counts.dtype)
     return (initial_counts * scale).to(initial.dtype), scaled, [None] * ctx.num_tensors, *[None] * 7
 
 

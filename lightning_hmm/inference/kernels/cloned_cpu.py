@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from lightning_hmm.inference.kernels import cloned_cuts as cuts
+from lightning_hmm.inference.kernels import cloned_filters as filters
 from lightning_hmm.inference.kernels import cloned_loops as loops
 from lightning_hmm.inference.kernels import cloned_portable
-from lightning_hmm.inference.kernels.lanes import no_subnormals, run_lanes
+from lightning_hmm.inference.kernels.lanes import aligned_zeros, no_subnormals, run_lanes
 
 # A message entry below FLUSH is taken as zero; a step that keeps less than COLLAPSE of its mass is not trusted.
 FLUSH = {np.dtype(np.float32): 1e-30, np.dtype(np.float64): 1e-290}
@@ -24,10 +24,10 @@ COLLAPSE = {np.dtype(np.float32): 1e-20, np.dtype(np.float64): 1e-200}
 _MESSAGE_BYTES = 1 << 30  # messages of sequences that are worked on together stay below this, except those of a single one
 _ALIGNED = 16  # messages begin at multiples of so many numbers
 _COUNT_LANES = 64
-_WORTH_CUTTING = 5_000_000  # multiply-adds of a pass from which on chunks are worth their planning
+_WORTH_PLANNING = 5_000_000  # multiply-adds of a pass from which on two filters are worth their planning
 _MOST_WARM_UP = 24
-_CACHE_BYTES = 1 << 21  # transitions that fit into a core's cache
-_READING = (1.0, 8.0)  # how much longer it takes to read an entry than to multiply with it: from the cache, from memory
+_CACHE_BYTES = 1 << 21  # of transitions that fit into a core's cache
+_READING = 8.0  # how much longer it takes to read an entry from memory than to multiply with it
 # Messages that differ by no more, in any entry, are the same but for rounding.
 _SAME = {np.dtype(np.float32): 5e-6, np.dtype(np.float64): 1e-12}
 
@@ -182,62 +182,32 @@ def _message_lanes(num_sequences: int, work: int) -> int:
     return 1 if work < 200_000 else max(1, min(num_sequences, torch.get_num_threads()))
 
 
-def _chunk_length(layout: Arrays, pairs: np.ndarray, warm_up: int, itemsize: int) -> int:
+def _chunk_length(layout: Arrays, pairs: np.ndarray, warm_up: int) -> int:
     """Steps of a chunk, so that the time for all is least: short ones share the reading of blocks, but each has its warm-up."""
-    occurrences = np.bincount(pairs[1:], minlength=layout.pair_target.shape[0]).astype(float)
+    occurrences = np.bincount(pairs, minlength=layout.pair_target.shape[0]).astype(float)
     num_pairs = occurrences.sum() ** 2 / (occurrences**2).sum()  # as many as there would be if all were equally frequent
-    reading = _READING[int(layout.bounds[-1]) * itemsize > _CACHE_BYTES]
 
     def cost(length: int) -> float:
         waiting = 2 * pairs.shape[0] / length / num_pairs  # at a block when its turn comes
-        return (1 + warm_up / length) * (1 + reading * -np.expm1(-waiting) / waiting)
+        return (1 + warm_up / length) * (1 + _READING * -np.expm1(-waiting) / waiting)
 
     return min((4, 8, 16, 32, 64, 128), key=cost)
 
 
-def _in_chunks(layout: Arrays, initial, probs, offsets, symbols: np.ndarray, planned: Plan, size: int, weights, *, smooth: bool, per_step: bool):
-    """Messages by `cloned_cuts`: alpha, totals, kappa and smoothed rows; ``None`` where cutting does not pay or goes wrong."""
+def _two_filters(layout: Arrays, initial, probs, offsets, symbols: np.ndarray, planned: Plan, size: int, weights, *, smooth: bool, per_step: bool):
+    """Messages by `cloned_filters`: alpha, totals, kappa and smoothed rows; ``None`` where that does not pay or goes wrong."""
     dtype, at, num_steps, lengths = probs.dtype, planned.entry_at, symbols.shape[0], np.diff(offsets)
     if planned.task_pair.shape[0] != num_steps - np.count_nonzero(lengths):
         return None  # a pair is not stored
     pairs = np.full(num_steps, -1)
     pairs[planned.task_target] = planned.task_pair
-    longest = int(lengths.argmax())
-    if lengths[longest] < 4 * _MOST_WARM_UP:
-        return None
-    positions = np.linspace(offsets[longest] + _MOST_WARM_UP, offsets[longest + 1] - _MOST_WARM_UP - 1, 4).astype(np.int64)
-    flush, collapse, same = FLUSH[dtype], COLLAPSE[dtype], _SAME[dtype]
-    ways = (False, True) if smooth else (False,)
-    warm_up = 1
-    with no_subnormals():
-        for backward in ways:
-            warm_up = max(warm_up, 1 + cuts.memory(backward, positions, _MOST_WARM_UP, same, symbols, pairs, layout, probs, flush))
-    if warm_up > _MOST_WARM_UP:
-        return None
-    length = _chunk_length(layout, pairs[pairs >= 0], warm_up, dtype.itemsize)
-    num_chunks = -(-lengths // length)
-    sequence = np.repeat(np.arange(lengths.shape[0]), num_chunks)
-    within = np.arange(sequence.shape[0]) - np.repeat(np.cumsum(num_chunks) - num_chunks, num_chunks)
-    firsts = offsets[sequence] + within * length
-    lasts = np.minimum(firsts + length, offsets[sequence + 1])
-    messages = [np.empty(size + 2 * firsts.shape[0] * cuts.scratch_size(int(layout.clones.max())), dtype) for _ in ways]
     totals = np.zeros(num_steps, dtype)
-    done = [False, False]
-
-    def work(way: int) -> None:
-        backward = bool(way)
-        if backward:  # steps fall, and a sequence's last chunk is its first
-            first, last = lasts[::-1] - 1, firsts[::-1] - 1
-            begins = np.minimum(first + warm_up, offsets[sequence + 1][::-1] - 1)
-        else:
-            first, last, begins = firsts, lasts, np.maximum(firsts - warm_up, offsets[sequence])
-        chunks = backward, begins, np.ascontiguousarray(first), np.ascontiguousarray(last)
-        where = symbols, pairs, at, size, layout, probs
-        if cuts.sweep(*chunks, *where, initial, flush, collapse, messages[way], totals):
-            done[way] = cuts.mend(*chunks, *where, flush, collapse, same, messages[way], totals) >= 0
-
-    _run(len(ways), work)
-    if not all(done[: len(ways)]):
+    ways = (False, True) if smooth else (False,)
+    widths = _padded(layout)
+    sizes = layout.clones[layout.pair_source] * widths[layout.pair_target], widths[layout.pair_source] * layout.clones[layout.pair_target]
+    go = _whole_sequences if max(map(sum, sizes)) * dtype.itemsize <= _CACHE_BYTES else _in_chunks
+    messages = go(layout, initial, probs, offsets, symbols, pairs, at, size, ways, totals)
+    if messages is None:
         return None
     alpha, kappa = messages[0], messages[-1]
     smoothed = np.zeros((num_steps if per_step and smooth else 0, int(layout.starts[-1])))
@@ -246,12 +216,71 @@ def _in_chunks(layout: Arrays, initial, probs, offsets, symbols: np.ndarray, pla
 
         def combine(lane: int) -> None:
             here = int(borders[lane]), int(borders[lane + 1])
-            common[lane] = cuts.smooth(*here, symbols, pairs, at, layout.starts, step_weights, alpha, totals, kappa, smoothed)
+            common[lane] = filters.smooth(*here, symbols, pairs, at, layout.starts, step_weights, alpha, totals, kappa, smoothed)
 
         _run(8, combine)
         if not all(common):
             return None
     return alpha, totals, kappa, smoothed
+
+
+def _whole_sequences(layout: Arrays, initial, probs, offsets, symbols, pairs, at, size: int, ways, totals) -> list[np.ndarray] | None:
+    """Messages of small models, forward and backward, sequence after sequence."""
+    dtype, widths = probs.dtype, _padded(layout)
+    messages, sequence_lanes = [np.empty(size, dtype) for _ in ways], min(offsets.shape[0] - 1, 16)
+    source, target, tables = layout.pair_source, layout.pair_target, []
+    for backward in ways:
+        ends = np.cumsum(layout.clones[target] * widths[source] if backward else layout.clones[source] * widths[target])
+        tables.append((np.append(0, ends[:-1]), aligned_zeros(dtype, int(ends[-1]))))
+        filters.copy_blocks(backward, tables[-1][0], widths, layout, probs, tables[-1][1])
+    done = [False] * (len(ways) * sequence_lanes)
+
+    def work(task: int) -> None:
+        lane, way = divmod(task, len(ways))
+        block_at, blocks = tables[way]
+        data = offsets, symbols, pairs, at, block_at, widths, layout.starts, blocks, initial
+        done[task] = filters.follow(bool(way), lane, sequence_lanes, *data, FLUSH[dtype], COLLAPSE[dtype], messages[way], totals)
+
+    _run(len(done), work)
+    return messages if all(done) else None
+
+
+def _in_chunks(layout: Arrays, initial, probs, offsets, symbols, pairs, at, size: int, ways, totals) -> list[np.ndarray] | None:
+    """Messages of large models, forward and backward, in chunks."""
+    dtype, lengths = probs.dtype, np.diff(offsets)
+    longest = int(lengths.argmax())
+    if lengths[longest] < 4 * _MOST_WARM_UP:
+        return None
+    positions = np.linspace(offsets[longest] + _MOST_WARM_UP, offsets[longest + 1] - _MOST_WARM_UP - 1, 4).astype(np.int64)
+    flush, collapse, same = FLUSH[dtype], COLLAPSE[dtype], _SAME[dtype]
+    warm_up = 1
+    with no_subnormals():
+        for backward in ways:
+            warm_up = max(warm_up, 1 + filters.memory(backward, positions, _MOST_WARM_UP, same, symbols, pairs, layout, probs, flush))
+    if warm_up > _MOST_WARM_UP:
+        return None
+    length = _chunk_length(layout, pairs[pairs >= 0], warm_up)
+    num_chunks = -(-lengths // length)
+    sequence = np.repeat(np.arange(lengths.shape[0]), num_chunks)
+    within = np.arange(sequence.shape[0]) - np.repeat(np.cumsum(num_chunks) - num_chunks, num_chunks)
+    firsts = offsets[sequence] + within * length
+    lasts = np.minimum(firsts + length, offsets[sequence + 1])
+    messages = [np.empty(size + 2 * firsts.shape[0] * filters.scratch_size(int(layout.clones.max())), dtype) for _ in ways]
+    done = [False for _ in ways]
+
+    def work(way: int) -> None:
+        if way:  # backward: steps fall, and a sequence's last chunk is its first
+            first, last = lasts[::-1] - 1, firsts[::-1] - 1
+            begins = np.minimum(first + warm_up, offsets[sequence + 1][::-1] - 1)
+        else:
+            first, last, begins = firsts, lasts, np.maximum(firsts - warm_up, offsets[sequence])
+        chunks = bool(way), begins, np.ascontiguousarray(first), np.ascontiguousarray(last)
+        where = symbols, pairs, at, size, layout, probs
+        if filters.sweep(*chunks, *where, initial, flush, collapse, messages[way], totals):
+            done[way] = filters.mend(*chunks, *where, flush, collapse, same, messages[way], totals) >= 0
+
+    _run(len(ways), work)
+    return messages if all(done) else None
 
 
 class _Go(NamedTuple):
@@ -274,7 +303,7 @@ def _messages(layout: Arrays, log_initial, probs, values, evidence, offsets, wei
     dtype, num_states, keep = probs.dtype, int(layout.starts[-1]), smooth or per_step
     initial = np.exp(log_initial).astype(dtype)
     data = entries(values, evidence, layout.clones.shape[0])
-    whole_blocks_of_symbols = not layout.columns.shape[0] and data[1].shape[0] == offsets[-1]
+    symbols_alone, whole_blocks = data[1].shape[0] == offsets[-1] and evidence is None, not layout.columns.shape[0]
     goes = _goes(layout, offsets, *data[:2], dtype.itemsize) if keep else [np.argsort(-np.diff(offsets), kind="stable")]
     for ids in goes:
         steps, local, *step_entries = _gather(ids, offsets, *data)
@@ -286,8 +315,8 @@ def _messages(layout: Arrays, log_initial, probs, values, evidence, offsets, wei
         impossible = np.full(ids.shape[0], -1)
         clones = layout.clones
         work = int((clones[layout.pair_source[planned.task_pair]] * clones[layout.pair_target[planned.task_pair]]).sum())
-        if keep and whole_blocks_of_symbols and work >= _WORTH_CUTTING:
-            found = _in_chunks(layout, initial, probs, local, step_entries[1], planned, size, weights[ids], smooth=smooth, per_step=per_step)
+        if keep and symbols_alone and whole_blocks and work >= _WORTH_PLANNING:
+            found = _two_filters(layout, initial, probs, local, step_entries[1], planned, size, weights[ids], smooth=smooth, per_step=per_step)
             if found is not None:
                 alpha, totals, kappa, smoothed = found
                 log_likelihood[order] = np.add.reduceat(np.log(totals, dtype=np.float64), local[order])
@@ -297,7 +326,10 @@ def _messages(layout: Arrays, log_initial, probs, values, evidence, offsets, wei
         arguments = order, local, planned, layout, probs
         lanes = _message_lanes(order.shape[0], work)
         ends = FLUSH[dtype], COLLAPSE[dtype]
-        _run(lanes, lambda lane: loops.forward_lane(lane, lanes, *arguments, initial, *ends, False, alpha, totals, log_likelihood, stopped))  # noqa: B023
+        if symbols_alone and not whole_blocks and not keep:
+            _run(lanes, lambda lane: loops.forward_single_entries(lane, lanes, *arguments, initial, *ends, alpha, log_likelihood, stopped))  # noqa: B023
+        else:
+            _run(lanes, lambda lane: loops.forward_lane(lane, lanes, *arguments, initial, *ends, False, alpha, totals, log_likelihood, stopped))  # noqa: B023
         if np.isnan(log_likelihood).any():
             impossible = _impossible_steps(layout, initial, probs, local, step_entries, log_likelihood)
         kappa, smoothed = np.empty(size if smooth else 0, dtype), np.zeros((steps.shape[0] if per_step and smooth else 0, num_states))
@@ -358,7 +390,7 @@ def em_step(layout: Arrays, log_initial, probs, values, offsets, weights) -> np.
     step_first, tasks = loops.sort_by_pair(go.plan.task_pair, layout.pair_target.shape[0])
     steps = go.plan.task_target[tasks]
     lanes = [(u, c, min(c + 128, clones)) for u, clones in enumerate(layout.clones.tolist()) for c in range(0, clones, 128)]
-    _run(len(lanes), lambda lane: cuts.maximise(*lanes[lane], step_first, steps, go.plan.entry_at, layout, probs, go.alpha, go.kappa))
+    _run(len(lanes), lambda lane: filters.maximise(*lanes[lane], step_first, steps, go.plan.entry_at, layout, probs, go.alpha, go.kappa))
     return log_likelihood
 
 
@@ -451,19 +483,29 @@ def sample(layout: Arrays, initial_probs, probs, offsets, uniforms) -> np.ndarra
     return loops.sample_chains(initial_probs, layout, symbol_of, probs, offsets, uniforms)
 
 
+def _over_rows(row_first: np.ndarray, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Runs ``work(first state, last state, row_first, *arguments)`` on stretches of about the same size, and returns what each did."""
+    size = int(row_first[-1])
+    lanes = max(1, min(64, size >> 16))
+    cuts = np.searchsorted(row_first, np.linspace(0, size, lanes + 1))
+    cuts[0], cuts[-1] = 0, row_first.shape[0] - 1
+    results = [None] * lanes
+
+    def run(lane: int) -> None:
+        results[lane] = work(int(cuts[lane]), int(cuts[lane + 1]), row_first, *arguments)
+
+    _run(lanes, run)
+    return results
+
+
 def maximise(row_first: np.ndarray, probs: np.ndarray, counts: np.ndarray, factor: float, pseudocount: float, sparsity: float) -> int:
     """The M-step, in place; see `cloned_loops.normalise_rows`."""
-    num_states = row_first.shape[0] - 1
-    lanes = max(1, min(64, probs.shape[0] >> 16))
-    cuts = np.searchsorted(row_first, np.linspace(0, probs.shape[0], lanes + 1))
-    cuts[0], cuts[-1] = 0, num_states
-    kept = np.zeros(lanes, np.int64)
+    return sum(_over_rows(row_first, loops.normalise_rows, probs, counts, float(factor), float(pseudocount), float(sparsity)))
 
-    def work(lane):
-        kept[lane] = loops.normalise_rows(int(cuts[lane]), int(cuts[lane + 1]), row_first, probs, counts, float(factor), float(pseudocount), float(sparsity))
 
-    _run(lanes, work)
-    return int(kept.sum())
+def mark_above(row_first: np.ndarray, probs: np.ndarray, threshold: float, keep: np.ndarray) -> None:
+    """See `cloned_loops.mark_above`."""
+    _over_rows(row_first, loops.mark_above, probs, float(threshold), keep)
 
 
 def online_em(*arguments) -> int:
@@ -473,7 +515,7 @@ def online_em(*arguments) -> int:
 
 def pruned(layout: Arrays, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Bounds and columns of the entries that are kept."""
-    kept_before = np.append(0, np.cumsum(keep))
+    bounds = loops.kept_before(layout.bounds, keep)
     if layout.columns.shape[0]:
-        return kept_before[layout.bounds], layout.columns[keep]
-    return kept_before[layout.bounds], loops.target_clones(layout, np.flatnonzero(keep))
+        return bounds, layout.columns[keep]
+    return bounds, loops.target_clones(layout, np.flatnonzero(keep))

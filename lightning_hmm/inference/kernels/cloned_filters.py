@@ -1,16 +1,18 @@
-"""Sequences of the cloned HMM, cut into chunks that are done side by side; compiled by numba.
+"""Forward and backward messages of the cloned HMM that know nothing of each other, so that both are made at once; compiled by numba.
 
-A step reads a whole block of the transition matrix for one message, so a few sequences wait for memory. But a filter
-forgets: started from anything some steps earlier, it soon says the same. So chunks begin some steps early from a uniform
-message, forward and backward alike, and all wait at the block that they need next. Sweeps over the blocks, in the
-order in which they lie in memory, serve whoever waits, four messages for one reading.
+Small models have their blocks copied into the cache, as they are and transposed, and go through one sequence after the other.
 
+In large models a step reads a whole block of the transition matrix for one message, so a few sequences wait for memory.
+But a filter forgets: started from anything some steps earlier, it soon says the same. So sequences are cut into chunks
+that begin some steps early from a uniform message, forward and backward alike, and all wait at the block that they need
+next. Sweeps over the blocks, in the order in which they lie in memory, serve whoever waits, four messages for one reading.
 What was guessed is checked: where a chunk's first message differs from what the chunk before came to, in any of its
-entries by more than a rounding, the chunk is done again from there until both agree. So the results are those of the
-sequence as a whole.
+entries by more than a rounding, the chunk is done again from there until both agree. So the results are those of whole
+sequences.
 
 Layouts are of whole blocks; the names are those of `cloned_loops`. ``pairs[s]`` is the pair of symbols of steps s - 1 and s, -1 at
-the first step of a sequence, and the message of step s begins at ``at[s]``. Those of the warm-up are in two places in turn behind all others, from ``scratch`` on.
+the first step of a sequence, and the message of step s begins at ``at[s]``. Those of the warm-up are in two places in turn
+behind all others, from ``scratch`` on.
 """
 
 from __future__ import annotations
@@ -33,6 +35,65 @@ from lightning_hmm.inference.kernels.cloned_loops import (
     _update_41,
     _update_44,
 )
+from lightning_hmm.inference.kernels.dense_loops import _multiply
+
+
+@_kernel
+def _normalise(message, flush):
+    """Divides by the sum, which it returns; what is below `flush` then is zero."""
+    total = message.dtype.type(0.0)
+    for c in range(message.shape[0]):
+        total += message[c]
+    scale = message.dtype.type(1.0) / total
+    for c in range(message.shape[0]):
+        x = message[c] * scale
+        message[c] = x if x >= flush else message.dtype.type(0.0)
+    return total
+
+
+@_kernel
+def copy_blocks(transposed, block_at, widths, layout, probs, blocks):
+    """Each block by itself at ``block_at[p]``, rows as wide as ``widths`` says of their symbol; zeros beyond the clones."""
+    starts, pair_first, pair_source, pair_target, bound_base, bounds, _ = layout
+    for p in range(pair_target.shape[0]):
+        u, v = pair_source[p], pair_target[p]
+        base, stride = bound_base[u] + p - pair_first[u], pair_first[u + 1] - pair_first[u] + 1
+        num_target, width = starts[v + 1] - starts[v], widths[u] if transposed else widths[v]
+        for c in range(starts[u + 1] - starts[u]):
+            row = probs[bounds[base + c * stride] : bounds[base + c * stride] + num_target]
+            if transposed:
+                for j in range(num_target):
+                    blocks[block_at[p] + j * width + c] = row[j]
+            else:
+                blocks[block_at[p] + c * width : block_at[p] + c * width + num_target] = row
+
+
+@_kernel
+def follow(backward, lane, lanes, offsets, symbols, pairs, at, block_at, widths, starts, blocks, initial, flush, collapse, messages, totals):
+    """Filters every `lanes`-th sequence, or with `backward` smooths it. Returns False where a step keeps too little mass for that."""
+    zero, one, size = messages.dtype.type(0.0), messages.dtype.type(1.0), messages.itemsize
+    flush = messages.dtype.type(flush)
+    for n in range(lane, offsets.shape[0] - 1, lanes):
+        length = offsets[n + 1] - offsets[n]
+        for t in range(length):
+            s = offsets[n + 1] - 1 - t if backward else offsets[n] + t
+            v = symbols[s]
+            message = messages[at[s] : at[s] + starts[v + 1] - starts[v]]
+            if t == 0 and backward:
+                message[:] = one
+            elif t == 0:
+                message[:] = initial[starts[v] : starts[v + 1]]
+            else:
+                before, p = s + 1 if backward else s - 1, pairs[s + 1] if backward else pairs[s]
+                c_at, x_at, y_at = messages.ctypes.data + at[s] * size, messages.ctypes.data + at[before] * size, blocks.ctypes.data + block_at[p] * size
+                depth = starts[symbols[before] + 1] - starts[symbols[before]]
+                _multiply(zero, c_at, x_at, 0, 1, y_at, widths[v], 1, widths[v], depth)
+            total = _normalise(message, flush)
+            if not total > collapse:
+                return False
+            if not backward:
+                totals[s] = total
+    return True
 
 
 @_kernel
@@ -107,19 +168,6 @@ def _backward_products(count, sources, targets, height, width, messages, rows, x
         target = messages[targets[r] : targets[r] + height]
         for c in range(height):
             target[c] = xs[c * count + r]
-
-
-@_kernel
-def _normalise(message, flush):
-    """Divides by the sum, which it returns; what is below `flush` then is zero."""
-    total = message.dtype.type(0.0)
-    for c in range(message.shape[0]):
-        total += message[c]
-    scale = message.dtype.type(1.0) / total
-    for c in range(message.shape[0]):
-        x = message[c] * scale
-        message[c] = x if x >= flush else message.dtype.type(0.0)
-    return total
 
 
 @_kernel
@@ -293,7 +341,7 @@ def memory(backward, positions, most, tolerance, symbols, pairs, layout, probs, 
 
 @_kernel
 def smooth(first, last, symbols, pairs, at, starts, weights, alpha, totals, kappa, smoothed):
-    """Makes backward messages of steps `first` up to `last`, with their sequences' weights, what `cloned_loops.backward_lane` leaves. Returns False where they have no common mass."""
+    """Makes backward messages what `cloned_loops.backward_lane` leaves, with weights by step. Returns False where those of a step have no common mass."""
     zero = alpha.dtype.type(0.0)
     for s in range(first, last):
         v = symbols[s]
