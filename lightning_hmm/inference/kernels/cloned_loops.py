@@ -27,6 +27,7 @@ from lightning_hmm.inference.kernels.simd import make_dots, make_update
 _kernel = njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
 _strict_kernel = njit(nogil=True, cache=True, error_model="numpy")
 
+_TABLE = 256  # symbols up to which pairs are looked up in a table
 _GROUP = 4  # messages that share one pass over a block's rows
 _update_41, _update_44 = make_update(4, 1), make_update(4, 4)
 _update_21, _update_24 = make_update(2, 1), make_update(2, 4)
@@ -61,6 +62,11 @@ def plan_tasks(offsets, first_entry, entry_symbol, pair_first, pair_target):
         for s in range(offsets[n] + 1, offsets[n + 1]):
             size += (first_entry[s] - first_entry[s - 1]) * (first_entry[s + 1] - first_entry[s])
     source, target, pair = np.empty(size, np.int64), np.empty(size, np.int64), np.empty(size, np.int64)
+    num_symbols = pair_first.shape[0] - 1
+    table = np.full((num_symbols, num_symbols) if num_symbols <= _TABLE else (0, 0), -1)
+    for u in range(table.shape[0]):
+        for p in range(pair_first[u], pair_first[u + 1]):
+            table[u, pair_target[p]] = p
     count = 0
     for n in range(offsets.shape[0] - 1):
         for s in range(offsets[n], offsets[n + 1]):
@@ -68,7 +74,8 @@ def plan_tasks(offsets, first_entry, entry_symbol, pair_first, pair_target):
             if s > offsets[n]:
                 for e in range(first_entry[s - 1], first_entry[s]):
                     for f in range(first_entry[s], first_entry[s + 1]):
-                        found = find_pair(entry_symbol[e], entry_symbol[f], pair_first, pair_target)
+                        u, v = entry_symbol[e], entry_symbol[f]
+                        found = table[u, v] if table.shape[0] > 0 else find_pair(u, v, pair_first, pair_target)
                         if found >= 0:
                             source[count], target[count], pair[count] = e, f, found
                             count += 1
