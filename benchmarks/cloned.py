@@ -1,7 +1,8 @@
 """Seconds per EM iteration of the cloned HMM, beside its authors' public code; what the Trainer costs; and scoring beside an LSTM.
 
     python benchmarks/cloned.py [--quick] [--peer path/to/chmm_actions.py] [--out docs/benchmarks]
-    python benchmarks/cloned.py --parts forward --checkpoint model.ckpt --path text.txt
+    python benchmarks/cloned.py --parts forward --path milton-paradise.txt --checkpoint model.ckpt    # trains the model if there is none
+    python benchmarks/cloned.py --parts large --path carroll-alice.txt
 
 The peer is one file of vicariousinc/naturecomm_cscg, which is not on PyPI; without `--peer` it is left out. Both iterate on the same symbols
 from the same start, and their new transitions must agree before anything is timed. Contestants take turns; the best round counts.
@@ -16,7 +17,10 @@ import csv
 import functools
 import importlib.util
 import io
+import math
 import os
+import resource
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -25,14 +29,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from datamodules import TextDataModule, ToyMachineDataModule
-from lightning_hmm import ClonedHMM, Sequences, fit, load
+from lightning_hmm import ClonedHMM, Sequences, fit
+from lightning_hmm.callbacks import Pruning
 from lightning_hmm.inference import cloned
 from lightning_hmm.inference.cloned import Layout
+from lightning_hmm.models.cloned import allocate_clones, ngram_counts, seen_pairs
 
 SETTINGS = ((20, 30_000), (100, 30_000), (400, 5_000))  # clones a symbol, steps; 27 symbols
 NUM_SYMBOLS = 27
+STATES, EM_ITERATIONS = 30_000, 6  # of the parts `forward` and `large`
 CHUNKS = 64  # sequences that the same symbols are cut into, for the column that says so
 
 
@@ -42,14 +51,15 @@ def seconds(call: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def race(contestants: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """The best of `rounds` for each, after a call that is not counted; all take turns."""
-    for call in contestants.values():
-        call()
+def race(contestants: dict[str, Callable[[], Any]], rounds: int, **prepare: Callable[[], Any]) -> dict[str, float]:
+    """The best of `rounds` for each, after a call that is not counted; all take turns. Where `prepare` has the name too, it is called before, untimed."""
     times: dict[str, list[float]] = {name: [] for name in contestants}
-    for _ in range(rounds):
+    for n in range(rounds + 1):
         for name, call in contestants.items():
-            times[name].append(seconds(call))
+            prepare.get(name, lambda: None)()
+            spent = seconds(call)
+            if n > 0:
+                times[name].append(spent)
     return {name: min(found) for name, found in times.items()}
 
 
@@ -71,8 +81,10 @@ class Peer:
         self.model = peer_module(path).CHMM(np.full(NUM_SYMBOLS, clones, np.int64), self.symbols, self.actions, pseudocount=0.0, seed=0)
         self.start = self.model.T.copy()
 
-    def iterate(self) -> np.ndarray:
+    def reset(self) -> None:
         self.model.T = self.start.copy()
+
+    def iterate(self) -> np.ndarray:
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
             self.model.learn_em_T(self.symbols, self.actions, n_iter=1, term_early=False)
         return self.model.T[0]
@@ -82,27 +94,30 @@ def iterations(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for clones, steps in [(5, 2_000)] if arguments.quick else SETTINGS:
         symbols = np.random.default_rng(0).integers(0, NUM_SYMBOLS, steps)
-        layout = Layout([clones] * NUM_SYMBOLS)
+        model = ClonedHMM(clones=[clones] * NUM_SYMBOLS, num_symbols=NUM_SYMBOLS, pairs="all", arithmetic="float32")
+        initial, transition, layout = (part.detach() if isinstance(part, torch.Tensor) else part for part in model.chain(0))
         peer = None if arguments.peer is None else Peer(arguments.peer, symbols, clones)
         start = torch.rand(layout.num_states, layout.num_states) if peer is None else torch.from_numpy(peer.start[0].astype(np.float32))
         start = (start / start.sum(1, keepdim=True)).reshape(-1)
-        initial = torch.full((layout.num_states,), 1 / layout.num_states, dtype=torch.float64).log()
-        transition = start.clone()
+        transition.copy_(start)
         whole = Sequences.from_lengths(symbols, [steps])
         chunks = Sequences.from_lengths(symbols, [len(part) for part in np.array_split(symbols, CHUNKS)])
 
-        def iterate(data: Sequences, transition=transition, start=start, initial=initial, layout=layout) -> None:
-            transition.copy_(start)
+        def iterate(data: Sequences, transition=transition, initial=initial, layout=layout) -> None:
             cloned.em_step(initial, transition, layout, data)
 
-        contestants: dict[str, Callable[[], Any]] = {"ours": lambda: iterate(whole), f"ours, {CHUNKS} sequences": lambda: iterate(chunks)}  # noqa: B023
+        reset = functools.partial(transition.copy_, start)
+        in_pieces = f"ours, {CHUNKS} sequences"
+        contestants: dict[str, Callable[[], Any]] = {"ours": functools.partial(iterate, whole), in_pieces: functools.partial(iterate, chunks)}
+        prepare: dict[str, Callable[[], Any]] = {"ours": reset, in_pieces: reset}
         if peer is not None:
             iterate(whole)
+            peer.reset()
             difference = np.abs(peer.iterate() - transition.reshape(layout.num_states, -1).numpy()).max()
             if difference > 1e-3:
                 raise RuntimeError(f"The new transitions must agree, but differ by {difference:.2g} with {clones} clones.")
-            contestants["peer"] = peer.iterate
-        times = race(contestants, 2 if arguments.quick else 3)
+            contestants["peer"], prepare["peer"] = peer.iterate, peer.reset
+        times = race(contestants, 2 if arguments.quick else 3, **prepare)
         row = {"clones": clones, "steps": steps, **times}
         if peer is not None:
             row["peer / ours"] = times["peer"] / times["ours"]
@@ -153,39 +168,137 @@ def trainer(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+def trained(arguments: argparse.Namespace, data: TextDataModule) -> ClonedHMM:
+    """A model for timing: EM from a random start of four transitions from each clone towards each symbol that may follow, then pruned."""
+    train = data.train_sequences
+    counts = ngram_counts(train, data.num_symbols, 6, unique=True)
+    model = ClonedHMM(300 if arguments.quick else STATES, data.num_symbols, arithmetic="float32")
+    layout = Layout(allocate_clones(model.num_states, counts), seen_pairs(train))
+    generator = np.random.default_rng(0)
+    sources, targets = [], []
+    starts = np.append(0, np.cumsum(layout.clones))
+    for u, v in layout.pairs.tolist():
+        rows = np.repeat(np.arange(starts[u], starts[u + 1]), 4)
+        sources.append(rows)
+        targets.append(generator.integers(starts[v], starts[v + 1], rows.shape[0]))
+    entries = np.unique(np.concatenate(sources) * model.num_states + np.concatenate(targets))
+    rows, columns = (torch.from_numpy(part) for part in np.divmod(entries, model.num_states))
+    sparse, _ = Layout.of_entries(layout.clones, rows, columns)
+    model.transition.allocate(sparse)
+    model.transition.randomise(torch.Generator().manual_seed(0))
+    initial, transition, sparse = (part.detach() if isinstance(part, torch.Tensor) else part for part in model.chain(0))
+    for n in range(EM_ITERATIONS):
+        spent = time.perf_counter()
+        bits = -float(cloned.em_step(initial, transition, sparse, train).sum()) / train.num_steps / math.log(2)
+        print(f"iteration {n}: {bits:.3f} bits per symbol of the training part, {time.perf_counter() - spent:.1f} s", flush=True)
+    return model.prune(1e-3)
+
+
+def possible_pieces(model: ClonedHMM, symbols: Sequences) -> Sequences:
+    """The symbols, cut wherever the model gives the next one probability zero: there it starts again."""
+    values, first, lengths = symbols.values, 0, []
+    while first < len(values):
+        rest = Sequences.from_lengths(values[first:], [len(values) - first])
+        _, _, impossible = cloned.weighted_log_likelihood(*model.inference_arguments(rest), single=True)
+        lengths.append(int(impossible[0]) if int(impossible[0]) >= 0 else len(values) - first)
+        first += lengths[-1]
+    return Sequences.from_lengths(values, lengths)
+
+
+@torch.no_grad()
 def forward(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Scoring the test part of a text beside a one-layer LSTM of 256 units that reads it one step at a time."""
-    if arguments.checkpoint is None:
-        return []
-    model = load(arguments.checkpoint)
     data = TextDataModule(arguments.path)
     data.setup()
-    symbols = data.test_sequences
+    if arguments.checkpoint is not None and arguments.checkpoint.exists():
+        model = ClonedHMM(**torch.load(arguments.checkpoint, weights_only=True)["options"])
+        model.load_state_dict(torch.load(arguments.checkpoint, weights_only=True)["parameters"])
+    else:
+        model = trained(arguments, data)
+        if arguments.checkpoint is not None:
+            options = {"num_states": model.num_states, "num_symbols": data.num_symbols, "arithmetic": "float32"}
+            torch.save({"options": options, "parameters": model.state_dict()}, arguments.checkpoint)
+    symbols = possible_pieces(model, data.test_sequences)
     network, embedded = torch.nn.LSTM(NUM_SYMBOLS, 256), torch.nn.functional.one_hot(symbols.values, NUM_SYMBOLS).float()
 
-    @torch.no_grad()
     def recurrent() -> None:
         state = None
         for row in embedded:
             _, state = network(row.reshape(1, 1, -1), state)
 
     times = race({"ours": lambda: model.score(symbols), "LSTM": recurrent}, 1 if arguments.quick else 3)
-    row = {"states": model.num_states, "steps": symbols.num_steps, **times, "LSTM / ours": times["LSTM"] / times["ours"]}
+    row = {"states": model.num_states, "transitions": model.layout.num_entries, "steps": symbols.num_steps, "starts": len(symbols), **times}
+    row["LSTM / ours"] = times["LSTM"] / times["ours"]
     print(row, flush=True)
     return [row]
 
 
-PARTS = {"iterations": iterations, "trainer": trainer, "forward": forward}
+def large(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Epochs of a model of 30,000 states through the Trainer: seconds, density, and the peak memory of this process so far."""
+    data = TextDataModule(arguments.path, batch_size=10_000)
+    states = 300 if arguments.quick else STATES
+    model = ClonedHMM(states, data.num_symbols, allocation="ngram", ngram_order=6, pairs="all", arithmetic="float32")
+    rows: list[dict[str, Any]] = []
+
+    class Clock(Callback):
+        def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            self.begin = time.perf_counter()
+
+        def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+            spent = time.perf_counter() - self.begin
+            density = float(torch.count_nonzero(pl_module.transition.probs)) / pl_module.num_states**2
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+            rows.append({"epoch": trainer.current_epoch, "seconds": spent, "density": density, "stored": pl_module.layout.density, "GiB": peak})
+            print(rows[-1], flush=True)
+
+    with tempfile.TemporaryDirectory(dir=arguments.scratch) as folder:
+        checkpoints = ModelCheckpoint(folder, save_last=True, save_top_k=1)
+        callbacks = [checkpoints, Clock(), Pruning(threshold=1e-5, max_steps=20_000)]
+        options: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        trainer = Trainer(accelerator="cpu", max_epochs=arguments.epochs, limit_val_batches=0, callbacks=callbacks, **options)
+        trainer.fit(model, data)
+        files = sorted(Path(folder).iterdir())
+        print(f"checkpoints: {[(file.name, round(file.stat().st_size / 2**30, 2)) for file in files]} GiB", flush=True)
+    return rows
+
+
+PARTS = {"iterations": iterations, "trainer": trainer, "forward": forward, "large": large}
+_WORDS = {
+    "iterations": "Seconds of one EM iteration on the same random symbols, 27 of them, from the same start, as one sequence; `peer`: the authors' public code.",
+    "trainer": "Seconds of an epoch by `fit`, and of the same work in a bare loop.",
+    "forward": "Seconds of the forward pass over the test part of a text, by a model trained by a few EM iterations from a sparse start and pruned, and by "
+    "a one-layer LSTM of 256 units that reads it one symbol at a time. Where the pruned model rules a symbol out, it starts again.",
+    "large": "Epochs of a large model through the Trainer, pruned as it goes: seconds, shares of transitions that are not zero and that are stored, "
+    "and the peak resident memory so far.",
+}
+
+
+def tables(folder: Path) -> str:
+    """What was measured so far, as Markdown."""
+    parts = ["Speed and memory of the cloned HMM (`benchmarks/cloned.py`)."]
+    for part, words in _WORDS.items():
+        file = folder / f"cloned_{part}.csv"
+        if file.exists():
+            names, *rows = csv.reader(file.open(newline=""))
+            lines = [f"| {' | '.join(names)} |", "|" + " --- |" * len(names)]
+            parts.append("\n".join([words, "", *lines, *(f"| {' | '.join(map(_short, row))} |" for row in rows)]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _short(text: str) -> str:
+    return f"{float(text):.3g}" if "." in text and text.replace(".", "").replace("e-", "").isdigit() else text
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="tiny sizes: shows that everything works")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=["iterations", "trainer"])
     parser.add_argument("--peer", help="path of chmm_actions.py")
-    parser.add_argument("--checkpoint", help="a trained ClonedHMM, for the part `forward`")
-    parser.add_argument("--path", help="the text it was trained on")
-    parser.add_argument("--out", type=Path, help="folder for the tables, as CSV")
+    parser.add_argument("--checkpoint", type=Path, help="for the part `forward`: where the trained model is kept")
+    parser.add_argument("--path", help="a text, for the parts `forward` and `large`")
+    parser.add_argument("--epochs", type=int, default=10, help="of the part `large`")
+    parser.add_argument("--scratch", help="folder for the checkpoints of the part `large`")
+    parser.add_argument("--out", type=Path, help="folder for the tables: CSV, and all of them in cloned.md")
     arguments = parser.parse_args()
     print(f"load average {os.getloadavg()[0]:.2f}, torch threads {torch.get_num_threads()}", flush=True)
     for part in arguments.parts:
@@ -196,6 +309,7 @@ def main() -> None:
                 writer = csv.DictWriter(file, list(rows[0]))
                 writer.writeheader()
                 writer.writerows(rows)
+            (arguments.out / "cloned.md").write_text(tables(arguments.out))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,22 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-ORDER = ["_version", "sequences", "loading", "inference", "distributions", "optim", "metrics", "graphs", "models", "plots", "callbacks", "training", "cli", "__main__"]
+ORDER = [
+    "_version",
+    "sequences",
+    "loading",
+    "inference",
+    "distributions",
+    "optim",
+    "metrics",
+    "graphs",
+    "models",
+    "plots",
+    "callbacks",
+    "training",
+    "cli",
+    "__main__",
+]
 
 
 def imported(path: Path) -> set[str]:

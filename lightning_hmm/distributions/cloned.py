@@ -38,21 +38,25 @@ class CloneTransitions(Distribution):
         self.layout = layout
         for name, tensor in zip(_TENSORS, layout.tensors, strict=True):
             setattr(self, name, tensor.to(self.probs.device))
-        shape = self.probs.shape[0], layout.num_entries
-        self.probs = nn.Parameter(torch.zeros(shape, dtype=self.probs.dtype, device=self.probs.device) if probs is None else probs.to(self.probs))
+        if probs is None:
+            shape = self.probs.shape[0], layout.num_entries
+            # numpy asks the system for large pages, which torch does not; walking through blocks is a tenth faster in them.
+            probs = torch.from_numpy(np.empty(shape, np.float32 if self.probs.dtype == torch.float32 else np.float64)).zero_()
+        self.probs = nn.Parameter(probs.to(self.probs))
 
     @torch.no_grad()
     def randomise(self, generator: torch.Generator, concentration: float | None = None) -> None:
         """Draws weights evenly from (0, 1], or from a Gamma distribution of that shape, and normalises the rows: Dirichlet draws."""
         if concentration is None:
-            for row in self.probs:
-                row.copy_(1 - torch.rand(row.shape, generator=generator, dtype=row.dtype))
+            for row in self.probs.detach():
+                drawn = row if row.is_cpu else torch.empty(row.shape, dtype=row.dtype)  # in place where possible: there may be a billion
+                row.copy_(torch.rand(row.shape, generator=generator, out=drawn).neg_().add_(1))
         else:
             # torch draws no Gamma numbers from a generator of ours: numpy's does, seeded from it.
-            drawn = np.random.default_rng(int(torch.randint(2**62, (), generator=generator)))
+            random = np.random.default_rng(int(torch.randint(2**62, (), generator=generator)))
             for row in self.probs:
                 for piece in row.split(_PIECE):
-                    piece.copy_(torch.from_numpy(np.maximum(drawn.gamma(concentration, size=len(piece)), 1e-12)))  # zero would stay zero
+                    piece.copy_(torch.from_numpy(np.maximum(random.gamma(concentration, size=len(piece)), 1e-12)))  # zero would stay zero
         self.maximise([self.probs.detach()])
 
     @torch.no_grad()

@@ -183,6 +183,8 @@ class Layout:
 # them. `evidence` has no rows where there are symbols. Outputs: log-likelihoods times weight, log-likelihoods, impossible steps,
 # initial and transition counts, smoothed rows times weight, filtered rows, filtered rows of the last steps.
 
+_LARGE = 1 << 26  # transitions from which on memory comes before convenience
+
 _Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -263,7 +265,8 @@ def _backward(ctx, grad_weighted, *unused):
         (initial_counts, counts), scale = again[3:5], grad_weighted.new_ones(1)
     if grad_weighted.numel() == 0:
         scale = grad_weighted.new_ones(1)
-    scaled = counts * scale.to(counts.dtype)
+    # The counts of a billion transitions are there once: a second backward through the same graph then is an error.
+    scaled = counts.mul_(scale.to(counts.dtype)) if counts.numel() >= _LARGE else counts * scale.to(counts.dtype)
     return (initial_counts * scale).to(initial.dtype), scaled, [None] * ctx.num_tensors, *[None] * 7
 
 
@@ -436,8 +439,13 @@ def em_step(initial: Tensor, transition: Tensor, layout: Layout, sequences: Sequ
 
     Where one that counts is -inf, they stay as they are.
     """
+    _check(initial, transition, layout, None, sequences)
+    weights = torch.ones(len(sequences), dtype=torch.float64) if sequences.weights is None else sequences.weights
+    data = sequences.values.contiguous().numpy(), sequences.offsets.numpy(), weights.numpy()
+    found = cloned_cpu.em_step(layout.arrays, initial.double().contiguous().numpy(), _in_place(transition), *data)
+    if found is not None:
+        return torch.from_numpy(found)
     statistics = e_step(initial, transition, layout, None, sequences)
-    weights = torch.ones(len(sequences)) if sequences.weights is None else sequences.weights
     if not bool(((statistics.impossible_step >= 0) & (weights != 0)).any()):
         cloned_cpu.maximise(layout.row_first, _in_place(transition), statistics.transition.numpy(), 1.0, 0.0, 0.0)
     return statistics.log_likelihood

@@ -17,6 +17,7 @@ from lightning_hmm.distributions import CategoricalRows, CloneTransitions, Distr
 from lightning_hmm.inference import cloned
 from lightning_hmm.inference.cloned import Layout
 from lightning_hmm.inference.dense import impossible_message
+from lightning_hmm.inference.kernels import cloned_cpu
 from lightning_hmm.models.em import BaumWelchHMM
 from lightning_hmm.sequences import Sequences
 
@@ -364,6 +365,9 @@ class ClonedHMM(BaumWelchHMM):
         lengths = self.layout.row_lengths.to(self.device)
         keep = torch.zeros(self.layout.num_entries, dtype=torch.bool, device=self.device)
         for row in self.transition.probs.detach():
+            if row.is_cpu:
+                cloned_cpu.mark_above(self.layout.row_first, row.numpy(), threshold, keep.numpy())
+                continue
             largest = torch.segment_reduce(row, "max", lengths=lengths, initial=0.0)
             keep |= (row >= threshold) | ((row == largest.repeat_interleave(lengths, output_size=len(row))) & (row > 0))
         return keep

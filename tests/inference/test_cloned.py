@@ -9,6 +9,7 @@ import torch
 from lightning_hmm.inference import cloned, dense
 from lightning_hmm.inference.cloned import Layout
 from lightning_hmm.inference.kernels import cloned_cpu, cloned_portable
+from lightning_hmm.inference.kernels import cloned_filters as filters
 from lightning_hmm.sequences import Sequences
 from tests.inference.oracle import Answer, enumerate_next, enumerate_paths, log_space, path_score
 
@@ -192,6 +193,44 @@ def test_neither_threads_nor_company_change_a_bit(kind, monkeypatch):
     few = cloned.posterior(*case.arguments)
     assert torch.equal(few.smoothed.values, results[0].smoothed.values)
     torch.testing.assert_close(few.transition_counts, results[0].transition_counts, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("way", ["small", "right guess", "wrong guess", "nothing forgotten"])
+def test_two_filters_are_one_pass_there_and_back(way, dtype, monkeypatch):
+    """In a small model; and in chunks that begin from a guess, where it is good, where it is not, and where nothing is forgotten."""
+    case = Case("symbols", "full", [7, 1, 12, 20], [300, 97, 0, 1, 500], dtype=dtype)
+    sequences = Sequences(case.sequences.values, case.sequences.offsets, torch.tensor([1.0, 2.0, 1.0, 1.0, 0.5], dtype=torch.float64))
+    transition = case.transition.clone()
+    if way == "nothing forgotten":
+        matrix = case.matrix**20  # nearly a permutation within each block
+        transition = case.layout.collect(matrix / matrix.sum(1, keepdim=True)).to(dtype)
+    arguments = case.initial, transition, case.layout, None, sequences
+    whole, rows = cloned.e_step(*arguments), cloned.posterior(*arguments)
+    again, done = [], []
+    mend, run = filters.mend, cloned_cpu._two_filters
+    monkeypatch.setattr(filters, "mend", lambda *given: again.append(mend(*given)) or again[-1])
+    monkeypatch.setattr(cloned_cpu, "_two_filters", lambda *given, **how: done.append(run(*given, **how)) or done[-1])
+    monkeypatch.setattr(cloned_cpu, "_WORTH_PLANNING", 0)
+    if way != "small":
+        monkeypatch.setattr(cloned_cpu, "_CACHE_BYTES", 0)
+    if way != "right guess":
+        monkeypatch.setattr(filters, "memory", lambda *_: 1)
+    rtol, atol = (1e-4, 1e-6) if dtype == torch.float32 else (1e-9, 1e-12)
+    for one, other in zip(cloned.e_step(*arguments)[:4], whole[:4], strict=True):
+        torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
+    found = cloned.posterior(*arguments)
+    for one, other in ((found.filtered, rows.filtered), (found.smoothed, rows.smoothed)):
+        torch.testing.assert_close(one.values, other.values, rtol=rtol, atol=atol)
+    updated = transition.clone()
+    torch.testing.assert_close(cloned.em_step(case.initial, updated, case.layout, sequences), whole.log_likelihood, rtol=rtol, atol=atol)
+    expected = transition.clone()
+    cloned_cpu.maximise(case.layout.row_first, expected.numpy(), whole.transition.numpy(), 1.0, 0.0, 0.0)
+    torch.testing.assert_close(updated, expected, rtol=rtol, atol=atol)
+    assert len(done) == 3
+    assert all(result is not None for result in done)
+    redone = max(again, default=0)  # of 898 steps
+    assert redone > 100 if way in ("wrong guess", "nothing forgotten") else redone < 20
 
 
 def test_impossible_sequences_are_named_and_the_others_count():

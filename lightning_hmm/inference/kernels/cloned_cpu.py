@@ -6,15 +6,16 @@ if it is not, it is done again in float64 or, where it was that already, in log 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from lightning_hmm.inference.kernels import cloned_filters as filters
 from lightning_hmm.inference.kernels import cloned_loops as loops
 from lightning_hmm.inference.kernels import cloned_portable
-from lightning_hmm.inference.kernels.lanes import no_subnormals, run_lanes
+from lightning_hmm.inference.kernels.lanes import aligned_zeros, no_subnormals, run_lanes
 
 # A message entry below FLUSH is taken as zero; a step that keeps less than COLLAPSE of its mass is not trusted.
 FLUSH = {np.dtype(np.float32): 1e-30, np.dtype(np.float64): 1e-290}
@@ -23,6 +24,12 @@ COLLAPSE = {np.dtype(np.float32): 1e-20, np.dtype(np.float64): 1e-200}
 _MESSAGE_BYTES = 1 << 30  # messages of sequences that are worked on together stay below this, except those of a single one
 _ALIGNED = 16  # messages begin at multiples of so many numbers
 _COUNT_LANES = 64
+_WORTH_PLANNING = 5_000_000  # multiply-adds of a pass from which on two filters are worth their planning
+_MOST_WARM_UP = 24
+_CACHE_BYTES = 1 << 21  # of transitions that fit into a core's cache
+_READING = 8.0  # how much longer it takes to read an entry from memory than to multiply with it
+# Messages that differ by no more, in any entry, are the same but for rounding.
+_SAME = {np.dtype(np.float32): 5e-6, np.dtype(np.float64): 1e-12}
 
 
 class Arrays(NamedTuple):
@@ -175,12 +182,166 @@ def _message_lanes(num_sequences: int, work: int) -> int:
     return 1 if work < 200_000 else max(1, min(num_sequences, torch.get_num_threads()))
 
 
+def _chunk_length(layout: Arrays, pairs: np.ndarray, warm_up: int) -> int:
+    """Steps of a chunk, so that the time for all is least: short ones share the reading of blocks, but each has its warm-up."""
+    occurrences = np.bincount(pairs, minlength=layout.pair_target.shape[0]).astype(float)
+    num_pairs = occurrences.sum() ** 2 / (occurrences**2).sum()  # as many as there would be if all were equally frequent
+
+    def cost(length: int) -> float:
+        waiting = 2 * pairs.shape[0] / length / num_pairs  # at a block when its turn comes
+        return (1 + warm_up / length) * (1 + _READING * -np.expm1(-waiting) / waiting)
+
+    return min((4, 8, 16, 32, 64, 128), key=cost)
+
+
+def _two_filters(layout: Arrays, initial, probs, offsets, symbols: np.ndarray, planned: Plan, size: int, weights, *, smooth: bool, per_step: bool):
+    """Messages by `cloned_filters`: alpha, totals, kappa and smoothed rows; ``None`` where that does not pay or goes wrong."""
+    dtype, at, num_steps, lengths = probs.dtype, planned.entry_at, symbols.shape[0], np.diff(offsets)
+    if planned.task_pair.shape[0] != num_steps - np.count_nonzero(lengths):
+        return None  # a pair is not stored
+    pairs = np.full(num_steps, -1)
+    pairs[planned.task_target] = planned.task_pair
+    totals = np.zeros(num_steps, dtype)
+    ways = (False, True) if smooth else (False,)
+    widths = _padded(layout)
+    sizes = layout.clones[layout.pair_source] * widths[layout.pair_target], widths[layout.pair_source] * layout.clones[layout.pair_target]
+    go = _whole_sequences if max(map(sum, sizes)) * dtype.itemsize <= _CACHE_BYTES else _in_chunks
+    messages = go(layout, initial, probs, offsets, symbols, pairs, at, size, ways, totals)
+    if messages is None:
+        return None
+    alpha, kappa = messages[0], messages[-1]
+    smoothed = np.zeros((num_steps if per_step and smooth else 0, int(layout.starts[-1])))
+    if smooth:
+        borders, common, step_weights = np.linspace(0, num_steps, 9).astype(np.int64), [False] * 8, np.repeat(weights, lengths)
+
+        def combine(lane: int) -> None:
+            here = int(borders[lane]), int(borders[lane + 1])
+            common[lane] = filters.smooth(*here, symbols, pairs, at, layout.starts, step_weights, alpha, totals, kappa, smoothed)
+
+        _run(8, combine)
+        if not all(common):
+            return None
+    return alpha, totals, kappa, smoothed
+
+
+def _whole_sequences(layout: Arrays, initial, probs, offsets, symbols, pairs, at, size: int, ways, totals) -> list[np.ndarray] | None:
+    """Messages of small models, forward and backward, sequence after sequence."""
+    dtype, widths = probs.dtype, _padded(layout)
+    messages, sequence_lanes = [np.empty(size, dtype) for _ in ways], min(offsets.shape[0] - 1, 16)
+    source, target, tables = layout.pair_source, layout.pair_target, []
+    for backward in ways:
+        ends = np.cumsum(layout.clones[target] * widths[source] if backward else layout.clones[source] * widths[target])
+        tables.append((np.append(0, ends[:-1]), aligned_zeros(dtype, int(ends[-1]))))
+    _run(len(ways), lambda way: filters.copy_blocks(bool(way), tables[way][0], widths, layout, probs, tables[way][1]))
+    done = [False] * (len(ways) * sequence_lanes)
+
+    def work(task: int) -> None:
+        lane, way = divmod(task, len(ways))
+        block_at, blocks = tables[way]
+        data = offsets, symbols, pairs, at, block_at, widths, layout.starts, blocks, initial
+        done[task] = filters.follow(bool(way), lane, sequence_lanes, *data, FLUSH[dtype], COLLAPSE[dtype], messages[way], totals)
+
+    _run(len(done), work)
+    return messages if all(done) else None
+
+
+def _in_chunks(layout: Arrays, initial, probs, offsets, symbols, pairs, at, size: int, ways, totals) -> list[np.ndarray] | None:
+    """Messages of large models, forward and backward, in chunks."""
+    dtype, lengths = probs.dtype, np.diff(offsets)
+    longest = int(lengths.argmax())
+    if lengths[longest] < 4 * _MOST_WARM_UP:
+        return None
+    positions = np.linspace(offsets[longest] + _MOST_WARM_UP, offsets[longest + 1] - _MOST_WARM_UP - 1, 4).astype(np.int64)
+    flush, collapse, same = FLUSH[dtype], COLLAPSE[dtype], _SAME[dtype]
+    warm_up = 1
+    with no_subnormals():
+        for backward in ways:
+            warm_up = max(warm_up, 1 + filters.memory(backward, positions, _MOST_WARM_UP, same, symbols, pairs, layout, probs, flush))
+    if warm_up > _MOST_WARM_UP:
+        return None
+    length = _chunk_length(layout, pairs[pairs >= 0], warm_up)
+    num_chunks = -(-lengths // length)
+    sequence = np.repeat(np.arange(lengths.shape[0]), num_chunks)
+    within = np.arange(sequence.shape[0]) - np.repeat(np.cumsum(num_chunks) - num_chunks, num_chunks)
+    firsts = offsets[sequence] + within * length
+    lasts = np.minimum(firsts + length, offsets[sequence + 1])
+    messages = [np.empty(size + 2 * firsts.shape[0] * filters.scratch_size(int(layout.clones.max())), dtype) for _ in ways]
+    done = [False for _ in ways]
+
+    def work(way: int) -> None:
+        if way:  # backward: steps fall, and a sequence's last chunk is its first
+            first, last = lasts[::-1] - 1, firsts[::-1] - 1
+            begins = np.minimum(first + warm_up, offsets[sequence + 1][::-1] - 1)
+        else:
+            first, last, begins = firsts, lasts, np.maximum(firsts - warm_up, offsets[sequence])
+        chunks = bool(way), begins, np.ascontiguousarray(first), np.ascontiguousarray(last)
+        where = symbols, pairs, at, size, layout, probs
+        if filters.sweep(*chunks, *where, initial, flush, collapse, messages[way], totals):
+            done[way] = filters.mend(*chunks, *where, flush, collapse, same, messages[way], totals) >= 0
+
+    _run(len(ways), work)
+    return messages if all(done) else None
+
+
+class _Go(NamedTuple):
+    """The messages of sequences that were worked on together, and what they belong to."""
+
+    ids: np.ndarray
+    steps: np.ndarray
+    offsets: np.ndarray
+    order: np.ndarray
+    plan: Plan
+    alpha: np.ndarray
+    kappa: np.ndarray
+    smoothed: np.ndarray
+    log_likelihood: np.ndarray
+    impossible_step: np.ndarray
+
+
+def _messages(layout: Arrays, log_initial, probs, values, evidence, offsets, weights, *, smooth: bool, per_step: bool) -> Iterator[_Go]:
+    """Forward and, with `smooth`, backward messages of all sequences, those that fit into memory at a time."""
+    dtype, num_states, keep = probs.dtype, int(layout.starts[-1]), smooth or per_step
+    initial = np.exp(log_initial).astype(dtype)
+    data = entries(values, evidence, layout.clones.shape[0])
+    symbols_alone, whole_blocks = data[1].shape[0] == offsets[-1] and evidence is None, not layout.columns.shape[0]
+    goes = _goes(layout, offsets, *data[:2], dtype.itemsize) if keep else [np.argsort(-np.diff(offsets), kind="stable")]
+    for ids in goes:
+        steps, local, *step_entries = _gather(ids, offsets, *data)
+        planned, size = plan(layout, local, *step_entries, keep=keep)
+        order = np.flatnonzero(np.diff(local))
+        if not order.shape[0]:
+            continue
+        log_likelihood, stopped = np.zeros(ids.shape[0]), np.full(ids.shape[0], -1)
+        impossible = np.full(ids.shape[0], -1)
+        clones = layout.clones
+        work = int((clones[layout.pair_source[planned.task_pair]] * clones[layout.pair_target[planned.task_pair]]).sum())
+        if keep and symbols_alone and whole_blocks and work >= _WORTH_PLANNING:
+            found = _two_filters(layout, initial, probs, local, step_entries[1], planned, size, weights[ids], smooth=smooth, per_step=per_step)
+            if found is not None:
+                alpha, totals, kappa, smoothed = found
+                log_likelihood[order] = np.add.reduceat(np.log(totals, dtype=np.float64), local[order])
+                yield _Go(ids, steps, local, order, planned, alpha, kappa, smoothed, log_likelihood, impossible)
+                continue
+        alpha, totals = np.empty(size, dtype), np.zeros(steps.shape[0], dtype)
+        arguments = order, local, planned, layout, probs
+        lanes = _message_lanes(order.shape[0], work)
+        ends = FLUSH[dtype], COLLAPSE[dtype]
+        if symbols_alone and not whole_blocks and not keep:
+            _run(lanes, lambda lane: loops.forward_single_entries(lane, lanes, *arguments, initial, *ends, alpha, log_likelihood, stopped))  # noqa: B023
+        else:
+            _run(lanes, lambda lane: loops.forward_lane(lane, lanes, *arguments, initial, *ends, False, alpha, totals, log_likelihood, stopped))  # noqa: B023
+        if np.isnan(log_likelihood).any():
+            impossible = _impossible_steps(layout, initial, probs, local, step_entries, log_likelihood)
+        kappa, smoothed = np.empty(size if smooth else 0, dtype), np.zeros((steps.shape[0] if per_step and smooth else 0, num_states))
+        if smooth:
+            counted = np.where(np.isnan(log_likelihood), 0.0, weights[ids])
+            _run(lanes, lambda lane: loops.backward_lane(lane, lanes, *arguments, counted, alpha, totals, kappa, smoothed))  # noqa: B023
+        yield _Go(ids, steps, local, order, planned, alpha, kappa, smoothed, log_likelihood, impossible)
+
+
 def e_step(layout: Arrays, log_initial, probs, values, evidence, offsets, weights, *, smooth: bool, per_step: bool = False, last: bool = False) -> Results:
     """Runs the E-step (or, without `smooth`, the forward pass) of all sequences, in the precision of `probs`."""
     dtype, num_states, num_sequences, num_steps = probs.dtype, int(layout.starts[-1]), offsets.shape[0] - 1, int(offsets[-1])
-    initial = np.exp(log_initial).astype(dtype)
-    first_entry, symbols, entry_weights = entries(values, evidence, layout.clones.shape[0])
-    keep = smooth or per_step
     results = Results(
         np.zeros(num_sequences),
         np.full(num_sequences, -1),
@@ -190,47 +351,47 @@ def e_step(layout: Arrays, log_initial, probs, values, evidence, offsets, weight
         np.zeros((num_steps if per_step else 0, num_states)),
         np.zeros((num_sequences if last else 0, num_states)),
     )
-    goes = _goes(layout, offsets, first_entry, symbols, dtype.itemsize) if keep else [np.argsort(-np.diff(offsets), kind="stable")]
-    for ids in goes:
-        steps, local, *step_entries = _gather(ids, offsets, first_entry, symbols, entry_weights)
-        planned, size = plan(layout, local, *step_entries, keep=keep)
-        order = np.flatnonzero(np.diff(local))
-        if not order.shape[0]:
-            continue
-        alpha, totals = np.empty(size, dtype), np.zeros(steps.shape[0], dtype)
-        log_likelihood, stopped = np.zeros(ids.shape[0]), np.full(ids.shape[0], -1)
-        arguments = order, local, planned, layout, probs
-        clones = layout.clones
-        work = int((clones[layout.pair_source[planned.task_pair]] * clones[layout.pair_target[planned.task_pair]]).sum())
-        lanes = _message_lanes(order.shape[0], work)
-        ends = FLUSH[dtype], COLLAPSE[dtype]
-        _run(lanes, lambda lane: loops.forward_lane(lane, lanes, *arguments, initial, *ends, False, alpha, totals, log_likelihood, stopped))  # noqa: B023
-        if np.isnan(log_likelihood).any():
-            results.impossible_step[ids] = _impossible_steps(layout, initial, probs, local, step_entries, log_likelihood)
-        results.log_likelihood[ids] = log_likelihood
+    for go in _messages(layout, log_initial, probs, values, evidence, offsets, weights, smooth=smooth, per_step=per_step):
+        results.log_likelihood[go.ids] = go.log_likelihood
+        results.impossible_step[go.ids] = go.impossible_step
         if per_step:
-            filtered = np.zeros((steps.shape[0], num_states))
-            loops.scatter(np.arange(steps.shape[0]), planned, layout.starts, alpha, filtered)
-            results.filtered[steps] = filtered
+            filtered = np.zeros((go.steps.shape[0], num_states))
+            loops.scatter(np.arange(go.steps.shape[0]), go.plan, layout.starts, go.alpha, filtered)
+            results.filtered[go.steps] = filtered
         if last:
-            rows = np.zeros((order.shape[0], num_states))
-            loops.scatter(local[1:][order] - 1, planned, layout.starts, alpha, rows)
-            results.last[ids[order]] = rows
+            rows = np.zeros((go.order.shape[0], num_states))
+            loops.scatter(go.offsets[1:][go.order] - 1, go.plan, layout.starts, go.alpha, rows)
+            results.last[go.ids[go.order]] = rows
         if not smooth:
             continue
-        kappa, smoothed = np.empty(size, dtype), np.zeros((steps.shape[0] if per_step else 0, num_states))
-        counted = np.where(np.isnan(log_likelihood), 0.0, weights[ids])
-        _run(lanes, lambda lane: loops.backward_lane(lane, lanes, *arguments, counted, alpha, totals, kappa, smoothed))  # noqa: B023
         if per_step:
-            results.smoothed[steps] = smoothed
-        loops.add_initial(order, local, planned, layout.starts, kappa, results.initial_counts)
-        pair_first, pair_tasks = loops.sort_by_pair(planned.task_pair, layout.pair_target.shape[0])
+            results.smoothed[go.steps] = go.smoothed
+        loops.add_initial(go.order, go.offsets, go.plan, layout.starts, go.kappa, results.initial_counts)
+        pair_first, pair_tasks = loops.sort_by_pair(go.plan.task_pair, layout.pair_target.shape[0])
         dealt = _count_lanes(layout, pair_first)
-        _run(len(dealt), lambda lane: loops.counts_lane(dealt[lane], pair_first, pair_tasks, planned, layout, probs, alpha, kappa, results.counts))  # noqa: B023
+        _run(len(dealt), lambda lane: loops.counts_lane(dealt[lane], pair_first, pair_tasks, go.plan, layout, probs, go.alpha, go.kappa, results.counts))  # noqa: B023
     collapsed = np.flatnonzero(np.isnan(results.log_likelihood))
     if collapsed.shape[0]:
         _again(layout, log_initial, probs, values, evidence, offsets, weights, results, collapsed, smooth, per_step, last)
     return results
+
+
+def em_step(layout: Arrays, log_initial, probs, values, offsets, weights) -> np.ndarray | None:
+    """An EM step on the transitions in place, where there are whole blocks and their counts need not be stored; else ``None``."""
+    if layout.columns.shape[0] or (values < 0).any():
+        return None
+    if not values.shape[0] or 2 * int(_padded(layout)[values].sum()) * probs.dtype.itemsize > _MESSAGE_BYTES:
+        return None  # not all at a time
+    (go,) = _messages(layout, log_initial, probs, values, None, offsets, weights, smooth=True, per_step=False)
+    if np.isnan(go.log_likelihood).any():
+        return None
+    log_likelihood = np.zeros(offsets.shape[0] - 1)
+    log_likelihood[go.ids] = go.log_likelihood
+    step_first, tasks = loops.sort_by_pair(go.plan.task_pair, layout.pair_target.shape[0])
+    steps = go.plan.task_target[tasks]
+    lanes = [(u, c, min(c + 128, clones)) for u, clones in enumerate(layout.clones.tolist()) for c in range(0, clones, 128)]
+    _run(len(lanes), lambda lane: filters.maximise(*lanes[lane], step_first, steps, go.plan.entry_at, layout, probs, go.alpha, go.kappa))
+    return log_likelihood
 
 
 def _impossible_steps(layout: Arrays, initial, probs, offsets, step_entries, log_likelihood) -> np.ndarray:
@@ -322,19 +483,29 @@ def sample(layout: Arrays, initial_probs, probs, offsets, uniforms) -> np.ndarra
     return loops.sample_chains(initial_probs, layout, symbol_of, probs, offsets, uniforms)
 
 
+def _over_rows(row_first: np.ndarray, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Runs ``work(first state, last state, row_first, *arguments)`` on stretches of about the same size, and returns what each did."""
+    size = int(row_first[-1])
+    lanes = max(1, min(64, size >> 16))
+    cuts = np.searchsorted(row_first, np.linspace(0, size, lanes + 1))
+    cuts[0], cuts[-1] = 0, row_first.shape[0] - 1
+    results = [None] * lanes
+
+    def run(lane: int) -> None:
+        results[lane] = work(int(cuts[lane]), int(cuts[lane + 1]), row_first, *arguments)
+
+    _run(lanes, run)
+    return results
+
+
 def maximise(row_first: np.ndarray, probs: np.ndarray, counts: np.ndarray, factor: float, pseudocount: float, sparsity: float) -> int:
     """The M-step, in place; see `cloned_loops.normalise_rows`."""
-    num_states = row_first.shape[0] - 1
-    lanes = max(1, min(64, probs.shape[0] >> 16))
-    cuts = np.searchsorted(row_first, np.linspace(0, probs.shape[0], lanes + 1))
-    cuts[0], cuts[-1] = 0, num_states
-    kept = np.zeros(lanes, np.int64)
+    return sum(_over_rows(row_first, loops.normalise_rows, probs, counts, float(factor), float(pseudocount), float(sparsity)))
 
-    def work(lane):
-        kept[lane] = loops.normalise_rows(int(cuts[lane]), int(cuts[lane + 1]), row_first, probs, counts, float(factor), float(pseudocount), float(sparsity))
 
-    _run(lanes, work)
-    return int(kept.sum())
+def mark_above(row_first: np.ndarray, probs: np.ndarray, threshold: float, keep: np.ndarray) -> None:
+    """See `cloned_loops.mark_above`."""
+    _over_rows(row_first, loops.mark_above, probs, float(threshold), keep)
 
 
 def online_em(*arguments) -> int:
@@ -344,7 +515,7 @@ def online_em(*arguments) -> int:
 
 def pruned(layout: Arrays, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Bounds and columns of the entries that are kept."""
-    kept_before = np.append(0, np.cumsum(keep))
+    bounds = loops.kept_before(layout.bounds, keep)
     if layout.columns.shape[0]:
-        return kept_before[layout.bounds], layout.columns[keep]
-    return kept_before[layout.bounds], loops.target_clones(layout, np.flatnonzero(keep))
+        return bounds, layout.columns[keep]
+    return bounds, loops.target_clones(layout, np.flatnonzero(keep))

@@ -27,6 +27,7 @@ from lightning_hmm.inference.kernels.simd import make_dots, make_update
 _kernel = njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
 _strict_kernel = njit(nogil=True, cache=True, error_model="numpy")
 
+_TABLE = 256  # symbols up to which pairs are looked up in a table
 _GROUP = 4  # messages that share one pass over a block's rows
 _update_41, _update_44 = make_update(4, 1), make_update(4, 4)
 _update_21, _update_24 = make_update(2, 1), make_update(2, 4)
@@ -61,6 +62,11 @@ def plan_tasks(offsets, first_entry, entry_symbol, pair_first, pair_target):
         for s in range(offsets[n] + 1, offsets[n + 1]):
             size += (first_entry[s] - first_entry[s - 1]) * (first_entry[s + 1] - first_entry[s])
     source, target, pair = np.empty(size, np.int64), np.empty(size, np.int64), np.empty(size, np.int64)
+    num_symbols = pair_first.shape[0] - 1
+    table = np.full((num_symbols, num_symbols) if num_symbols <= _TABLE else (0, 0), -1)
+    for u in range(table.shape[0]):
+        for p in range(pair_first[u], pair_first[u + 1]):
+            table[u, pair_target[p]] = p
     count = 0
     for n in range(offsets.shape[0] - 1):
         for s in range(offsets[n], offsets[n + 1]):
@@ -68,7 +74,8 @@ def plan_tasks(offsets, first_entry, entry_symbol, pair_first, pair_target):
             if s > offsets[n]:
                 for e in range(first_entry[s - 1], first_entry[s]):
                     for f in range(first_entry[s], first_entry[s + 1]):
-                        found = find_pair(entry_symbol[e], entry_symbol[f], pair_first, pair_target)
+                        u, v = entry_symbol[e], entry_symbol[f]
+                        found = table[u, v] if table.shape[0] > 0 else find_pair(u, v, pair_first, pair_target)
                         if found >= 0:
                             source[count], target[count], pair[count] = e, f, found
                             count += 1
@@ -318,6 +325,64 @@ def forward_lane(lane, lanes, order, offsets, plan, layout, probs, initial, flus
 
 
 @_kernel
+def forward_single_entries(lane, lanes, order, offsets, plan, layout, probs, initial, flush, collapse, alpha, log_likelihood, stopped):
+    """As `forward_lane`, of pruned layouts and symbols alone, and `alpha` gets the message of the last step only.
+
+    A message is a list of the clones that have mass, a handful of thousands: nothing is done with the others.
+    """
+    _, entry_symbol, _, entry_at, first_task, _, _, pair, _ = plan
+    starts, pair_first, pair_source, _, bound_base, bounds, columns = layout
+    flush = alpha.dtype.type(flush)
+    widest = np.max(starts[1:] - starts[:-1])
+    ids, values, found = np.empty(widest, np.int64), np.empty(widest, alpha.dtype), np.empty(widest, np.int64)
+    sums, seen = np.zeros(widest, alpha.dtype), np.full(widest, -1)
+    for n in order[lane::lanes]:
+        product, active = 1.0, 0
+        for s in range(offsets[n], offsets[n + 1]):
+            num_found, total = 0, alpha.dtype.type(0.0)
+            if s == offsets[n]:
+                v = entry_symbol[s]
+                for c in range(starts[v + 1] - starts[v]):
+                    found[c], sums[c] = c, initial[starts[v] + c]
+                num_found = starts[v + 1] - starts[v]
+            elif first_task[s] < first_task[s + 1]:
+                p = pair[first_task[s]]
+                u = pair_source[p]
+                stride, base = pair_first[u + 1] - pair_first[u] + 1, bound_base[u] + p - pair_first[u]
+                for k in range(active):
+                    x, place = values[k], base + ids[k] * stride
+                    for e in range(bounds[place], bounds[place + 1]):
+                        j = columns[e]
+                        if seen[j] != s:
+                            seen[j], sums[j] = s, 0
+                            found[num_found] = j
+                            num_found += 1
+                        sums[j] += x * probs[e]
+            for k in range(num_found):
+                if sums[found[k]] >= flush:
+                    total += sums[found[k]]
+            if not total > collapse:
+                log_likelihood[n], stopped[n] = np.nan, s - offsets[n]
+                break
+            scale, active = alpha.dtype.type(1.0) / total, 0
+            for k in range(num_found):
+                x = sums[found[k]]
+                if x >= flush and x * scale >= flush:
+                    ids[active], values[active] = found[k], x * scale
+                    active += 1
+            product *= total
+            if product < 1e-100:
+                log_likelihood[n] += np.log(product)
+                product = 1.0
+        log_likelihood[n] += np.log(product)
+        end = offsets[n + 1] - 1
+        v, at = entry_symbol[end], entry_at[end]
+        alpha[at : at + starts[v + 1] - starts[v]] = 0
+        for k in range(active):
+            alpha[at + ids[k]] = values[k]
+
+
+@_kernel
 def backward_lane(lane, lanes, order, offsets, plan, layout, probs, weights, alpha, totals, kappa, smoothed):
     """Smooths what `forward_lane` filtered, and fills `kappa` so that w E[i -> j] = A_ij sum_t alpha_t-1(i) kappa_t(j):
 
@@ -491,6 +556,44 @@ def normalise_rows(first_state, last_state, row_first, probs, counts, factor, ps
     return kept
 
 
+# Pruning
+
+
+@_kernel
+def mark_above(first_state, last_state, row_first, probs, threshold, keep):
+    """Marks the transitions that are at least so probable, or the most probable of their row."""
+    for state in range(first_state, last_state):
+        first, last = row_first[state], row_first[state + 1]
+        largest = probs.dtype.type(0.0)
+        for k in range(first, last):
+            largest = max(largest, probs[k])
+        for k in range(first, last):
+            keep[k] |= probs[k] >= threshold or (probs[k] == largest and probs[k] > 0)
+
+
+@_strict_kernel
+def kept_before(bounds, keep):
+    """How many entries are kept before each bound."""
+    before, total = np.zeros(bounds.shape[0], np.int64), 0
+    for b in range(1, bounds.shape[0]):
+        for k in range(bounds[b - 1], bounds[b]):
+            total += keep[k]
+        before[b] = total
+    return before
+
+
+@_strict_kernel
+def target_clones(layout, kept):
+    """The target clones of the given entries, in rising order, of a layout of whole blocks."""
+    bounds = layout.bounds
+    columns, b = np.empty(kept.shape[0], np.int32), 0
+    for k in range(kept.shape[0]):
+        while bounds[b + 1] <= kept[k]:  # the last bound of a row is the first of the next, an empty piece
+            b += 1
+        columns[k] = kept[k] - bounds[b]
+    return columns
+
+
 # What is read from messages
 
 
@@ -656,18 +759,6 @@ def sample_paths(filtered, offsets, layout, symbol_of, probs, uniforms, states):
             states[s] = _draw(weights, uniforms[s])
             if states[s] < 0:
                 break
-
-
-@_strict_kernel
-def target_clones(layout, kept):
-    """The target clones of the given entries, in rising order, of a layout of whole blocks."""
-    bounds = layout.bounds
-    columns, b = np.empty(kept.shape[0], np.int32), 0
-    for k in range(kept.shape[0]):
-        while bounds[b + 1] <= kept[k]:  # the last bound of a row is the first of the next, an empty piece
-            b += 1
-        columns[k] = kept[k] - bounds[b]
-    return columns
 
 
 # Many online updates in one go

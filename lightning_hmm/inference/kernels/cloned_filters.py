@@ -1,0 +1,416 @@
+"""Forward and backward messages of the cloned HMM that know nothing of each other, so that both are made at once; compiled by numba.
+
+Small models have their blocks copied into the cache, as they are and transposed, and go through one sequence after the other.
+
+In large models a step reads a whole block of the transition matrix for one message, so a few sequences wait for memory.
+But a filter forgets: started from anything some steps earlier, it soon says the same. So sequences are cut into chunks
+that begin some steps early from a uniform message, forward and backward alike, and all wait at the block that they need
+next. Sweeps over the blocks, in the order in which they lie in memory, serve whoever waits, four messages for one reading.
+What was guessed is checked: where a chunk's first message differs from what the chunk before came to, in any of its
+entries by more than a rounding, the chunk is done again from there until both agree. So the results are those of whole
+sequences.
+
+Layouts are of whole blocks; the names are those of `cloned_loops`. ``pairs[s]`` is the pair of symbols of steps s - 1 and s, -1 at
+the first step of a sequence, and the message of step s begins at ``at[s]``. Those of the warm-up are in two places in turn
+behind all others, from ``scratch`` on.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lightning_hmm.inference.kernels.cloned_loops import (
+    _GROUP,
+    _dots_11,
+    _dots_14,
+    _dots_21,
+    _dots_24,
+    _dots_41,
+    _dots_44,
+    _kernel,
+    _update_11,
+    _update_14,
+    _update_21,
+    _update_24,
+    _update_41,
+    _update_44,
+)
+from lightning_hmm.inference.kernels.dense_loops import _multiply
+
+
+@_kernel
+def _normalise(message, flush):
+    """Divides by the sum, which it returns; what is below `flush` then is zero."""
+    total = message.dtype.type(0.0)
+    for c in range(message.shape[0]):
+        total += message[c]
+    scale = message.dtype.type(1.0) / total
+    for c in range(message.shape[0]):
+        x = message[c] * scale
+        message[c] = x if x >= flush else message.dtype.type(0.0)
+    return total
+
+
+@_kernel
+def copy_blocks(transposed, block_at, widths, layout, probs, blocks):
+    """Each block by itself at ``block_at[p]``, rows as wide as ``widths`` says of their symbol; zeros beyond the clones."""
+    starts, pair_first, pair_source, pair_target, bound_base, bounds, _ = layout
+    for p in range(pair_target.shape[0]):
+        u, v = pair_source[p], pair_target[p]
+        base, stride = bound_base[u] + p - pair_first[u], pair_first[u + 1] - pair_first[u] + 1
+        num_target, width = starts[v + 1] - starts[v], widths[u] if transposed else widths[v]
+        for c in range(starts[u + 1] - starts[u]):
+            row = probs[bounds[base + c * stride] : bounds[base + c * stride] + num_target]
+            if transposed:
+                for j in range(num_target):
+                    blocks[block_at[p] + j * width + c] = row[j]
+            else:
+                blocks[block_at[p] + c * width : block_at[p] + c * width + num_target] = row
+
+
+@_kernel
+def follow(backward, lane, lanes, offsets, symbols, pairs, at, block_at, widths, starts, blocks, initial, flush, collapse, messages, totals):
+    """Filters every `lanes`-th sequence, or with `backward` smooths it. Returns False where a step keeps too little mass for that."""
+    zero, one, size = messages.dtype.type(0.0), messages.dtype.type(1.0), messages.itemsize
+    flush = messages.dtype.type(flush)
+    for n in range(lane, offsets.shape[0] - 1, lanes):
+        length = offsets[n + 1] - offsets[n]
+        for t in range(length):
+            s = offsets[n + 1] - 1 - t if backward else offsets[n] + t
+            v = symbols[s]
+            message = messages[at[s] : at[s] + starts[v + 1] - starts[v]]
+            if t == 0 and backward:
+                message[:] = one
+            elif t == 0:
+                message[:] = initial[starts[v] : starts[v + 1]]
+            else:
+                before, p = s + 1 if backward else s - 1, pairs[s + 1] if backward else pairs[s]
+                c_at, x_at, y_at = messages.ctypes.data + at[s] * size, messages.ctypes.data + at[before] * size, blocks.ctypes.data + block_at[p] * size
+                depth = starts[symbols[before] + 1] - starts[symbols[before]]
+                _multiply(zero, c_at, x_at, 0, 1, y_at, widths[v], 1, widths[v], depth)
+            total = _normalise(message, flush)
+            if not total > collapse:
+                return False
+            if not backward:
+                totals[s] = total
+    return True
+
+
+@_kernel
+def scratch_size(widest):
+    """Numbers from one place for a message of the warm-up to the next."""
+    return -(-widest // 16) * 16
+
+
+@_kernel
+def _rows_of_block(p, layout, probs, rows):
+    """Addresses of the rows of block p; returns its height and width."""
+    starts, pair_first, pair_source, pair_target, bound_base, bounds, _ = layout
+    u, v = pair_source[p], pair_target[p]
+    base = bound_base[u] + p - pair_first[u]
+    first, apart = bounds[base], bounds[bound_base[u] + pair_first[u + 1] - pair_first[u]] - bounds[bound_base[u]]
+    for c in range(starts[u + 1] - starts[u]):
+        rows[c] = probs.ctypes.data + (first + c * apart) * probs.itemsize
+    return starts[u + 1] - starts[u], starts[v + 1] - starts[v]
+
+
+@_kernel
+def _forward_products(count, sources, targets, height, width, messages, rows, xs, outputs):
+    """messages[target] = messages[source] @ block for four, two or one of them."""
+    zero, size = messages.dtype.type(0.0), messages.itemsize
+    for r in range(count):
+        source = messages[sources[r] : sources[r] + height]
+        for c in range(height):
+            xs[c * count + r] = source[c]
+        messages[targets[r] : targets[r] + width] = zero
+        outputs[r] = messages.ctypes.data + targets[r] * size
+    c_at, x_at, y_at = outputs.ctypes.data, xs.ctypes.data, rows.ctypes.data
+    fours = height & ~3
+    for d in range(0, fours, 4):
+        if count == 4:
+            _update_44(zero, width, c_at, x_at + d * 4 * size, y_at + 8 * d)
+        elif count == 2:
+            _update_24(zero, width, c_at, x_at + d * 2 * size, y_at + 8 * d)
+        else:
+            _update_14(zero, width, c_at, x_at + d * size, y_at + 8 * d)
+    for d in range(fours, height):
+        if count == 4:
+            _update_41(zero, width, c_at, x_at + d * 4 * size, y_at + 8 * d)
+        elif count == 2:
+            _update_21(zero, width, c_at, x_at + d * 2 * size, y_at + 8 * d)
+        else:
+            _update_11(zero, width, c_at, x_at + d * size, y_at + 8 * d)
+
+
+@_kernel
+def _backward_products(count, sources, targets, height, width, messages, rows, xs, outputs):
+    """messages[target] = block @ messages[source] for four, two or one of them."""
+    zero, size = messages.dtype.type(0.0), messages.itemsize
+    for r in range(count):
+        outputs[r] = messages.ctypes.data + sources[r] * size
+    out_at, c_at, y_at = xs.ctypes.data, outputs.ctypes.data, rows.ctypes.data
+    fours = height & ~3
+    for d in range(0, fours, 4):
+        if count == 4:
+            _dots_44(zero, width, out_at + d * 4 * size, c_at, y_at + 8 * d)
+        elif count == 2:
+            _dots_24(zero, width, out_at + d * 2 * size, c_at, y_at + 8 * d)
+        else:
+            _dots_14(zero, width, out_at + d * size, c_at, y_at + 8 * d)
+    for d in range(fours, height):
+        if count == 4:
+            _dots_41(zero, width, out_at + d * 4 * size, c_at, y_at + 8 * d)
+        elif count == 2:
+            _dots_21(zero, width, out_at + d * 2 * size, c_at, y_at + 8 * d)
+        else:
+            _dots_11(zero, width, out_at + d * size, c_at, y_at + 8 * d)
+    for r in range(count):
+        target = messages[targets[r] : targets[r] + height]
+        for c in range(height):
+            target[c] = xs[c * count + r]
+
+
+@_kernel
+def _products(backward, count, sources, targets, height, width, messages, rows, xs, outputs):
+    if backward:
+        _backward_products(count, sources, targets, height, width, messages, rows, xs, outputs)
+    else:
+        _forward_products(count, sources, targets, height, width, messages, rows, xs, outputs)
+
+
+@_kernel
+def sweep(backward, begins, firsts, lasts, symbols, pairs, at, scratch, layout, probs, initial, flush, collapse, messages, totals):
+    """Filters all chunks, or with `backward` smooths them. Returns False where a step keeps too little mass for that.
+
+    Chunk b has the steps ``firsts[b]`` up to ``lasts[b]`` for its own and starts at ``begins[b]``; backward, all runs the other way:
+    begins, firsts and lasts fall, and ``lasts[b]`` is the step before its last. The chunk at the end of a sequence has nothing to
+    guess: ``begins[b] == firsts[b]``.
+    """
+    starts, pair_target = layout[0], layout[3]
+    num_chunks, num_pairs = begins.shape[0], pair_target.shape[0]
+    widest = np.max(starts[1:] - starts[:-1])
+    one, flush = messages.dtype.type(1.0), messages.dtype.type(flush)
+    place = scratch_size(widest)
+    step = -1 if backward else 1
+    rows, xs = np.empty(widest, np.int64), np.empty(_GROUP * max(widest, _GROUP), messages.dtype)
+    sources, targets, outputs = np.empty(_GROUP, np.int64), np.empty(_GROUP, np.int64), np.empty(_GROUP, np.int64)
+    group = np.empty(_GROUP, np.int64)
+    head, following = np.full(num_pairs, -1), np.full(num_chunks, -1)
+    now, where = begins.copy(), np.empty(num_chunks, np.int64)  # the step whose message is there, and its place
+    waiting = 0
+    for b in range(num_chunks):
+        s = begins[b]
+        guessed = s != firsts[b]
+        where[b] = scratch + (2 * b + (s & 1)) * place if guessed else at[s]
+        message = messages[where[b] : where[b] + starts[symbols[s] + 1] - starts[symbols[s]]]
+        if backward or pairs[s] >= 0:
+            message[:] = one
+        else:
+            message[:] = initial[starts[symbols[s]] : starts[symbols[s] + 1]]
+        total = _normalise(message, flush)
+        if not total > collapse:
+            return False
+        if not (backward or guessed):
+            totals[s] = total
+        if s + step != lasts[b]:
+            p = pairs[s] if backward else pairs[s + 1]
+            following[b], head[p] = head[p], b
+            waiting += 1
+    while waiting > 0:
+        for p in range(num_pairs):
+            if head[p] < 0:
+                continue
+            height, width = _rows_of_block(p, layout, probs, rows)
+            length = height if backward else width
+            while head[p] >= 0:  # those that come back to it meanwhile are served at once
+                count = 0
+                while count < _GROUP and head[p] >= 0:
+                    group[count] = head[p]
+                    head[p] = following[group[count]]
+                    count += 1
+                if count == 3:
+                    count = 2
+                    following[group[2]], head[p] = head[p], group[2]
+                for r in range(count):
+                    b = group[r]
+                    s = now[b] + step
+                    sources[r] = where[b]
+                    own = s <= firsts[b] if backward else s >= firsts[b]
+                    targets[r] = at[s] if own else scratch + (2 * b + (s & 1)) * place
+                _products(backward, count, sources, targets, height, width, messages, rows, xs, outputs)
+                for r in range(count):
+                    b = group[r]
+                    now[b] += step
+                    s, where[b] = now[b], targets[r]
+                    total = _normalise(messages[targets[r] : targets[r] + length], flush)
+                    if not total > collapse:
+                        return False
+                    if not backward and s >= firsts[b]:
+                        totals[s] = total
+                    if s + step != lasts[b]:
+                        q = pairs[s] if backward else pairs[s + 1]
+                        following[b], head[q] = head[q], b
+                    else:
+                        waiting -= 1
+    return True
+
+
+@_kernel
+def _differ(one, other):
+    """How far the ratio of the entries of two messages is from constant: their distance in Hilbert's metric, roughly; inf if one has other zeros."""
+    low, high = np.inf, 0.0
+    for c in range(one.shape[0]):
+        if one[c] == 0 and other[c] == 0:
+            continue
+        if one[c] == 0 or other[c] == 0:
+            return np.inf
+        ratio = np.float64(one[c]) / np.float64(other[c])
+        low, high = min(low, ratio), max(high, ratio)
+    return high / low - 1.0
+
+
+@_kernel
+def mend(backward, begins, firsts, lasts, symbols, pairs, at, scratch, layout, probs, flush, collapse, tolerance, messages, totals):
+    """Checks what `sweep` guessed, chunk after chunk, and does again what was wrong. Returns the steps done again, -1 where mass ran out."""
+    starts = layout[0]
+    widest = np.max(starts[1:] - starts[:-1])
+    place, step, again = scratch_size(widest), -1 if backward else 1, 0
+    flush = messages.dtype.type(flush)
+    rows, xs = np.empty(widest, np.int64), np.empty(_GROUP * max(widest, _GROUP), messages.dtype)
+    source, target, outputs = np.empty(1, np.int64), np.empty(1, np.int64), np.empty(1, np.int64)
+    for b in range(firsts.shape[0]):
+        s = firsts[b]
+        if s == begins[b]:
+            continue
+        before = s - step
+        width = starts[symbols[before] + 1] - starts[symbols[before]]
+        guess = scratch + (2 * b + (before & 1)) * place
+        if _differ(messages[guess : guess + width], messages[at[before] : at[before] + width]) <= tolerance:
+            continue
+        while s != lasts[b]:
+            height, width = _rows_of_block(pairs[s + 1] if backward else pairs[s], layout, probs, rows)
+            length = height if backward else width
+            source[0], target[0] = at[s - step], guess
+            _products(backward, 1, source, target, height, width, messages, rows, xs, outputs)
+            found, kept = messages[guess : guess + length], messages[at[s] : at[s] + length]
+            total = _normalise(found, flush)
+            if not total > collapse:
+                return -1
+            if not backward:
+                totals[s] = total
+            agreed = _differ(found, kept) <= tolerance
+            kept[:] = found
+            again += 1
+            if agreed:
+                break
+            s += step
+    return again
+
+
+@_kernel
+def memory(backward, positions, most, tolerance, symbols, pairs, layout, probs, flush):
+    """After how many steps two very different messages agree, at worst, when sent off at these positions; `most` + 1 where they do not."""
+    starts = layout[0]
+    widest = np.max(starts[1:] - starts[:-1])
+    flush, step, longest = probs.dtype.type(flush), -1 if backward else 1, 0
+    rows, xs = np.empty(widest, np.int64), np.empty(_GROUP * max(widest, _GROUP), probs.dtype)
+    messages, place = np.empty(4 * widest, probs.dtype), np.arange(4) * widest
+    outputs = np.empty(2, np.int64)
+    for s in positions:
+        width = starts[symbols[s] + 1] - starts[symbols[s]]
+        for c in range(width):
+            messages[c], messages[widest + c] = probs.dtype.type(1.0), probs.dtype.type(c + 1)
+        taken = most + 1
+        for t in range(1, most + 1):
+            height, width = _rows_of_block(pairs[s] if backward else pairs[s + 1], layout, probs, rows)
+            length = height if backward else width
+            here, there = place[2 * ((t + 1) & 1) :][:2], place[2 * (t & 1) :][:2]
+            _products(backward, 2, here, there, height, width, messages, rows, xs, outputs)
+            s += step
+            one, other = messages[there[0] : there[0] + length], messages[there[1] : there[1] + length]
+            _normalise(one, flush)
+            _normalise(other, flush)
+            if _differ(one, other) <= tolerance:
+                taken = t
+                break
+        longest = max(longest, taken)
+        if longest > most:
+            break
+    return longest
+
+
+@_kernel
+def smooth(first, last, symbols, pairs, at, starts, weights, alpha, totals, kappa, smoothed):
+    """Makes backward messages what `cloned_loops.backward_lane` leaves, with weights by step. Returns False where those of a step have no common mass."""
+    zero = alpha.dtype.type(0.0)
+    for s in range(first, last):
+        v = symbols[s]
+        message, back = alpha[at[s] : at[s] + starts[v + 1] - starts[v]], kappa[at[s] : at[s] + starts[v + 1] - starts[v]]
+        total = zero
+        for c in range(message.shape[0]):
+            total += message[c] * back[c]
+        if not total > 1e-20:
+            return False
+        share = weights[s] / total
+        if smoothed.shape[0] > 0:
+            for c in range(message.shape[0]):
+                smoothed[s, starts[v] + c] = message[c] * back[c] * share
+        if pairs[s] < 0:
+            for c in range(message.shape[0]):
+                back[c] = message[c] * back[c] * alpha.dtype.type(share)
+        else:
+            factor = alpha.dtype.type(share / totals[s])
+            for c in range(message.shape[0]):
+                back[c] = back[c] * factor if message[c] > 0 else zero
+    return True
+
+
+@_kernel
+def maximise(u, first_clone, last_clone, step_first, steps, at, layout, probs, alpha, kappa):
+    """New transitions from these clones of u, in place: A o sum_t alpha_t-1 kappa_t', and rows normalised; four rows at a time.
+
+    ``steps[step_first[p]:step_first[p + 1]]`` are those that pair p leads to. A row without counts stays.
+    """
+    starts, pair_first, _, pair_target, bound_base, bounds, _ = layout
+    zero, size = alpha.dtype.type(0.0), alpha.itemsize
+    stride, most = pair_first[u + 1] - pair_first[u] + 1, 1
+    for p in range(pair_first[u], pair_first[u + 1]):
+        most = max(most, step_first[p + 1] - step_first[p])
+    row_length = bounds[bound_base[u] + stride - 1] - bounds[bound_base[u]]
+    counts, totals = np.empty((4, row_length), alpha.dtype), np.empty(4)
+    outputs, rows, xs = np.empty(4, np.int64), np.empty(most, np.int64), np.zeros(4 * most, alpha.dtype)
+    c_at, x_at, y_at = outputs.ctypes.data, xs.ctypes.data, rows.ctypes.data
+    for c in range(first_clone, last_clone, 4):
+        height = min(4, last_clone - c)
+        row_first = bounds[bound_base[u] + c * stride]
+        counts[:], totals[:] = zero, 0.0
+        for p in range(pair_first[u], pair_first[u + 1]):
+            count = step_first[p + 1] - step_first[p]
+            if count == 0:
+                continue
+            begin = bounds[bound_base[u] + p - pair_first[u]] - bounds[bound_base[u]]
+            width = starts[pair_target[p] + 1] - starts[pair_target[p]]
+            for r in range(4):
+                outputs[r] = counts.ctypes.data + (r * row_length + begin) * size
+            for k in range(count):
+                s = steps[step_first[p] + k]
+                rows[k] = kappa.ctypes.data + at[s] * size
+                for r in range(height):
+                    xs[4 * k + r] = alpha[at[s - 1] + c + r]
+                for r in range(height, 4):
+                    xs[4 * k + r] = zero
+            fours = count & ~3
+            for d in range(0, fours, 4):
+                _update_44(zero, width, c_at, x_at + 4 * d * size, y_at + 8 * d)
+            for d in range(fours, count):
+                _update_41(zero, width, c_at, x_at + 4 * d * size, y_at + 8 * d)
+        for r in range(height):
+            added, row = counts[r], probs[row_first + r * row_length : row_first + (r + 1) * row_length]
+            total = zero
+            for j in range(row_length):
+                added[j] *= row[j]
+                total += added[j]
+            if total > 0:
+                scale = alpha.dtype.type(1.0) / total
+                for j in range(row_length):
+                    row[j] = added[j] * scale
