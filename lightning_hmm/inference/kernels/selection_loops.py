@@ -53,6 +53,15 @@ def _value(kept, rest, total, num_others):
 
 
 @_strict_kernel
+def _ordered_sum(values):
+    """One after the other: loops that may be put on vectors are so or not as arrays lie in memory, which changes the last bits."""
+    total = 0.0
+    for value in values:
+        total += value
+    return total
+
+
+@_strict_kernel
 def _insert(values, places, filled, value, place):
     """Into a list that falls, behind its equals; what does not fit drops out at the end."""
     k = min(filled, values.shape[0] - 1)
@@ -226,7 +235,7 @@ def lazy_rows(first, last, alpha, kappa, alpha_columns, kappa_columns, alpha_pla
     partial = np.empty((width, size), alpha.dtype)
     _partial_block(first, last, alpha, kappa, kappa_columns, alpha_places, alpha_counts, kappa_places, kappa_counts, small, sums, partial)
     bounds, candidates, is_old = np.empty(size), np.empty(size, np.int64), np.zeros(size, np.bool_)
-    highest, highest_at, old, new = np.empty(num_kept), np.empty(num_kept, np.int64), np.empty(num_kept), np.empty(num_kept)
+    highest, highest_at, old = np.empty(num_kept), np.empty(num_kept, np.int64), np.empty(num_kept)
     # Partial sums in float32 may be below the true ones by rounding; a bound must not be.
     slack = 1 + 64 * (6e-8 if alpha.itemsize == 4 else 1.2e-16)
     for b in range(width):
@@ -254,13 +263,8 @@ def lazy_rows(first, last, alpha, kappa, alpha_columns, kappa_columns, alpha_pla
             if exact > highest[num_kept - 1]:
                 _insert(highest, highest_at, num_kept, exact, j)
         old_rest = rest_counts[i] + (size - num_kept) * prior
-        new_rest, total = old_rest, old_rest
-        for k in range(num_kept):
-            total += old[k]
-            new_rest += old[k]
-            new[k] = highest[k]
-        for k in range(num_kept):
-            new_rest -= new[k]
+        total = old_rest + _ordered_sum(old)
+        new_rest = total - _ordered_sum(highest)
         changes[i] = 0
         for j in highest_at:
             changes[i] += not is_old[j]
@@ -269,7 +273,7 @@ def lazy_rows(first, last, alpha, kappa, alpha_columns, kappa_columns, alpha_pla
             changes[i] > 0
             and total > 0
             and new_rest > 0
-            and _value(new, new_rest, total, size - num_kept) > _value(old, old_rest, total, size - num_kept) + _GAIN
+            and _value(highest, new_rest, total, size - num_kept) > _value(old, old_rest, total, size - num_kept) + _GAIN
         ):
             new_indices[i] = np.sort(highest_at)
         else:
