@@ -15,7 +15,7 @@ from lightning_hmm.inference.kernels import dmc_loops as loops
 from lightning_hmm.inference.kernels.cpu import ALWAYS_FED, COLLAPSE, FLUSH, NEGLIGIBLE, _power_of_two, _working_dtype, emission_arrays
 from lightning_hmm.inference.kernels.dense_loops import GAUSSIAN, STEPS, SYMBOLS
 from lightning_hmm.inference.kernels.gather import TILE_VECTORS, vector_lanes
-from lightning_hmm.inference.kernels.lanes import aligned_zeros, num_lanes, run_lanes
+from lightning_hmm.inference.kernels.lanes import aligned_zeros, num_lanes, run_lanes, workspace
 from lightning_hmm.inference.kernels.simd import padded_size
 
 # What is left of a sum after a subtraction, if less than this share, is added up again without one.
@@ -235,17 +235,21 @@ def viterbi(kind, log_initial, indices, log_values, log_constants, parameters, v
     kind, symbols, table, *rest = emission_arrays(kind, parameters, values, np.dtype(np.float64), logs=True)
     table = table.astype(dtype)
     columns, low = columns_of(indices), (log_values < log_constants[:, None]).any(1)
-    row_best = log_values.max(1, initial=-np.inf).astype(dtype)
+    padded = padded_size(num_states, dtype.itemsize)
+    constants, row_best = aligned_zeros(dtype, 2, padded)
+    constants[:], row_best[:] = -np.inf, -np.inf
+    constants[:num_states], row_best[:num_states] = log_constants, log_values.max(1, initial=-np.inf)
     rounded = log_values.astype(dtype)
     slices = _slices(columns, rounded.reshape(-1)[columns.positions], -np.inf)
-    chain = (log_initial.astype(dtype), log_constants.astype(dtype), indices, rounded, row_best, low, *columns, *slices)
+    chain = (log_initial.astype(dtype), constants, indices, rounded, row_best, low, *columns, *slices)
     order = np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]
     lanes = num_lanes(order.shape[0], 0)
     log_probability, path = np.zeros(offsets.shape[0] - 1), np.empty(int(offsets[-1]), np.int64)
 
     def work(lane):
         if lane < order.shape[0]:
-            delta = aligned_zeros(dtype, int(lengths[order[lane]]), num_states)
+            longest = int(lengths[order[lane]])
+            delta = workspace(dtype, longest * padded).reshape(longest, padded)
             loops.viterbi_lane(lane, lanes, order, offsets, kind, symbols, table, *rest, *chain, delta, log_probability, path)
 
     run_lanes(lanes, work)

@@ -25,6 +25,8 @@ from lightning_hmm.inference.kernels.gather import (
     gather_count,
     gather_max,
     gather_sum,
+    largest_in_row,
+    largest_sum,
     rescale_row,
     restore_denormals,
     tile_column,
@@ -472,15 +474,6 @@ def score_tile_lane(lane, lanes, tile, order, offsets, kind, symbols, table, shi
 
 
 @_row_kernel
-def _largest_sum(left, right):
-    largest = left[0] + right[0]
-    for k in range(left.shape[0]):
-        if left[k] + right[k] > largest:
-            largest = left[k] + right[k]
-    return largest
-
-
-@_row_kernel
 def _count_above(left, right, limit):
     count = 0
     for k in range(left.shape[0]):
@@ -490,12 +483,10 @@ def _count_above(left, right, limit):
 
 @_row_kernel
 def _add_and_shift(message, row, out):
-    """out = message + row minus its maximum, which is returned."""
-    largest = -np.inf
-    for k in range(message.shape[0]):
+    """out = message + row minus its maximum, which is returned. What is beyond `row` is -inf."""
+    for k in range(row.shape[0]):
         message[k] += row[k]
-        if message[k] > largest:
-            largest = message[k]
+    largest = largest_in_row(message[0], message.shape[0], message.ctypes.data)
     if largest > -np.inf:
         for k in range(message.shape[0]):
             out[k] = message[k] - largest
@@ -539,11 +530,13 @@ def viterbi_lane(lane, lanes, order, offsets, kind, symbols, log_table, shifts, 
 
     A state is reached at no less than the best constant, max_i delta(i) + log c_i. A row whose best kept entry does not beat
     that is skipped; where few are skipped, all columns' lists are walked instead. The one row whose constant it is does not offer
-    it to the columns it keeps at less: these are done apart.
+    it to the columns it keeps at less: these are done apart. Rows of states are padded with -inf.
     """
-    num_states, num_kept = indices.shape
+    (num_states, num_kept), padded = indices.shape, log_constants.shape[0]
     lanes_wide, itemsize = slice_sources.shape[1], log_constants.itemsize
-    flat_values, message, scratch = log_values.reshape(-1), np.zeros(num_states, log_constants.dtype), np.zeros(num_states)
+    flat_values, message, scratch = log_values.reshape(-1), _aligned(padded, log_constants), np.zeros(num_states)
+    zero, constants_at = log_constants.dtype.type(0.0), log_constants.ctypes.data
+    message[num_states:] = -np.inf
     common, gathered = np.zeros(delta_store.shape[0], np.int64), _aligned(lanes_wide, log_constants)
     gathered_at, sources_at, values_at = gathered.ctypes.data, slice_sources.ctypes.data, slice_values.ctypes.data
     for n in order[lane::lanes]:
@@ -551,22 +544,20 @@ def viterbi_lane(lane, lanes, order, offsets, kind, symbols, log_table, shifts, 
         delta, score = delta_store[: last - first], 0.0
         for t in range(last - first):
             if t == 0:
-                message[:] = log_initial
+                message[:num_states] = log_initial
             else:
                 before = delta[t - 1]
-                shared = _largest_sum(before, log_constants)
+                shared = largest_sum(zero, padded, before.ctypes.data, constants_at)
                 giver = 0
                 while before[giver] + log_constants[giver] != shared:
                     giver += 1
                 common[t - 1] = giver
                 if _count_above(before, row_best, shared) * _SCATTER_COST < num_states:
-                    message[:] = shared
+                    message[:num_states] = shared
                     for i in range(num_states):
                         if before[i] + row_best[i] > shared:
                             for k in range(num_kept):
-                                reached = before[i] + log_values[i, k]
-                                if reached > message[indices[i, k]]:
-                                    message[indices[i, k]] = reached
+                                message[indices[i, k]] = max(message[indices[i, k]], before[i] + log_values[i, k])  # no branch to guess
                 else:
                     before_at = before.ctypes.data
                     for s in range(slice_starts.shape[0] - 1):
@@ -578,7 +569,7 @@ def viterbi_lane(lane, lanes, order, offsets, kind, symbols, log_table, shifts, 
                     for k in range(num_kept):
                         if log_values[giver, k] < log_constants[giver]:
                             j = indices[giver, k]
-                            message[j] = _best_before(j, starts, sources, positions, flat_values, log_constants, before)[1]
+                            message[j] = _best_before(j, starts, sources, positions, flat_values, log_constants, before[:num_states])[1]
             symbol = symbols[first + t] if kind == SYMBOLS else -1
             if symbol >= 0:
                 largest = _add_and_shift(message, log_table[symbol], delta[t])
@@ -598,7 +589,7 @@ def viterbi_lane(lane, lanes, order, offsets, kind, symbols, log_table, shifts, 
         state = delta[last - first - 1].argmax()
         path[last - 1] = state
         for t in range(last - first - 2, -1, -1):
-            state = _step_back(state, common[t], starts, sources, positions, flat_values, log_constants, delta[t])
+            state = _step_back(state, common[t], starts, sources, positions, flat_values, log_constants, delta[t, :num_states])
             path[first + t] = state
 
 

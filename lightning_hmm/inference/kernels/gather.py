@@ -256,14 +256,25 @@ def _combine(emit, vectors, scalars):
     return {0: emit.builder.fmul(emit.builder.fmul(vectors[1], vectors[2]), scalars[0])}, None
 
 
+def _add(emit, vectors, scalars):
+    return {}, emit.builder.fadd(vectors[0], vectors[1])
+
+
+def _itself(emit, vectors, scalars):
+    return {}, vectors[0]
+
+
 # weigh_row(like, length, message, row, flush): message = message * row where message >= flush, else 0; returns the sum
 weigh_row = _make_row_operation(2, 1, _weigh, sums=True)
 # rescale_row(like, length, message, scale, flush): message *= scale, then 0 where below flush
-rescale_row = _make_row_operation(1, 2, _rescale, sums=False)
+rescale_row = _make_row_operation(1, 2, _rescale)
 # combine_row(like, length, target, row, other, scale): target = row * other * scale
-combine_row = _make_row_operation(3, 1, _combine, sums=False)
+combine_row = _make_row_operation(3, 1, _combine)
 # exponential_row(like, length, row): row = exp(row) for row <= 0; zero below e^-87 (float32) or e^-708 (float64)
-exponential_row = _make_row_operation(1, 0, _exponential, sums=False)
+exponential_row = _make_row_operation(1, 0, _exponential)
+# largest_in_row(like, length, row) and largest_sum(like, length, row, other): the maximum of row, and of row + other; no NaN
+largest_in_row = _make_row_operation(1, 0, _itself, largest=True)
+largest_sum = _make_row_operation(2, 0, _add, largest=True)
 
 
 def _control_word(builder: ir.IRBuilder, instruction: str, place: ir.Value) -> None:

@@ -12,6 +12,7 @@ do not overlap than on the numbers; for five states the row operations below mad
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import llvmlite.binding as llvm
@@ -131,6 +132,18 @@ class _Emitter:
         reduce = cgutils.get_or_insert_function(self.builder.module, ir.FunctionType(self.scalar, [self.scalar, self.vector]), name)
         return self.builder.call(reduce, [ir.Constant(self.scalar, 0.0), vector], fastmath=("reassoc",))
 
+    def larger(self, left: ir.Value, right: ir.Value) -> ir.Value:
+        """The larger of each pair; neither is NaN."""
+        return self.builder.select(self.builder.fcmp_ordered(">", left, right), left, right)
+
+    def max_vector(self, vector: ir.Value) -> ir.Value:
+        """The largest of its lanes, as a scalar."""
+        lanes = self.lanes
+        while lanes > 1:
+            lanes //= 2
+            vector = self.larger(self.pick(vector, vector, list(range(lanes))), self.pick(vector, vector, list(range(lanes, 2 * lanes))))
+        return self.builder.extract_element(vector, ir.Constant(ir.IntType(32), 0))
+
     def sum_lanes(self, rows: list[ir.Value]) -> ir.Value:
         """The sums of one or four vectors, as a vector of so many lanes.
 
@@ -155,18 +168,18 @@ class _Emitter:
         return total
 
 
-def _make_row_operation(num_arrays: int, num_scalars: int, body, *, sums: bool):
+def _make_row_operation(num_arrays: int, num_scalars: int, body, *, sums: bool = False, largest: bool = False):
     """Returns the intrinsic ``row(like, length, *addresses, *scalars)`` that runs `body` over vectors of the arrays.
 
-    ``body(emit, vectors, scalars)`` returns {array index: vector to store there} and, where `sums`, what to add up.
-    `length` must be a multiple of the vector width.
+    ``body(emit, vectors, scalars)`` returns {array index: vector to store there} and, where `sums`, what to add up, or, where
+    `largest`, what to find the maximum of. `length` must be a multiple of the vector width.
     """
 
     @intrinsic
     def row(typing_context, like, length, *arguments):
         is_double = like == types.float64
         scalar_type = types.float64 if is_double else types.float32
-        result = scalar_type if sums else types.void
+        result = scalar_type if sums or largest else types.void
         kinds = [types.intp] * num_arrays + [scalar_type] * num_scalars
         signature = result(like, types.intp, types.StarArgTuple(tuple(kinds)))
 
@@ -178,12 +191,17 @@ def _make_row_operation(num_arrays: int, num_scalars: int, body, *, sums: bool):
 
             def body_at(k, totals):
                 places = [emit.address(address, k) for address in addresses]
-                stores, summand = body(emit, [emit.load(place, emit.vector) for place in places], scalars)
+                stores, term = body(emit, [emit.load(place, emit.vector) for place in places], scalars)
                 for index, value in stores.items():
                     emit.store(value, places[index])
-                return [builder.fadd(totals[0], summand)] if sums else []
+                if largest:
+                    return [emit.larger(term, totals[0])]
+                return [builder.fadd(totals[0], term)] if sums else []
 
-            totals = emit.loop(length, [emit.constant(0.0)] if sums else [], body_at)
+            start = [emit.constant(-math.inf)] if largest else [emit.constant(0.0)] if sums else []
+            totals = emit.loop(length, start, body_at)
+            if largest:
+                return emit.max_vector(totals[0])
             return emit.sum_vector(totals[0]) if sums else context.get_dummy_value()
 
         return signature, codegen
@@ -226,7 +244,7 @@ def _scale(emit, vectors, scalars):
 # smooth_row(like, length, alpha, beta, gamma): beta = 0 where alpha is; gamma = alpha * beta; returns the sum of gamma
 smooth_row = _make_row_operation(3, 0, _smooth, sums=True)
 # scale_row(like, length, row, scale): row *= scale
-scale_row = _make_row_operation(1, 1, _scale, sums=False)
+scale_row = _make_row_operation(1, 1, _scale)
 
 
 def _multiply_block(emit, rows, vectors, start, x, x_row, x_col, y, y_row, depth, *, max_plus=False):
