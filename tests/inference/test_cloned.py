@@ -203,7 +203,7 @@ def test_two_filters_are_one_pass_there_and_back(way, dtype, monkeypatch):
     sequences = Sequences(case.sequences.values, case.sequences.offsets, torch.tensor([1.0, 2.0, 1.0, 1.0, 0.5], dtype=torch.float64))
     transition = case.transition.clone()
     if way == "nothing forgotten":
-        matrix = case.matrix**20  # nearly a permutation within each block
+        matrix = case.matrix**8  # so few ways on that a wrong guess stays wrong, yet inside float32's range
         transition = case.layout.collect(matrix / matrix.sum(1, keepdim=True)).to(dtype)
     arguments = case.initial, transition, case.layout, None, sequences
     whole, rows = cloned.e_step(*arguments), cloned.posterior(*arguments)
