@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from lightning_hmm.graphs import communities, strings
 from lightning_hmm.inference.cloned import Layout
 from lightning_hmm.plots import COLOURS, clone_matrix, state_graph, transition_matrix
 
+LEAST_COUNT, LEAST_SHARE = 3.0, 0.05  # of edges that are left in the graph
 PARTS = ("matrix", "forward", "communities")
 NUM_SYMBOLS = 27
 
@@ -145,7 +145,7 @@ def draw_forward(records: Records, sizes: tuple[int, ...], settings: dict[str, A
     axes.xaxis.set_minor_locator(NullLocator())
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color="#E5E5E5", linewidth=0.6)
-    axes.legend(frameon=False, fontsize="small")
+    plot.legend(*axes.get_legend_handles_labels(), frameon=False, fontsize="small", loc="outside upper center", ncols=2)
     plot.savefig(out / "forward.png", dpi=150)
     return "Microseconds a step\n\n" + markdown_table(["", *(f"{size:,} clones" for size in sizes)], rows)
 
@@ -153,31 +153,44 @@ def draw_forward(records: Records, sizes: tuple[int, ...], settings: dict[str, A
 # Figure 4
 
 
-def find_communities(path: str | None, states: int, epochs: int) -> dict[str, Any]:
+def text_model(data: TextDataModule, states: int, epochs: int, kept: Path) -> ClonedHMM:
+    """A model of the text by batch EM, kept in a file."""
+    names = list(data.vocabulary.names)
+    model = ClonedHMM(states, data.num_symbols, allocation="ngram", ngram_order=6, arithmetic="float32", symbol_names=names)
+    if kept.exists():
+        model.load_state_dict(torch.load(kept, weights_only=True))
+        return model.eval()
+    fit(model, data.train_sequences, epochs, 0)
+    torch.save(model.state_dict(), kept)
+    return model
+
+
+def find_communities(path: str | None, states: int, epochs: int, resolution: float, out: Path) -> dict[str, Any]:
     """The communities of a text model's states: how many, how large, what they spell, and the ones to draw."""
     data = TextDataModule(path, batch_size=10_000)
     data.setup()
-    names = list(data.vocabulary.names)
-    model = ClonedHMM(states, data.num_symbols, allocation="ngram", ngram_order=6, arithmetic="float32", symbol_names=names)
-    fit(model, data.train_sequences, epochs, 0)
-    graph = model.state_graph(data.train_sequences, threshold=0.5)
-    groups = communities(graph)
-    words = Counter("".join(data.vocabulary.decode(data.train_sequences.values.tolist())).split())
-    spelt = [strings(graph, group, most=8) for group in groups]
-    shown = pick(graph, groups, spelt, words)
+    model = text_model(data, states, epochs, out / f"{Path(path).stem if path else 'help'}_{states}_{epochs}.pt")
+    graph = model.state_graph(data.train_sequences, threshold=LEAST_COUNT)
+    weak = [(i, j) for i, j, weight in graph.edges(data="weight") if weight < LEAST_SHARE * graph.out_degree(i, weight="weight")]
+    graph.remove_edges_from(weak)
+    graph.remove_nodes_from([state for state, name in graph.nodes(data="name") if name == " "])  # which all words share
+    graph.remove_nodes_from(list(nx.isolates(graph)))
+    groups = communities(graph, resolution=resolution)
+    text = "".join(data.vocabulary.decode(data.train_sequences.values.tolist()))
+    spelt = [strings(graph, group, most=6) for group in groups]
+    shown = pick(groups, spelt, text)
     parts = [{"names": {str(n): graph.nodes[n]["name"] for n in groups[k]}, "edges": list(graph.subgraph(groups[k]).edges(data="weight"))} for k in shown]
     sizes = sorted(map(len, groups))
     found = {"bits": bits_per_symbol(model, data.train_sequences), "nodes": len(graph), "edges": graph.number_of_edges(), "groups": len(groups)}
-    return {**found, "sizes": [sizes[0], sizes[len(sizes) // 2], sizes[-1]], "shown": [spelt[k] for k in shown], "parts": parts}
+    spelt = [[word + ("" if word in text else " (new)") for word in spelt[k]] for k in shown]
+    return {**found, "sizes": [sizes[0], sizes[len(sizes) // 2], sizes[-1]], "shown": spelt, "parts": parts}
 
 
-def pick(graph: nx.DiGraph, groups: list[set[int]], spelt: list[list[str]], words: Counter[str], most: int = 9) -> list[int]:
-    """The heaviest groups of a size that can be drawn, whose strings are words or parts of some, no two of them spelling the same."""
+def pick(groups: list[set[int]], spelt: list[list[str]], text: str, most: int = 9) -> list[int]:
+    """The heaviest groups of a size that can be drawn, whose first strings are parts of the text, no two beginning with the same."""
     chosen: list[int] = []
-    taken: set[str] = set()
     for k, (group, found) in enumerate(zip(groups, spelt, strict=True)):
-        if 4 <= len(group) <= 16 and found and len(found[0].strip()) >= 3 and found[0].strip() not in taken:
-            taken |= {word.strip() for word in found}
+        if 4 <= len(group) <= 14 and found and len(found[0]) >= 3 and found[0] in text and found[0] not in {spelt[other][0] for other in chosen}:
             chosen.append(k)
     return chosen[:most]
 
@@ -188,7 +201,7 @@ def draw_communities(record: dict[str, Any], out: Path) -> str:
         graph.add_nodes_from((int(state), {"name": name}) for state, name in part["names"].items())
         graph.add_weighted_edges_from(part["edges"])
         groups.append({int(state) for state in part["names"]})
-    titles = [", ".join(word.replace(" ", "␣") for word in found[:3]) for found in record["shown"]]
+    titles = [", ".join(found[:3]) for found in record["shown"]]
     if groups:
         state_graph(graph, groups, titles).savefig(out / "communities.png", dpi=150)
     smallest, median, largest = record["sizes"]
@@ -208,7 +221,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     matrix, sizes, timing = {"starts": 10, "online": 100, "batch": 30, "num_runs": None}, (10, 20, 50, 100, 200, 400, 800), {"steps": 1000, "rounds": 4}
-    text = {"path": args.path and Path(args.path).stem, "states": 3000, "epochs": 25}
+    text = {"path": args.path and Path(args.path).stem, "states": 2000, "epochs": 25, "resolution": 20.0}
     if args.quick:
         matrix, sizes, timing = {"starts": 2, "online": 2, "batch": 2, "num_runs": 100}, (5, 10), {"steps": 50, "rounds": 1}
         text |= {"states": 100, "epochs": 2}
@@ -219,7 +232,7 @@ def main() -> None:
         points = [(what, clones) for what in FORWARD for clones in ((None,) if what.startswith("lstm") else sizes)]
         jobs += [({"part": "forward", "what": w, "clones": c, **timing}, lambda w=w, c=c: time_forward(w, c, **timing)) for w, c in points]
     if "communities" in args.parts:
-        jobs.append(({"part": "communities", **text}, lambda: find_communities(args.path, text["states"], text["epochs"])))
+        jobs.append(({"part": "communities", **text}, lambda: find_communities(args.path, text["states"], text["epochs"], text["resolution"], args.out)))
     records = Records(args.out / "records.jsonl")
     for settings, measure in jobs:
         if not records.has(**settings):

@@ -41,7 +41,7 @@ METHODS = {
     "lstm": "LSTM, epoch chosen on data of the training kind",
     "lstm_shifted": "LSTM, epoch chosen on data of the test kind",
 }
-LSTM_SEEDS, LSTM_STREAMS, LSTM_EPOCHS, LSTM_PATIENCE = 3, 50, 120, 40
+LSTM_SEEDS, LSTM_STREAMS, LSTM_EPOCHS, LSTM_PATIENCE = 3, 50, 150, 20
 HMM_EPOCHS = 50
 SHIFTED = {
     "start": [15 / 19, 4 / 19],
@@ -155,7 +155,7 @@ def train_lstm(data: LanguageDataModule, seed: int, most_epochs: int, shifted: b
     if shifted:
         draws = torch.rand(data.val_length, dtype=torch.float64, generator=generator(seed, "validation of the test kind")).numpy()
         validation = Sequences.from_list([torch.from_numpy(machine.symbols[machine.draw(data.val_length, draws)])])
-    model = RecurrentNet(100, num_symbols=data.num_symbols, num_layers=2, bptt_steps=50, learning_rate=5e-3, learning_rate_decay=0.98, seed=seed)
+    model = RecurrentNet(100, num_symbols=data.num_symbols, num_layers=2, bptt_steps=50, learning_rate=5e-3, learning_rate_decay=0.97, seed=seed)
     with tempfile.TemporaryDirectory() as folder:
         best = ModelCheckpoint(folder, monitor="val/bits_per_symbol")
         patience = EarlyStopping("val/bits_per_symbol", patience=LSTM_PATIENCE)
