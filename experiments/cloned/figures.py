@@ -201,7 +201,7 @@ def draw_communities(record: dict[str, Any], out: Path) -> str:
         graph.add_nodes_from((int(state), {"name": name}) for state, name in part["names"].items())
         graph.add_weighted_edges_from(part["edges"])
         groups.append({int(state) for state in part["names"]})
-    titles = [", ".join(found[:3]) for found in record["shown"]]
+    titles = [", ".join(sorted(found, key=len, reverse=True)[:3]) for found in record["shown"]]
     if groups:
         state_graph(graph, groups, titles).savefig(out / "communities.png", dpi=150)
     smallest, median, largest = record["sizes"]
