@@ -11,7 +11,7 @@ import networkx as nx
 Method = Literal["auto", "infomap", "louvain"]
 
 
-def communities(graph: nx.DiGraph, method: Method = "auto", seed: int = 0) -> list[set[int]]:
+def communities(graph: nx.DiGraph, method: Method = "auto", seed: int = 0, resolution: float = 1.0) -> list[set[int]]:
     """Groups of states that mostly follow each other, the one with the most weight inside first.
 
     Args:
@@ -19,6 +19,7 @@ def communities(graph: nx.DiGraph, method: Method = "auto", seed: int = 0) -> li
         method: "infomap" (Rosvall and Bergstrom, 2008), which the paper uses and which needs the package of that name; "louvain"
             (Blondel et al., 2008), which is networkx's; "auto" is the first where it is installed.
         seed: of the search.
+        resolution: of louvain: more than 1 makes smaller groups, which words need. Infomap finds its own size.
     """
     if method not in get_args(Method):
         raise ValueError(f"`method` must be one of {', '.join(get_args(Method))}, but is {method!r} instead.")
@@ -26,7 +27,7 @@ def communities(graph: nx.DiGraph, method: Method = "auto", seed: int = 0) -> li
     if method == "infomap" and not installed:
         raise ModuleNotFoundError("`method` infomap needs the package infomap. Install it, or take louvain.")
     if method == "louvain" or not installed:
-        found = [set(group) for group in nx.community.louvain_communities(graph, weight="weight", seed=seed)]
+        found = [set(group) for group in nx.community.louvain_communities(graph, weight="weight", resolution=resolution, seed=seed)]
     else:
         found = _infomap(graph, seed)
     return sorted(found, key=lambda group: -sum(weight for _, _, weight in graph.subgraph(group).edges(data="weight")))

@@ -12,6 +12,9 @@ from experiments.records import Records
 
 ROOT = Path(__file__).parent.parent
 EXPERIMENTS = [
+    ["cloned.languages", "toy"],
+    ["cloned.figures"],
+    ["cloned.appendix"],
     ["dense.factorisation"],
     ["dense.sequences", "synthetic"],
     ["dense.sequences", "pos"],

@@ -32,6 +32,10 @@ def test_communities_are_found_the_heaviest_first(method):
     assert any({5, 6, 7} <= group for group in found[1:])
 
 
+def test_a_finer_resolution_makes_smaller_groups():
+    assert len(communities(chains(), "louvain", resolution=5.0)) > len(communities(chains(), "louvain"))
+
+
 def test_strings_run_from_entry_to_exit():
     assert sorted(strings(chains(), {1, 2, 3, 4})) == ["bat", "rat"]
     assert strings(chains(), {5, 6, 7}) == ["mow"]

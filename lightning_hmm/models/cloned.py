@@ -238,7 +238,8 @@ class ClonedHMM(BaumWelchHMM):
 
     def on_train_epoch_end(self) -> None:
         super().on_train_epoch_end()
-        self.log("transition_density", float(torch.count_nonzero(self.transition.probs.detach()[self.chosen])) / self.num_states**2)
+        if self.trainer.loggers:  # a name costs as much as a pass over a small language
+            self.log("transition_density", float(torch.count_nonzero(self.transition.probs.detach()[self.chosen])) / self.num_states**2)
 
     # What the family is
 
