@@ -78,7 +78,7 @@ def predictions(truth: Array, mean: Array, lower: Array, upper: Array, level: fl
         axes.plot(steps, expected[1:, feature], color=COLOURS[0], linewidth=1.2, label="expected")
         axes.plot(values[:, feature], linestyle="", marker="o", markersize=2.5, color=_INK, label="observed")
         axes.set(ylabel=names[feature] if names else f"feature {feature}")
-    more = f" (the first {shown} of {values.shape[1]} features)" if shown < values.shape[1] else ""
+    more = f", {shown} of {values.shape[1]} features" if shown < values.shape[1] else ""
     plots._title(panels[0], f"One step ahead{more}")
     plots._legend(panels[0])
     panels[-1].set_xlabel("step")
