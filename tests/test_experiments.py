@@ -7,8 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from datamodules import MovingTargetDataModule
+from experiments.neural.side_by_side import Stack
 from experiments.records import Records
+from lightning_hmm import fit
+from lightning_hmm.metrics import PredictionError
+from lightning_hmm.models import RecurrentNet
 
 ROOT = Path(__file__).parent.parent
 EXPERIMENTS = [
@@ -32,6 +38,24 @@ def test_quick_runs_write_tables_and_figures(tmp_path, command):
     assert len(made.splitlines()) == len(set(made.splitlines()))  # nothing was done twice
     assert list((tmp_path / "out").glob("*.md"))
     assert list((tmp_path / "out").glob("*.png"))
+
+
+@pytest.mark.parametrize("cell", ["rnn", "lstm", "gru"])
+def test_networks_side_by_side_learn_what_each_would_alone(cell):
+    data = [MovingTargetDataModule(seed=seed, num_sequences=20, length=12, val_fraction=0.2, test_fraction=0.2) for seed in range(3)]
+    for drawn in data:
+        drawn.setup()
+    make = lambda seed: RecurrentNet(25, num_features=3, cell=cell, residual=seed != 1, learning_rate=0.01, gradient_clip=0.1, seed=seed)  # noqa: E731
+    together = [make(seed) for seed in range(3)]
+    errors, epochs = Stack(together, data).fit(1, patience=1, learning_rate=0.01)  # a batch is all 12 sequences
+    for seed, model in enumerate(together):
+        alone = fit(make(seed), data[seed].train_sequences, max_epochs=1)
+        for name, value in alone.named_parameters():
+            torch.testing.assert_close(dict(model.named_parameters())[name], value, rtol=1e-4, atol=1e-6)
+        metric = PredictionError()
+        metric.update(model.predict_each(data[seed].val_sequences).values, data[seed].val_sequences)
+        assert float(errors[seed]) == pytest.approx(float(metric.compute()), rel=1e-5)
+    assert epochs.tolist() == [1, 1, 1]
 
 
 def test_records_survive_a_half_written_line(tmp_path):
