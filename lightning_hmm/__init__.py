@@ -1,9 +1,23 @@
 """Hidden Markov models that scale, as LightningModules."""
 
 from lightning_hmm._version import __version__
-from lightning_hmm.models import DMCHMM, HMM, BaumWelchHMM, ClonedHMM, DenseHMM, StandardHMM
+from lightning_hmm.models import DMCHMM, HMM, BaumWelchHMM, ClonedHMM, DenseHMM, NeuralHMM, StandardHMM
 from lightning_hmm.optim import BaumWelch
 from lightning_hmm.sequences import Sequences, Vocabulary
 from lightning_hmm.training import fit, load
 
-__all__ = ["DMCHMM", "HMM", "BaumWelch", "BaumWelchHMM", "ClonedHMM", "DenseHMM", "Sequences", "StandardHMM", "Vocabulary", "__version__", "fit", "load"]
+__all__ = [
+    "DMCHMM",
+    "HMM",
+    "BaumWelch",
+    "BaumWelchHMM",
+    "ClonedHMM",
+    "DenseHMM",
+    "NeuralHMM",
+    "Sequences",
+    "StandardHMM",
+    "Vocabulary",
+    "__version__",
+    "fit",
+    "load",
+]

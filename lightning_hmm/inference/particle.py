@@ -9,7 +9,8 @@ read off that: `genealogy`, `fixed_lag`, `backward_simulation`. Sequences may di
 nothing resampled.
 
 The letters: T steps, B sequences, N particles, M paths, d entries of a state. Results have time first. All random numbers are from the
-generator passed in, drawn on its device. Nothing here needs gradients.
+generator passed in, drawn on its device; with `Streams`, one for each sequence, what is found of a sequence does not depend on those beside it.
+Nothing here needs gradients.
 
 References: Gordon, Salmond and Smith (1993), the bootstrap filter; Pitt and Shephard (1999), the auxiliary filter; Godsill, Doucet and West (2004),
 backward simulation; Kitagawa (1996), fixed lags. Weights are g(y_t | x_t) after a resampling, and the old weights times it where there was none;
@@ -20,13 +21,45 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor
 
 Resampling = Literal["systematic", "stratified", "multinomial"]
+
+
+class Streams:
+    """Random numbers for B sequences, each from a generator of its own."""
+
+    def __init__(self, generators: Sequence[torch.Generator]) -> None:
+        self.generators = list(generators)
+
+    def fill(self, numbers: Tensor, draw: Callable[[Tensor, torch.Generator], object]) -> Tensor:
+        """`draw` called in place with the rows of (B, ...) numbers and their generators."""
+        if len(numbers) != len(self.generators):
+            raise ValueError(f"`generators` must be one for each of {len(numbers)} sequences, but are {len(self.generators)} instead.")
+        for row, generator in zip(numbers, self.generators, strict=True):
+            draw(row, generator)
+        return numbers
+
+
+Randomness = torch.Generator | Streams
+
+
+def normal(size: tuple[int, ...], like: Tensor, generator: Randomness) -> Tensor:
+    """(B, ...) standard normal numbers, of the type of `like`."""
+    if isinstance(generator, Streams):
+        return generator.fill(torch.empty(size, dtype=like.dtype), lambda row, own: row.normal_(generator=own)).to(like.device)
+    return torch.randn(size, dtype=like.dtype, generator=generator, device=generator.device).to(like.device)
+
+
+def uniform(size: tuple[int, ...], like: Tensor, generator: Randomness) -> Tensor:
+    """(B, ...) numbers from [0, 1), of the type of `like`."""
+    if isinstance(generator, Streams):
+        return generator.fill(torch.empty(size, dtype=like.dtype), lambda row, own: row.uniform_(generator=own)).to(like.device)
+    return torch.rand(size, dtype=like.dtype, generator=generator, device=generator.device).to(like.device)
 
 
 class Density(ABC):
@@ -38,7 +71,7 @@ class Density(ABC):
         """(B, N, d)."""
 
     @abstractmethod
-    def sample(self, generator: torch.Generator) -> Tensor:
+    def sample(self, generator: Randomness) -> Tensor:
         """(B, N, d): one state of each."""
 
     @abstractmethod
@@ -69,9 +102,8 @@ class DiagonalGaussian(Density):
     def mean(self) -> Tensor:
         return self._mean
 
-    def sample(self, generator: torch.Generator) -> Tensor:
-        noise = torch.randn(self.mean.shape, dtype=self.mean.dtype, generator=generator, device=generator.device)
-        return torch.addcmul(self.mean, self.scale.expand_as(self.mean), noise.to(self.mean.device))
+    def sample(self, generator: Randomness) -> Tensor:
+        return torch.addcmul(self.mean, self.scale.expand_as(self.mean), normal(tuple(self.mean.shape), self.mean, generator))
 
     def log_prob(self, states: Tensor) -> Tensor:
         normal = ((states - self.mean) / self.scale).square().sum(-1)
@@ -175,7 +207,7 @@ def filter(
     model: StateSpaceModel,
     lengths: Tensor,
     num_particles: int,
-    generator: torch.Generator,
+    generator: Randomness,
     *,
     resampling: Resampling = "systematic",
     threshold: float = 0.5,
@@ -259,16 +291,16 @@ def auxiliary(model: StateSpaceModel) -> LookAhead:
     return lambda t, states, transition: model.log_evidence(t, transition.mean)
 
 
-def resample(log_weights: Tensor, num_draws: int, generator: torch.Generator, method: Resampling = "systematic") -> Tensor:
+def resample(log_weights: Tensor, num_draws: int, generator: Randomness, method: Resampling = "systematic") -> Tensor:
     """(B, N) normalised -> (B, num_draws): particles, each drawn so often on average as its weight says; never one of weight zero."""
     size = (len(log_weights), 1 if method == "systematic" else num_draws)
-    uniform = _uniform(size, log_weights, generator)
+    levels = uniform(size, log_weights, generator)
     if method != "multinomial":
-        uniform = (torch.arange(num_draws, device=log_weights.device) + uniform) / num_draws
-    return _invert(log_weights.exp(), uniform)
+        levels = (torch.arange(num_draws, device=log_weights.device) + levels) / num_draws
+    return _invert(log_weights.exp(), levels)
 
 
-def genealogy(particles: Particles, num_paths: int | None = None, generator: torch.Generator | None = None) -> Cloud:
+def genealogy(particles: Particles, num_paths: int | None = None, generator: Randomness | None = None) -> Cloud:
     """Whole paths of p(x_0:T | y_0:T), (T, B, M, d), traced back along the ancestors; past the end of a sequence they mean nothing.
 
     All N with the last weights, or `num_paths` drawn by them, which then weigh the same. Far back all paths are one: O(T M).
@@ -304,7 +336,7 @@ def fixed_lag(particles: Particles, lag: int) -> Cloud:
 
 
 @torch.no_grad()
-def backward_simulation(particles: Particles, num_paths: int, generator: torch.Generator) -> Cloud:
+def backward_simulation(particles: Particles, num_paths: int, generator: Randomness) -> Cloud:
     """Paths drawn from p(x_0:T | y_0:T), (T, B, M, d), all of the same weight: particles of each step are chosen anew, backwards in time, by
     their weight times the density of the step to the one chosen after (FFBSi). Past the end of a sequence they mean nothing. O(T B M N d)."""
     num_steps, num_sequences, _, size = particles.states.shape
@@ -312,20 +344,21 @@ def backward_simulation(particles: Particles, num_paths: int, generator: torch.G
         raise ValueError(f"`num_paths` must be positive, but is {num_paths} instead.")
     paths = particles.states.new_empty(num_steps, num_sequences, num_paths, size)
     order = torch.arange(num_paths, device=paths.device)
+    every_level = uniform((num_sequences, num_steps, num_paths), paths, generator)  # from the first step on, so that its place in time alone matters
     for t in range(num_steps - 1, -1, -1):
         logits = particles.log_weights[t].unsqueeze(1)  # (B, 1, N)
-        uniform = _uniform((num_sequences, num_paths), logits, generator)
-        uniform = torch.where(particles.lengths.eq(t + 1).unsqueeze(1), (order + uniform) / num_paths, uniform)  # stratified at the end
+        levels = every_level[:, t]
+        levels = torch.where(particles.lengths.eq(t + 1).unsqueeze(1), (order + levels) / num_paths, levels)  # stratified at the end
         if t < num_steps - 1:
             following = particles.transitions[t].log_prob_of_each(paths[t + 1])
             logits = logits + torch.where((t + 1 < particles.lengths).view(-1, 1, 1), following, 0.0)
-        index = _invert(logits.softmax(2).expand(-1, num_paths, -1), uniform.unsqueeze(2)).squeeze(2)
+        index = _invert(logits.softmax(2).expand(-1, num_paths, -1), levels.unsqueeze(2)).squeeze(2)
         paths[t] = _pick(particles.states[t], index)
     return Cloud(paths, paths.new_full((num_sequences, num_paths), -math.log(num_paths)))
 
 
 @torch.no_grad()
-def predict(model: StateSpaceModel, particles: Particles, steps: int, generator: torch.Generator, *, after: int | None = None) -> Cloud:
+def predict(model: StateSpaceModel, particles: Particles, steps: int, generator: Randomness, *, after: int | None = None) -> Cloud:
     """p(x_{t+steps} | y_0:t) for each step t, (T, B, N, d), or for t = `after` alone, (B, N, d). The row of the last step of a sequence is its future.
 
     The model is asked for transitions up to step T - 1 + `steps`, or `after` + `steps`.
@@ -354,16 +387,12 @@ def _effective_size(log_weights: Tensor) -> Tensor:
     return (-(2 * log_weights).logsumexp(-1)).exp()
 
 
-def _uniform(size: tuple[int, ...], like: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.rand(size, dtype=like.dtype, generator=generator, device=generator.device).to(like.device)
-
-
-def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
+def _invert(weights: Tensor, levels: Tensor) -> Tensor:
     """(..., N) weights, (..., M) from [0, 1) -> (..., M): where the cumulative weights first exceed it."""
     cumulative = weights.cumsum(-1)
     cumulative = cumulative / cumulative[..., -1:]
     below_one = 1 - torch.finfo(weights.dtype).eps / 2  # (N - 1 + u) / N may round to 1
-    return torch.searchsorted(cumulative, uniform.clamp(max=below_one).contiguous(), right=True)
+    return torch.searchsorted(cumulative, levels.clamp(max=below_one).contiguous(), right=True)
 
 
 def _refuse_vanished(failed: Tensor, undefined: Tensor, num_steps: int, num_particles: int) -> None:

@@ -6,7 +6,20 @@ from lightning_hmm.models.cloned import ClonedHMM
 from lightning_hmm.models.dense import DenseHMM, fair_num_states
 from lightning_hmm.models.dmc import DMCHMM
 from lightning_hmm.models.em import BaumWelchHMM
+from lightning_hmm.models.neural import NeuralHMM
 from lightning_hmm.models.sequence_model import SequenceModel
 from lightning_hmm.models.standard import StandardHMM
 
-__all__ = ["DMCHMM", "HMM", "BaumWelchHMM", "ClonedHMM", "DenseHMM", "KneserNey", "RecurrentNet", "SequenceModel", "StandardHMM", "fair_num_states"]
+__all__ = [
+    "DMCHMM",
+    "HMM",
+    "BaumWelchHMM",
+    "ClonedHMM",
+    "DenseHMM",
+    "KneserNey",
+    "NeuralHMM",
+    "RecurrentNet",
+    "SequenceModel",
+    "StandardHMM",
+    "fair_num_states",
+]

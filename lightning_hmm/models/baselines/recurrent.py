@@ -128,7 +128,7 @@ class RecurrentNet(SequenceModel):
             padded = sequences.padded()
             late = torch.cat([padded.new_full((len(padded), 1), MISSING), padded], 1)[:, : padded.shape[1]]
             return torch.where(late == MISSING, self.num_symbols, late)
-        last, observed = last_seen(sequences)
+        last, observed = last_seen(sequences.padded())
         standard = ((last - self.centre) / self.scale.sqrt()).nan_to_num(nan=0.0)  # before a feature was ever seen, its mean
         return torch.cat([standard, observed], 2).to(self.log_variance.dtype)
 
@@ -153,7 +153,7 @@ class RecurrentNet(SequenceModel):
     def _scored(self, sequences: Sequences, size: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """As `_outputs`: the numbers of sequences, and (sequences, steps) log p(y_t | y_1:t-1), zero where nothing is observed, and where something is."""
         targets = sequences.padded()
-        first = last_seen(sequences)[0].isnan() if self.num_features else None
+        first = last_seen(targets)[0].isnan() if self.num_features else None
         for steps, rows, outputs in self._outputs(sequences, size):
             target = targets[rows, steps]
             if first is None:
@@ -208,7 +208,7 @@ class RecurrentNet(SequenceModel):
         predicted = self.predict_each(longer).values[last]
         if self.num_symbols is not None:
             return predicted
-        return GaussianPrediction(predicted, self.scale * self._log_variance(longer.packed(last_seen(longer)[0])[last].isnan()).exp())
+        return GaussianPrediction(predicted, self.scale * self._log_variance(longer.packed(last_seen(longer.padded())[0])[last].isnan()).exp())
 
     def _evaluated(self, run: Iterator[Any]) -> Iterator[Any]:
         """The run of a network that leaves nothing out, whatever mode it is in."""
@@ -323,12 +323,11 @@ class RecurrentNet(SequenceModel):
 
 def persistence(sequences: Sequences, start: float = 0.0) -> Sequences:
     """The prediction that nothing changes: at each step the vector last seen before it; `start` where there is none."""
-    return sequences.with_values(sequences.packed(last_seen(sequences)[0].nan_to_num(nan=start)))
+    return sequences.with_values(sequences.packed(last_seen(sequences.padded())[0].nan_to_num(nan=start)))
 
 
-def last_seen(sequences: Sequences) -> tuple[Tensor, Tensor]:
+def last_seen(padded: Tensor) -> tuple[Tensor, Tensor]:
     """(N, longest, D) each feature as it was last observed before a step, NaN if never; and whether that was at the step before."""
-    padded = sequences.padded()
     num_sequences, longest, num_features = padded.shape
     before = torch.cat([padded.new_full((num_sequences, 1, num_features), torch.nan), padded], 1)[:, :longest]
     observed = ~before.isnan()
