@@ -11,6 +11,7 @@ logarithm of the step length. Spread over 5 runs with data or splits of their ow
 from __future__ import annotations
 
 import argparse
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,16 @@ from torch import Tensor
 from datamodules import GPSDataModule
 from experiments.neural.training import agreement, mean_and_spread, single_thread
 from experiments.records import Records, markdown_table
-from lightning_hmm import StandardHMM, fit
+from lightning_hmm import NeuralHMM, StandardHMM, fit
 from lightning_hmm.plots import COLOURS
 from lightning_hmm.sequences import Sequences
 
 RUNS = 5
-SHORTEST = 0.1  # m, added to step lengths before their logarithm is taken
+SHORTEST = 1.0  # m, added to step lengths before their logarithm is taken
+OPTIONS: dict[str, dict[str, Any]] = {
+    "museum": {"latent_dim": 2, "epochs": 20},
+    "tracks": {"latent_dim": 2, "epochs": 20},
+}
 NAMES = {
     "neural": "neural HMM, k-means on its latents",
     "position": "k-means on position",
@@ -72,6 +77,18 @@ def two_means(train: Tensor, test: Tensor, seed: int) -> np.ndarray:
 def gaussian_hmm(train: Sequences, test: Sequences, seed: int) -> np.ndarray:
     model = StandardHMM(2, emission="gaussian", num_features=1, seed=seed, restarts=3)
     return fit(model, train, max_epochs=100, val_sequences=train).decode(test).values.numpy()
+
+
+def neural(data: GPSDataModule, options: dict[str, Any]) -> tuple[np.ndarray, float]:
+    """(steps of the test part,) clusters of smoothed latent states, and seconds of processor time for training."""
+    options = dict(options)
+    epochs = options.pop("epochs")
+    model = NeuralHMM(num_features=2, seed=data.seed, **options)
+    begin = time.process_time()
+    fit(model, data.train_sequences, max_epochs=epochs, tolerance=0, batch_size=data.batch_size, shuffle=True, seed=data.seed)
+    seconds = round(time.process_time() - begin, 2)
+    train, test = (model.latents(part).values.double() for part in (data.train_sequences, data.test_sequences))
+    return two_means(train, test, data.seed), seconds
 
 
 def controls(data: GPSDataModule, seed: int) -> dict[str, np.ndarray]:
