@@ -21,20 +21,22 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, Protocol, get_args
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor
 
 Resampling = Literal["systematic", "stratified", "multinomial"]
+_AHEAD = 4096  # numbers that a stream draws at once
 
 
 class Streams:
-    """Random numbers for B sequences, each from a generator of its own."""
+    """Random numbers for B sequences, each from a generator of its own. They are drawn for some requests ahead, as one for each sequence would take time."""
 
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
         self.generators = list(generators)
+        self._ahead: dict[tuple[Any, ...], Iterator[Tensor]] = {}
 
     def fill(self, numbers: Tensor, draw: Callable[[Tensor, torch.Generator], object]) -> Tensor:
         """`draw` called in place with the rows of (B, ...) numbers and their generators."""
@@ -44,6 +46,16 @@ class Streams:
             draw(row, generator)
         return numbers
 
+    def draw(self, kind: str, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Of `size`, by the method of a tensor called `kind`: "normal_" or "uniform_"."""
+        key = (kind, size, dtype)
+        numbers = next(self._ahead.get(key, iter(())), None)
+        if numbers is None:
+            block = torch.empty(size[0], max(1, _AHEAD // max(math.prod(size[1:]), 1)), *size[1:], dtype=dtype)
+            self._ahead[key] = iter(self.fill(block, lambda row, own: getattr(row, kind)(generator=own)).unbind(1))
+            numbers = next(self._ahead[key])
+        return numbers
+
 
 Randomness = torch.Generator | Streams
 
@@ -51,14 +63,14 @@ Randomness = torch.Generator | Streams
 def normal(size: tuple[int, ...], like: Tensor, generator: Randomness) -> Tensor:
     """(B, ...) standard normal numbers, of the type of `like`."""
     if isinstance(generator, Streams):
-        return generator.fill(torch.empty(size, dtype=like.dtype), lambda row, own: row.normal_(generator=own)).to(like.device)
+        return generator.draw("normal_", size, like.dtype).to(like.device)
     return torch.randn(size, dtype=like.dtype, generator=generator, device=generator.device).to(like.device)
 
 
 def uniform(size: tuple[int, ...], like: Tensor, generator: Randomness) -> Tensor:
     """(B, ...) numbers from [0, 1), of the type of `like`."""
     if isinstance(generator, Streams):
-        return generator.fill(torch.empty(size, dtype=like.dtype), lambda row, own: row.uniform_(generator=own)).to(like.device)
+        return generator.draw("uniform_", size, like.dtype).to(like.device)
     return torch.rand(size, dtype=like.dtype, generator=generator, device=generator.device).to(like.device)
 
 

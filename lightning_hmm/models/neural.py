@@ -416,7 +416,7 @@ class NeuralHMM(SequenceModel):
         places = torch.arange(len(batch)) * world_size + rank
         if self.e_step_fraction == 1 or self._fine_tuning:
             return batch, places.tolist()
-        total = int(self._over_ranks(len(batch)))
+        total = int(self._sum_over_ranks(torch.tensor(len(batch), device=self.device)))
         order = torch.randperm(total, generator=generator(self.seed, "fraction", self.current_epoch, batch_idx))
         drawn = torch.zeros(total, dtype=torch.bool)
         drawn[order[: max(1, round(self.e_step_fraction * total))]] = True
@@ -436,23 +436,25 @@ class NeuralHMM(SequenceModel):
         inside = bound.observations.inside
         self.train_likelihood.update(particles.log_likelihood.double() @ weights, batch.num_observed())
         self._effective_size.update(particles.effective_size[inside] / self.num_particles)
-        self._m_step(PathDensity(bound, paths, weights), self._over_ranks(float(batch.num_observed())))
+        self._m_step(PathDensity(bound, paths, weights), float(self._sum_over_ranks(torch.as_tensor(batch.num_observed(), device=self.device))))
 
     def _m_step(self, density: PathDensity, num_steps: float) -> None:
         optimizer: Any = self.optimizers()
         for group in optimizer.param_groups:
             group["lr"] = self.learning_rate * self._rate
         for step in range(self.m_steps):
-            optimizer.zero_grad()
-            self.manual_backward(-density() * (self.trainer.world_size / max(num_steps, 1.0)))  # DDP takes the mean over ranks
+            _, gradients = density.gradient()
+            together = self._sum_over_ranks(torch.cat([gradient.flatten() for gradient in gradients])) / -max(num_steps, 1.0)
+            sizes = [gradient.numel() for gradient in gradients]
+            for parameter, gradient in zip(self.parameters(), together.split(sizes), strict=True):
+                parameter.grad = gradient.view_as(parameter).clone()
             nn.utils.clip_grad_norm_(self.parameters(), self.gradient_clip)
             # Lightning counts the last of them.
             (optimizer if step == self.m_steps - 1 else optimizer.optimizer).step()
 
-    def _over_ranks(self, number: float) -> float:
-        if self.trainer.world_size == 1:
-            return number
-        return float(self.trainer.strategy.reduce(torch.tensor(number, dtype=torch.float64, device=self.device), reduce_op="sum"))
+    def _sum_over_ranks(self, value: Tensor) -> Tensor:
+        total: Tensor = self.trainer.strategy.reduce(value, reduce_op="sum")
+        return total
 
     def on_train_epoch_end(self) -> None:
         if self._effective_size.update_called:

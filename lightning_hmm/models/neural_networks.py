@@ -6,6 +6,7 @@ y_{t-n} to y_{t-1}. What is missing is as it was last seen, and an input of its 
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -87,13 +88,13 @@ class WindowedMLP(nn.Module):
         super().__init__()
         if activation not in get_args(Activation):
             raise ValueError(f"`activation` must be one of {', '.join(get_args(Activation))}, but is {activation!r} instead.")
-        self.activate = torch.relu_ if activation == "relu" else torch.tanh_
+        self.activation = activation
         sizes = [*[width] * (num_layers - 1), num_outputs]
         first = nn.Linear(state_size + window_size, sizes[0], dtype=dtype)  # drawn as one layer
-        self.from_state = nn.Parameter(first.weight.detach()[:, :state_size].clone())
+        self.from_state = nn.Parameter(first.weight.detach()[:, :state_size].T.clone())  # as (inputs, units) its gradient is far faster on a CPU
         self.from_window = nn.Parameter(first.weight.detach()[:, state_size:].clone()) if window_size else None
         self.bias = nn.Parameter(first.bias.detach().clone())
-        self.layers = nn.ModuleList(nn.Linear(before, after, dtype=dtype) for before, after in zip(sizes, sizes[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Linear(before, after, dtype=dtype) for before, after in pairwise(sizes))
 
     def prepare(self, window: Tensor) -> Tensor:
         """(..., window_size) -> (..., units): its part in the first layer."""
@@ -101,11 +102,15 @@ class WindowedMLP(nn.Module):
 
     def forward(self, states: Tensor, prepared: Tensor) -> Tensor:
         """(..., N, state_size), (..., 1, units) -> (..., N, num_outputs)."""
-        hidden = F.linear(states, self.from_state)
-        hidden = hidden.add_(prepared)
+        hidden = (states @ self.from_state).add_(prepared)
+        shape, hidden = hidden.shape, hidden.flatten(0, -2)
         for layer in self.layers:
-            hidden = layer(self.activate(hidden))
-        return hidden
+            if self.activation == "tanh":
+                hidden = hidden.tanh()
+            else:
+                hidden = hidden.relu() if hidden.requires_grad else hidden.relu_()  # what works in place on a view costs its gradient more
+            hidden = layer(hidden)
+        return hidden.view(*shape[:-1], -1)
 
 
 class Whole(nn.Module):

@@ -1,6 +1,6 @@
 r"""The densities of a neural HMM, and these bound to a batch of sequences: what `inference.particle` asks, and what an M-step maximises.
 
-.. math:: x_0 \sim \mu, \qquad x_t \sim q(\cdot \mid f(x_{t-1}, y_{t-\tau_t}, \dots, y_{t-1})), \qquad y_t \sim p(\cdot \mid g(x_t, y_{t-\tau_e}, \dots, y_{t-1}))
+.. math:: x_0 \sim \mu, \quad x_t \sim q(\cdot \mid f(x_{t-1}, y_{t-\tau_t}, \dots, y_{t-1})), \quad y_t \sim p(\cdot \mid g(x_t, y_{t-\tau_e}, \dots, y_{t-1}))
 
 T steps, B sequences, N particles, M paths, d entries of a state, D features. Networks see observations in units of the data; see `neural_networks`.
 """
@@ -8,6 +8,7 @@ T steps, B sequences, N particles, M paths, d entries of a state, D features. Ne
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,8 @@ from lightning_hmm.distributions.densities import DensityHead, Gaussian, Partial
 from lightning_hmm.models.baselines.recurrent import last_seen
 from lightning_hmm.models.neural_networks import Entries, Window
 from lightning_hmm.sequences import Sequences
+
+_ROWS = 16384  # states of a piece of the M-step
 
 
 class Conditional(nn.Module):
@@ -75,9 +78,7 @@ class Observations:
     def __init__(self, sequences: Sequences, units: Units, dtype: torch.dtype) -> None:
         padded = sequences.padded().double()
         self.lengths = sequences.lengths.to(padded.device)
-        longer = torch.cat(
-            [padded, torch.full_like(padded[:, :1], torch.nan) if padded.shape[1] else padded.new_full((len(padded), 1, len(units.centre)), torch.nan)], 1
-        )
+        longer = torch.cat([padded, padded.new_full((len(padded), 1, len(units.centre)), torch.nan)], 1)
         before, seen = last_seen(longer)
         unseen = before.isnan()
         value = ((before - units.centre) / units.scale).nan_to_num(nan=0.0)
@@ -148,7 +149,7 @@ class PathDensity:
 
     .. math:: Q = \sum_b w_b \frac1M \sum_m \Big[ \log \mu(x_0^m) + \sum_t \log q(x_t^m \mid x_{t-1}^m, y) + \log p(y_t \mid x_t^m, y) \Big]
 
-    Steps are gathered once, those past the ends and those with nothing to describe left out; `__call__` may then be asked many times.
+    Steps are gathered once, those past the ends and those with nothing to describe left out; then it may be asked many times.
 
     Args:
         bound: the model and its sequences.
@@ -157,34 +158,63 @@ class PathDensity:
     """
 
     def __init__(self, bound: Bound, paths: Tensor, weights: Tensor) -> None:
-        self.model, observations, self.num_paths = bound.model, bound.observations, paths.shape[2]
-        inside = observations.inside
-        weights = weights.to(paths.dtype)
-        started = observations.lengths > 0
-        self.starts, self.start_weights = paths[0][started] if len(paths) else paths.new_zeros(0, *paths.shape[2:]), weights[started]
-        self.moving = self._rows(bound, "transition", inside[1:], 1)
-        self.moved_from, self.moved_to = paths[:-1][inside[1:]], paths[1:][inside[1:]]
-        self.move_weights = weights.expand(inside.shape)[1:][inside[1:]]
-        seen = inside & observations.observed.any(2)
-        self.emitting = self._rows(bound, "emission", seen, 0)
-        self.emitted_by, self.targets, observed = paths[seen], observations.targets[seen].unsqueeze(1), observations.observed[seen].unsqueeze(1)
-        self.observed = None if bool(observed.all()) else observed
-        self.emit_weights = weights.expand(inside.shape)[seen]
-        self.observations, self.weights = observations, weights
+        self.model, self.observations, self.num_paths = bound.model, bound.observations, paths.shape[2]
+        self.weights = weights.to(paths.dtype)
+        inside, started = self.observations.inside, self.observations.lengths > 0
+        self.starts = paths[0][started] if len(paths) else paths.new_zeros(0, *paths.shape[2:])
+        self.start_weights = self.weights[started]
+        later = inside[1:]
+        self.moves = {
+            "inputs": self._inputs(bound, "transition", later, 1),
+            "states": paths[:-1][later],
+            "following": paths[1:][later],
+            "weights": self.weights.expand(inside.shape)[1:][later],
+        }
+        seen = inside & self.observations.observed.any(2)
+        observed = self.observations.observed[seen].unsqueeze(1)
+        self.emissions = {
+            "inputs": self._inputs(bound, "emission", seen, 0),
+            "states": paths[seen],
+            "targets": self.observations.targets[seen].unsqueeze(1),
+            "observed": None if bool(observed.all()) else observed,
+            "weights": self.weights.expand(inside.shape)[seen],
+        }
 
     @staticmethod
-    def _rows(bound: Bound, name: str, chosen: Tensor, late: int) -> Tensor:
+    def _inputs(bound: Bound, name: str, chosen: Tensor, late: int) -> Tensor:
         inputs = bound.inputs[name]
         return inputs[late : late + len(chosen)][chosen] if inputs.dim() > 1 else inputs
 
-    def __call__(self) -> Tensor:
-        """Q, less what the units of the data add; differentiable in the parameters."""
-        model = self.model
-        total = self.start_weights @ model.initial_density(*self.starts.shape[:2]).log_prob(self.starts).sum(1)
-        total = total + self.move_weights @ model.transition(self.moved_from, model.transition.prepare(self.moving)).log_prob(self.moved_to).sum(1)
-        emission = model.emission(self.emitted_by, model.emission.prepare(self.emitting))
-        total = total + self.emit_weights @ emission.log_prob(self.targets, self.observed).sum(1)
-        return total / self.num_paths + (model.first_log_prob(self.observations) @ self.weights).sum()
+    def _pieces(self) -> Iterator[Tensor]:
+        """Terms of Q, of so many steps each that what a network keeps for its gradient stays in the processor's cache."""
+        model, size = self.model, max(1, _ROWS // self.num_paths)
+        initial = self.start_weights @ model.initial_density(*self.starts.shape[:2]).log_prob(self.starts).sum(1)
+        yield initial / self.num_paths + (model.first_log_prob(self.observations) @ self.weights).sum()
+        for rows in _split(self.moves, size):
+            log_probs = model.transition(rows["states"], model.transition.prepare(rows["inputs"])).log_prob(rows["following"])
+            yield rows["weights"] @ log_probs.sum(1) / self.num_paths
+        for rows in _split(self.emissions, size):
+            density = model.emission(rows["states"], model.emission.prepare(rows["inputs"]))
+            yield rows["weights"] @ density.log_prob(rows["targets"], rows["observed"]).sum(1) / self.num_paths
+
+    def gradient(self) -> tuple[Tensor, list[Tensor]]:
+        """Q, less what the units of the data add, and its gradient in each parameter of the model."""
+        parameters = list(self.model.parameters())
+        total, gradients = self.weights.new_zeros(()), [torch.zeros_like(parameter) for parameter in parameters]
+        for piece in self._pieces():
+            total += piece.detach()
+            for gradient, part in zip(gradients, torch.autograd.grad(piece, parameters, allow_unused=True), strict=True):
+                if part is not None:
+                    gradient += part
+        return total, gradients
+
+
+def _split(rows: dict[str, Tensor | None], size: int) -> Iterator[dict[str, Any]]:
+    """So many rows at a time; what has no rows, such as the inputs of a network that reads no window, stays whole."""
+    assert rows["weights"] is not None
+    num_rows = len(rows["weights"])
+    for first in range(0, num_rows, size):
+        yield {name: part[first : first + size] if part is not None and len(part) == num_rows else part for name, part in rows.items()}
 
 
 def first_log_prob(observations: Observations, mean: Tensor, log_variance: Tensor) -> Tensor:
