@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from matplotlib.figure import Figure
 
 from datamodules import MovingTargetDataModule
 from experiments.neural.side_by_side import Stack
-from experiments.neural.training import CELLS, mean_and_spread, prediction_error, single_thread
+from experiments.neural.training import CELLS, mean_and_spread, prediction_error, timed_fit
 from experiments.records import Records, markdown_table
-from lightning_hmm import fit
-from lightning_hmm.models import NeuralHMM, RecurrentNet
+from lightning_hmm.models import LinearGaussianHMM, NeuralHMM, RecurrentNet
 from lightning_hmm.models.baselines import persistence
 from lightning_hmm.plots import COLOURS
 
@@ -32,8 +32,9 @@ LATENT = (2, 3, 4, 5, 10, 20)
 SIZES: dict[str, Any] = {"num_sequences": 400, "val_fraction": 0.125, "test_fraction": 0.375}
 # Chosen on validation data of environment 100: with eight gradient steps for each E-step, 32 particles and 2 paths do as well as 128 and 16.
 NEURAL: dict[str, Any] = {"transition_order": 2, "num_particles": 32, "num_paths": 2, "m_steps": 8, "learning_rate": 1e-2}
-NEURAL_EPOCHS = {"small": 12, "large": 24}  # E-steps on 50 trajectories, 4 an epoch; for latent spaces of up to 5 dimensions, and of more
+NEURAL_EPOCHS = {"small": 12, "large": 20}  # E-steps on 50 trajectories, 4 an epoch; for latent spaces of up to 5 dimensions, and of more
 TEST_PARTICLES = 128
+LINEAR_EPOCHS = 40
 RECURRENT: dict[str, Any] = {"epochs": 200, "patience": 15, "learning_rate": 5e-3}
 NAMES = {
     "neural": "neural HMM",
@@ -86,12 +87,16 @@ def recurrent(name: str, latent: int, data: list[MovingTargetDataModule]) -> lis
 
 def neural(latent: int, data: MovingTargetDataModule) -> dict[str, float]:
     """The error of a neural HMM after a fixed number of E-steps."""
-    model = NeuralHMM(latent, data.num_features, seed=data.seed, **NEURAL)
-    epochs = NEURAL_EPOCHS["small" if latent <= 5 else "large"]
-    begin = time.process_time()
-    fit(model, data.train_sequences, max_epochs=epochs, tolerance=0, batch_size=50, shuffle=True, seed=data.seed)
-    seconds = round(time.process_time() - begin, 2)
+    model, epochs = NeuralHMM(latent, data.num_features, seed=data.seed, **NEURAL), NEURAL_EPOCHS["small" if latent <= 5 else "large"]
+    seconds = timed_fit(model, data, epochs, batch_size=50)
     return {"error": test_error(model, data, num_particles=TEST_PARTICLES), "epochs": epochs, "seconds": seconds}
+
+
+def linear(name: str, latent: int, data: MovingTargetDataModule) -> dict[str, float]:
+    """The error of a linear-Gaussian model after a fixed number of exact EM steps."""
+    model = LinearGaussianHMM(latent, data.num_features, of="increments" if "increments" in name else "positions", seed=data.seed)
+    seconds = timed_fit(model, data, LINEAR_EPOCHS, batch_size=None)
+    return {"error": test_error(model, data), "epochs": LINEAR_EPOCHS, "seconds": seconds}
 
 
 def test_error(model: Any, data: MovingTargetDataModule, **options: Any) -> float:
@@ -100,7 +105,9 @@ def test_error(model: Any, data: MovingTargetDataModule, **options: Any) -> floa
 
 def measure(name: str, latent: int, data: list[MovingTargetDataModule]) -> list[dict[str, float]]:
     """Trains a model on each environment and gives its errors on test data."""
-    return [neural(latent, drawn) for drawn in data] if name == "neural" else recurrent(name, latent, data)
+    if name.partition(", ")[0] in CELLS:
+        return recurrent(name, latent, data)
+    return [neural(latent, drawn) if name == "neural" else linear(name, latent, drawn) for drawn in data]
 
 
 def figure(records: Records, features: list[int], latents: list[int], models: list[str]) -> Figure:
@@ -151,7 +158,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("logs/experiments/neural/moving"))
     parser.add_argument("--quick", action="store_true", help="one small environment, few steps of training")
     args = parser.parse_args()
-    single_thread()
+    torch.set_num_threads(1)
     if args.quick:
         args.features, args.latent, args.environments = [3], [2], [0]
         SIZES.update(num_sequences=20, length=20)

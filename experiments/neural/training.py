@@ -6,7 +6,6 @@ import time
 from typing import Any
 
 import numpy as np
-import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 from scipy.optimize import linear_sum_assignment
@@ -17,7 +16,7 @@ from torch import Tensor
 from datamodules.base import SequenceDataModule
 from lightning_hmm.metrics import PredictionError
 from lightning_hmm.sequences import Sequences
-from lightning_hmm.training import quiet_lightning
+from lightning_hmm.training import fit, quiet_lightning
 
 CELLS = ("rnn", "lstm", "gru")
 MONITORED = "val/prediction_error"
@@ -37,8 +36,8 @@ class KeepBest(Callback):
         pl_module.load_state_dict(self.state)
 
 
-def train(model: Any, data: SequenceDataModule, epochs: int, patience: int = 1000, every: int = 1) -> dict[str, float]:
-    """Trains until the error on validation data, looked at every so many epochs, has not fallen `patience` times; gives it, and seconds of processor time."""
+def train(model: Any, data: SequenceDataModule, epochs: int, patience: int) -> dict[str, float]:
+    """Trains until the error on validation data, has not fallen for `patience` epochs; gives it, and seconds of processor time."""
     best = KeepBest()
     callbacks = [EarlyStopping(MONITORED, patience=patience), best]
     with quiet_lightning(announcements=False):
@@ -47,7 +46,6 @@ def train(model: Any, data: SequenceDataModule, epochs: int, patience: int = 100
             accelerator="cpu",
             devices=1,
             callbacks=callbacks,
-            check_val_every_n_epoch=every,
             use_distributed_sampler=False,
             num_sanity_val_steps=0,
             logger=False,
@@ -58,6 +56,13 @@ def train(model: Any, data: SequenceDataModule, epochs: int, patience: int = 100
         begin = time.process_time()
         trainer.fit(model, datamodule=data)
     return {"val_error": best.best, "epochs": trainer.current_epoch, "seconds": round(time.process_time() - begin, 2)}
+
+
+def timed_fit(model: Any, data: SequenceDataModule, epochs: int, batch_size: int | None) -> float:
+    """Trains for a fixed number of epochs, without a look at validation data; gives seconds of processor time."""
+    begin = time.process_time()
+    fit(model, data.train_sequences, max_epochs=epochs, tolerance=0, batch_size=batch_size, shuffle=batch_size is not None, seed=data.seed)
+    return round(time.process_time() - begin, 2)
 
 
 def prediction_error(predictions: Sequences | Tensor, sequences: Sequences) -> float:
@@ -89,7 +94,3 @@ def mean_and_spread(numbers: list[float], digits: int = 3) -> str:
         return "-"
     spread = f" ± {np.std(numbers, ddof=1):.{digits}f}" if len(numbers) > 1 else ""
     return f"{np.mean(numbers):.{digits}f}{spread}"
-
-
-def single_thread() -> None:
-    torch.set_num_threads(1)

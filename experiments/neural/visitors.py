@@ -11,7 +11,6 @@ logarithm of the step length. Spread over 5 runs with data or splits of their ow
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from sklearn.cluster import KMeans
 from torch import Tensor
 
 from datamodules import GPSDataModule
-from experiments.neural.training import agreement, mean_and_spread, single_thread
+from experiments.neural.training import agreement, mean_and_spread, timed_fit
 from experiments.records import Records, markdown_table
 from lightning_hmm import NeuralHMM, StandardHMM, fit
 from lightning_hmm.plots import COLOURS
@@ -84,9 +83,7 @@ def neural(data: GPSDataModule, options: dict[str, Any]) -> tuple[np.ndarray, fl
     options = dict(options)
     epochs = options.pop("epochs")
     model = NeuralHMM(num_features=2, seed=data.seed, **options)
-    begin = time.process_time()
-    fit(model, data.train_sequences, max_epochs=epochs, tolerance=0, batch_size=data.batch_size, shuffle=True, seed=data.seed)
-    seconds = round(time.process_time() - begin, 2)
+    seconds = timed_fit(model, data, epochs, data.batch_size)
     train, test = (model.latents(part).values.double() for part in (data.train_sequences, data.test_sequences))
     return two_means(train, test, data.seed), seconds
 
@@ -164,7 +161,7 @@ def main() -> None:
     args = parser.parse_args()
     if (args.data == "tracks") != (args.path is not None):
         parser.error("`--path` must be given for tracks, and for tracks only")
-    single_thread()
+    torch.set_num_threads(1)
     out, options = args.out or Path("logs/experiments/neural/visitors") / args.data, OPTIONS[args.data]
     if args.quick:
         args.runs, options, visitors = [0], options | {"epochs": 2}, 12
