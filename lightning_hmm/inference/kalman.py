@@ -2,8 +2,9 @@ r"""Exact inference in linear-Gaussian state-space models.
 
 .. math:: x_0 \sim \mathcal{N}(m, P), \qquad x_t \sim \mathcal{N}(A x_{t-1} + b, Q), \qquad y_t \sim \mathcal{N}(C x_t + c, R)
 
-N sequences, d entries of a state, D of an observation. All sequences take a step at once: time O(longest x N x (d^3 + D^3)). Missing
-entries (NaN) are marginalised one by one. Everything is plain torch, so that gradients flow through it.
+N sequences, d entries of a state, D of an observation. All sequences take a step at once. Missing entries (NaN) are marginalised one by one.
+Covariances do not depend on what is observed, but on where something is: they are reckoned once for all sequences alike in that, of U kinds. Time
+O(longest x (U (d^3 + D^3) + N d^2)). Everything is plain torch, so that gradients flow through it.
 """
 
 from __future__ import annotations
@@ -49,11 +50,12 @@ class Posterior(NamedTuple):
 
 
 class _Filtered(NamedTuple):
-    """(N,) and, for each of T steps, (N, d) and (N, d, d): before and after its observation."""
+    """(N,) and, for each of T steps, means (N, d) and covariances (U, d, d) before and after its observation; and (N,) the kind of each sequence."""
 
     log_likelihood: Tensor
     predicted: list[tuple[Tensor, Tensor]]
     updated: list[tuple[Tensor, Tensor]]
+    kind: Tensor
 
 
 def log_likelihood(model: LinearGaussian, sequences: Sequences) -> Tensor:
@@ -63,7 +65,7 @@ def log_likelihood(model: LinearGaussian, sequences: Sequences) -> Tensor:
 
 def posterior(model: LinearGaussian, sequences: Sequences) -> Posterior:
     """Filtered and smoothed states (Rauch et al., 1965)."""
-    log_likelihood, predicted, updated = _filter(model, sequences)
+    log_likelihood, predicted, updated, kind = _filter(model, sequences)
     if not updated:
         size = len(model.initial_mean)
         none, nones = model.initial_mean.new_zeros(0, size), model.initial_mean.new_zeros(0, size, size)
@@ -73,7 +75,7 @@ def posterior(model: LinearGaussian, sequences: Sequences) -> Posterior:
         (mean, cov), (next_mean, next_cov), (last_mean, last_cov) = updated[t], predicted[t + 1], smoothed[-1]
         gain = torch.linalg.solve(next_cov, model.transition @ cov).mT
         crosses.append(last_cov @ gain.mT)
-        smoothed.append((mean + _times(gain, last_mean - next_mean), cov + gain @ (last_cov - next_cov) @ gain.mT))
+        smoothed.append((mean + _times(gain, last_mean - next_mean, kind), cov + gain @ (last_cov - next_cov) @ gain.mT))
     crosses.append(torch.zeros_like(updated[0][1]))
 
     def packed(steps: list[Tensor]) -> Tensor:
@@ -82,11 +84,82 @@ def posterior(model: LinearGaussian, sequences: Sequences) -> Posterior:
     return Posterior(
         log_likelihood,
         packed([mean for mean, _ in updated]),
-        packed([cov for _, cov in updated]),
+        packed([cov[kind] for _, cov in updated]),
         packed([mean for mean, _ in reversed(smoothed)]),
-        packed([cov for _, cov in reversed(smoothed)]),
-        packed(crosses[::-1]),
+        packed([cov[kind] for _, cov in reversed(smoothed)]),
+        packed([cross[kind] for cross in reversed(crosses)]),
     )
+
+
+class Statistics(NamedTuple):
+    """Expected sufficient statistics of all sequences, each times its weight, with z = (x, 1) and z_t-1 the state before a transition.
+
+    starts: (d + 1, d + 1) sum of E[z_1 z_1'].
+    before: (d + 1, d + 1) sum of E[z_t-1 z_t-1']; across: (d, d + 1) of E[x_t z_t-1']; after: (d, d) of E[x_t x_t'].
+    emitters: (D, d + 1, d + 1) sum of E[z_t z_t'] over the steps at which a feature is observed; products: (D, d + 1) of y_t E[z_t]; squares: (D,) of y_t^2.
+    """
+
+    starts: Tensor
+    before: Tensor
+    across: Tensor
+    after: Tensor
+    emitters: Tensor
+    products: Tensor
+    squares: Tensor
+
+
+def expected_statistics(model: LinearGaussian, sequences: Sequences, weights: Tensor) -> Statistics:
+    """The E-step, for (N,) weights of the sequences."""
+    found = posterior(model, sequences)
+    share = sequences.repeat_interleave(weights).to(found.mean)
+    one = found.mean.new_ones(len(found.mean), 1)
+    mean = torch.cat([found.mean, one], 1)
+    second = mean.unsqueeze(2) * mean.unsqueeze(1)
+    second[:, :-1, :-1] += found.cov
+    first = torch.zeros(len(mean), dtype=torch.bool, device=mean.device)
+    first[sequences.offsets[:-1][sequences.lengths > 0].to(mean.device)] = True
+    later = ~first
+    cross = found.mean[1:].unsqueeze(2) * mean[:-1].unsqueeze(1)
+    cross[:, :, :-1] += found.cross_cov[1:]
+    moved = (share * later)[1:]
+    there = (~sequences.values.isnan()).to(mean) * share.unsqueeze(1)  # (steps, D)
+    values = sequences.values.to(mean).nan_to_num(nan=0.0)
+    size = mean.shape[1]
+    return Statistics(
+        starts=((share * first) @ second.flatten(1)).view(size, size),
+        before=(moved @ second[:-1].flatten(1)).view(size, size),
+        across=(moved @ cross.flatten(1)).view(size - 1, size),
+        after=(moved @ second[1:, :-1, :-1].flatten(1)).view(size - 1, size - 1),
+        emitters=(there.T @ second.flatten(1)).view(-1, size, size),
+        products=(there * values).T @ mean,
+        squares=(there * values.square()).sum(0),
+    )
+
+
+def maximised(model: LinearGaussian, found: Statistics) -> LinearGaussian:
+    """The M-step (Shumway and Stoffer, 1982), with independent noise of the features; what no statistics speak of stays as it is."""
+    count = found.starts[-1, -1]
+    changed: dict[str, Tensor] = {}
+    if count > 0:
+        mean = found.starts[-1, :-1] / count
+        changed |= {"initial_mean": mean, "initial_cov": found.starts[:-1, :-1] / count - torch.outer(mean, mean)}
+    moves = found.before[-1, -1]
+    if moves > 0:
+        joint = torch.linalg.solve(found.before, found.across.T).T  # A and b side by side
+        noise = (found.after - joint @ found.across.T) / moves
+        changed |= {"transition": joint[:, :-1], "transition_offset": joint[:, -1], "transition_cov": (noise + noise.T) / 2}
+    seen = found.emitters[:, -1, -1] > 0
+    if bool(seen.any()):
+        joint = torch.linalg.solve(found.emitters[seen], found.products[seen].unsqueeze(2)).squeeze(2)
+        noise = (found.squares[seen] - (joint * found.products[seen]).sum(1)) / found.emitters[seen][:, -1, -1]
+        emission, offset, variance = model.emission.clone(), model.emission_offset.clone(), model.emission_cov.diagonal().clone()
+        emission[seen], offset[seen], variance[seen] = joint[:, :-1], joint[:, -1], noise
+        changed |= {"emission": emission, "emission_offset": offset, "emission_cov": variance.diag()}
+    better = model._replace(**changed)
+    if not bool((better.emission_cov.diagonal() > 0).all()):
+        feature = int(torch.nonzero(better.emission_cov.diagonal() <= 0)[0, 0])
+        raise ValueError(f"The noise of each feature must have a variance, but feature {feature} is explained without any. Use fewer entries of the state.")
+    return better
 
 
 def predict_next(model: LinearGaussian, sequences: Sequences) -> tuple[Tensor, Tensor]:
@@ -100,8 +173,9 @@ def predict_next(model: LinearGaussian, sequences: Sequences) -> tuple[Tensor, T
 def _filter(model: LinearGaussian, sequences: Sequences) -> _Filtered:
     _check(model, sequences)
     values = sequences.padded().to(model.initial_mean)  # (N, T, D)
+    kinds, kind = (~values.isnan()).unique(dim=0, return_inverse=True) if values.numel() else (values.new_zeros(0), torch.arange(len(values)))
     mean = model.initial_mean.expand(len(sequences), -1)
-    cov = model.initial_cov.expand(len(sequences), -1, -1)
+    cov = model.initial_cov.expand(len(kinds), -1, -1)
     identity, unit = torch.eye(mean.shape[1]).to(mean), torch.eye(values.shape[2]).to(mean)
     total = mean.new_zeros(len(sequences))
     predicted, updated = [], []
@@ -111,25 +185,26 @@ def _filter(model: LinearGaussian, sequences: Sequences) -> _Filtered:
             cov = model.transition @ cov @ model.transition.T + model.transition_cov
         predicted.append((mean, cov))
         # A missing entry becomes one of a noise of its own, whose value is its mean: it says nothing, and its density is left out below.
-        there = ~values[:, t].isnan()
+        there = kinds[:, t]
         emission = model.emission * there.unsqueeze(2)
         noise = torch.where(there.unsqueeze(2) & there.unsqueeze(1), model.emission_cov, unit)
-        surprise = torch.where(there, values[:, t], 0.0) - torch.where(there, mean @ model.emission.T + model.emission_offset, 0.0)
+        seen = there[kind]
+        surprise = torch.where(seen, values[:, t], 0.0) - torch.where(seen, mean @ model.emission.T + model.emission_offset, 0.0)
         factor = torch.linalg.cholesky(emission @ cov @ emission.mT + noise)
         gain = torch.cholesky_solve(emission @ cov, factor).mT
-        whitened = torch.linalg.solve_triangular(factor, surprise.unsqueeze(2), upper=False).squeeze(2)
-        log_det = 2 * factor.diagonal(dim1=1, dim2=2).log().sum(1)
-        total = total - (whitened.square().sum(1) + log_det + there.to(mean).sum(1) * math.log(2 * math.pi)) / 2
-        mean = mean + _times(gain, surprise)
+        whitened = _times(torch.linalg.solve_triangular(factor, unit, upper=False), surprise, kind)
+        of_kind = 2 * factor.diagonal(dim1=1, dim2=2).log().sum(1) + there.to(mean).sum(1) * math.log(2 * math.pi)
+        total = total - (whitened.square().sum(1) + of_kind[kind]) / 2
+        mean = mean + _times(gain, surprise, kind)
         kept = identity - gain @ emission
         cov = kept @ cov @ kept.mT + gain @ noise @ gain.mT  # Joseph's form stays symmetric and positive
         updated.append((mean, cov))
-    return _Filtered(total, predicted, updated)
+    return _Filtered(total, predicted, updated, kind)
 
 
-def _times(matrices: Tensor, vectors: Tensor) -> Tensor:
-    """(N, i, j), (N, j) -> (N, i)."""
-    return (matrices @ vectors.unsqueeze(2)).squeeze(2)
+def _times(matrices: Tensor, vectors: Tensor, kind: Tensor) -> Tensor:
+    """(U, i, j), (N, j) -> (N, i): each vector times the matrix of its kind."""
+    return vectors @ matrices[0].T if len(matrices) == 1 else (matrices[kind] @ vectors.unsqueeze(2)).squeeze(2)
 
 
 def _check(model: LinearGaussian, sequences: Sequences) -> None:

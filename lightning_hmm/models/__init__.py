@@ -6,6 +6,7 @@ from lightning_hmm.models.cloned import ClonedHMM
 from lightning_hmm.models.dense import DenseHMM, fair_num_states
 from lightning_hmm.models.dmc import DMCHMM
 from lightning_hmm.models.em import BaumWelchHMM
+from lightning_hmm.models.linear_gaussian import LinearGaussianHMM
 from lightning_hmm.models.neural import NeuralHMM
 from lightning_hmm.models.sequence_model import SequenceModel
 from lightning_hmm.models.standard import StandardHMM
@@ -17,6 +18,7 @@ __all__ = [
     "ClonedHMM",
     "DenseHMM",
     "KneserNey",
+    "LinearGaussianHMM",
     "NeuralHMM",
     "RecurrentNet",
     "SequenceModel",

@@ -8,23 +8,19 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
-from torchmetrics import MeanMetric
 
 from lightning_hmm.distributions.densities import DensityHead, Family, Gaussian
 from lightning_hmm.distributions.gaussian import data_location
-from lightning_hmm.inference import particle
 from lightning_hmm.inference.particle import Particles, Resampling, Streams
 from lightning_hmm.loading import generator
-from lightning_hmm.metrics import LogLikelihoodPerSymbol, PredictionError
 from lightning_hmm.models.neural_networks import Activation, Whole, Window, WindowedMLP, WindowKind
 from lightning_hmm.models.neural_rollout import Rollout
-from lightning_hmm.models.neural_state_space import Bound, Conditional, Observations, PathDensity, Units, first_log_prob
-from lightning_hmm.models.sequence_model import SequenceModel, check_counts
+from lightning_hmm.models.neural_state_space import Bound, Conditional, Observations, Units, first_log_prob
+from lightning_hmm.models.particle_em import ParticleEM, Schedule, Smoothing
+from lightning_hmm.models.sequence_model import check_counts
 from lightning_hmm.sequences import Sequences
 
 Mean = Literal["absolute", "residual"]
-Smoothing = Literal["backward", "genealogy"]
-Schedule = Literal["cosine", "constant"]
 _AT_ONCE = 4_000_000  # particles of all steps and sequences together that a question keeps at a time
 
 
@@ -52,10 +48,11 @@ class Prediction(NamedTuple):
     upper: Tensor
 
 
-class NeuralHMM(SequenceModel):
+class NeuralHMM(ParticleEM):
     r"""A hidden Markov model whose state is a vector and whose densities are networks.
 
-    .. math:: x_0 \sim \mu, \qquad x_t \sim q(\cdot \mid f(x_{t-1}, y_{t-\tau_t}, \dots, y_{t-1})), \qquad y_t \sim p(\cdot \mid g(x_t, y_{t-\tau_e}, \dots, y_{t-1}))
+    .. math:: x_0 \sim \mu, \quad x_t \sim q(\cdot \mid f(x_{t-1}, y_{t-\tau_t}, \dots, y_{t-1})), \quad
+        y_t \sim p(\cdot \mid g(x_t, y_{t-\tau_e}, \dots, y_{t-1}))
 
     Order 0 reads no observations. (Eq. 17 of the paper, with windows of :math:`\tau` observations; as printed, that of f would hold one more
     and could not be empty.) An E-step draws paths of the state given each sequence of a batch with a particle filter; `m_steps` steps of
@@ -141,8 +138,7 @@ class NeuralHMM(SequenceModel):
     ) -> None:
         if num_features is None:
             raise ValueError("`num_features` must be given: a neural HMM is for real vectors. For symbols use another model.")
-        check_counts(latent_dim=latent_dim, num_components=num_components, num_layers=num_layers, width=width, num_particles=num_particles)
-        check_counts(num_paths=num_paths, m_steps=m_steps)
+        check_counts(latent_dim=latent_dim, num_components=num_components, num_layers=num_layers, width=width)
         options: dict[str, tuple[str, Any]] = {
             "emission_mean": (emission_mean, Mean),
             "transition_mean": (transition_mean, Mean),
@@ -160,19 +156,27 @@ class NeuralHMM(SequenceModel):
         for name, order in {"emission_order": emission_order, "transition_order": transition_order, "fine_tuning_epochs": fine_tuning_epochs}.items():
             if not isinstance(order, int) or order < 0:
                 raise ValueError(f"`{name}` must be a whole number of at least 0, but is {order} instead.")
-        for name, number in {"latent_bound": latent_bound, "learning_rate": learning_rate, "gradient_clip": gradient_clip}.items():
-            if number is not None and not 0 < number < math.inf:
-                raise ValueError(f"`{name}` must be positive, but is {number} instead.")
-        for name, share in {"threshold": threshold, "e_step_fraction": e_step_fraction}.items():
-            if not 0 <= share <= 1 or (name == "e_step_fraction" and share == 0):
-                raise ValueError(f"`{name}` must be {'above 0 and at most 1' if name == 'e_step_fraction' else 'from 0 to 1'}, but is {share} instead.")
-        super().__init__(num_symbols=None, num_features=num_features, arithmetic=arithmetic)
+        if latent_bound is not None and not 0 < latent_bound < math.inf:
+            raise ValueError(f"`latent_bound` must be positive, but is {latent_bound} instead.")
+        super().__init__(
+            num_particles=num_particles,
+            num_paths=num_paths,
+            smoothing=smoothing,
+            resampling=resampling,
+            threshold=threshold,
+            m_steps=m_steps,
+            learning_rate=learning_rate,
+            schedule=schedule,
+            gradient_clip=gradient_clip,
+            e_step_fraction=e_step_fraction,
+            fine_tuning_epochs=fine_tuning_epochs,
+            seed=seed,
+            num_symbols=None,
+            num_features=num_features,
+            arithmetic=arithmetic,
+        )
         self.save_hyperparameters()
-        self.automatic_optimization = False  # several steps for each batch
         self.latent_dim, self.residual = latent_dim, emission_mean == "residual"
-        self.num_particles, self.num_paths, self.smoothing, self.resampling, self.threshold = num_particles, num_paths, smoothing, resampling, threshold
-        self.m_steps, self.learning_rate, self.schedule, self.gradient_clip = m_steps, learning_rate, schedule, gradient_clip
-        self.e_step_fraction, self.fine_tuning_epochs, self.seed = e_step_fraction, fine_tuning_epochs, seed
         dtype = getattr(torch, arithmetic)
         with torch.random.fork_rng(devices=[]):  # torch's modules draw from the global state
             torch.manual_seed(generator(seed, "start").initial_seed())
@@ -197,7 +201,6 @@ class NeuralHMM(SequenceModel):
         for name, start in {"centre": 0.0, "scale": 1.0, "change": 1.0}.items():
             self.register_buffer(name, torch.full((num_features,), start, dtype=torch.float64))
         self.register_buffer("located", torch.tensor(False))
-        self.val_error, self.test_error, self._effective_size, self._batch = PredictionError(), PredictionError(), MeanMetric(), 0
 
     def make_network(self, name: str, num_inputs: int, num_outputs: int) -> nn.Module | None:
         """The network of "transition" or "emission", from (..., num_inputs), the state and what a window comes to, to (..., num_outputs).
@@ -226,19 +229,6 @@ class NeuralHMM(SequenceModel):
         """The model as `inference.particle` asks it about some sequences."""
         return Bound(self, Observations(sequences, self.units, self.initial_mean.dtype))
 
-    def _filter(self, bound: Bound, streams: Streams, num_particles: int | None = None) -> Particles:
-        num_particles = num_particles or self.num_particles
-        return particle.filter(bound, bound.observations.lengths, num_particles, streams, resampling=self.resampling, threshold=self.threshold)
-
-    def _paths(self, particles: Particles, streams: Streams, num_paths: int) -> Tensor:
-        if self.smoothing == "backward":
-            return particle.backward_simulation(particles, num_paths, streams).states
-        return particle.genealogy(particles, num_paths, streams).states
-
-    def _streams(self, positions: Sequence[int], *words: int | str) -> Streams:
-        """One for each sequence, by its place among all: never by the rank, or by what else is beside it."""
-        return Streams([generator(self.seed, *words, position) for position in positions])
-
     # Questions to ask
 
     def _pieces(self, sequences: Any, num_particles: int | None = None) -> Iterator[tuple[Sequences, range]]:
@@ -266,8 +256,8 @@ class NeuralHMM(SequenceModel):
         found = []
         for piece, numbers in self._pieces(sequences, num_particles):
             bound = self.bind(piece)
-            estimates = [self._filter(bound, self._streams(numbers, "score", run), num_particles).log_evidence.double().sum(0) for run in range(runs)]
-            found.append(torch.stack(estimates))
+            particles = (self.filter_particles(bound, self.streams(numbers, "score", run), num_particles) for run in range(runs))
+            found.append(torch.stack([estimate.log_evidence.double().sum(0) for estimate in particles]))
         estimates = torch.cat(found, 1) if found else torch.zeros(runs, 0, dtype=torch.float64)
         mean = estimates.logsumexp(0) - math.log(runs)
         if not return_error:
@@ -281,8 +271,8 @@ class NeuralHMM(SequenceModel):
         num_paths = num_paths or 4 * self.num_paths
         sequences, paths = self.as_sequences(sequences), []
         for piece, numbers in self._pieces(sequences, num_particles):
-            found = self._filter(self.bind(piece), self._streams(numbers, "decode"), num_particles)
-            drawn = self._paths(found, self._streams(numbers, "decode", "paths"), num_paths)
+            found = self.filter_particles(self.bind(piece), self.streams(numbers, "decode"), num_particles)
+            drawn = self.draw_paths(found, self.streams(numbers, "decode", "paths"), num_paths)
             paths.append(piece.packed(drawn.transpose(0, 1)))
         packed = torch.cat(paths) if paths else torch.zeros(0, num_paths, self.latent_dim)
         return Decoded(sequences.with_values(packed.mean(1)), sequences.with_values(packed.var(1, correction=0)), packed)
@@ -307,11 +297,11 @@ class NeuralHMM(SequenceModel):
         sequences, found = self.as_sequences(sequences), []
         for piece, numbers in self._pieces(sequences, num_particles):
             bound = self.bind(piece)
-            particles = self._filter(bound, self._streams(numbers, "each"), num_particles)
-            found.append(piece.packed(self._expected(bound, particles, self._streams(numbers, "each", "ahead")).transpose(0, 1)))
+            particles = self.filter_particles(bound, self.streams(numbers, "each"), num_particles)
+            found.append(piece.packed(self.expected(bound, particles, self.streams(numbers, "each", "ahead")).transpose(0, 1)))
         return sequences.with_values(torch.cat(found) if found else torch.zeros(0, len(self.centre), dtype=torch.float64))
 
-    def _expected(self, bound: Bound, particles: Particles, streams: Streams) -> Tensor:
+    def expected(self, bound: Bound, particles: Particles, streams: Streams) -> Tensor:
         """(T, B, D) E[y_t | y_1:t-1] in float64."""
         observations, means = bound.observations, []
         for t in range(len(particles.states)):
@@ -335,8 +325,8 @@ class NeuralHMM(SequenceModel):
         found = []
         for piece, numbers in self._pieces(sequences, num_particles):
             bound = self.bind(piece)
-            particles = self._filter(bound, self._streams(numbers, "next"), num_particles)
-            streams = self._streams(numbers, "next", "ahead")
+            particles = self.filter_particles(bound, self.streams(numbers, "next"), num_particles)
+            streams = self.streams(numbers, "next", "ahead")
             run = Rollout.after(self, bound, particles, streams)
             for _ in range(steps):
                 emitted = run.step(streams)
@@ -356,11 +346,9 @@ class NeuralHMM(SequenceModel):
         streams = Streams([generator(seed, "sample", number) for number in range(num_sequences)])
         steps = [(run.step(streams).drawn, run.states) for _ in range(int(lengths.max()) if num_sequences else 0)]
         shape = Sequences.from_lengths(self.centre.new_zeros(int(lengths.sum()), len(self.centre)), lengths)
-        values, states = (
-            shape.with_values(shape.packed(torch.cat(parts, 1)) if steps else shape.values[:, :0])
-            for parts in (zip(*steps, strict=True) if steps else ((), ()))
-        )
-        return (values, states) if return_states else values
+        values, states = (torch.cat(parts, 1) for parts in zip(*steps, strict=True)) if steps else (torch.zeros(num_sequences, 0, 1) for _ in range(2))
+        drawn = shape.with_values(shape.packed(values))
+        return (drawn, shape.with_values(shape.packed(states))) if return_states else drawn
 
     # Training
 
@@ -379,126 +367,12 @@ class NeuralHMM(SequenceModel):
         self.change.copy_(_mean_square_change(sequences, scale))
         self.located.fill_(True)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=self.learning_rate, fused=self.device.type in ("cpu", "cuda"))
-
-    def on_fit_start(self) -> None:
-        super().on_fit_start()
-        self._effective_size.reset()
-        if self.initial_mean.dtype != getattr(torch, self.arithmetic):
-            raise ValueError(f"`precision` must be that of the networks' parameters, but is {self.arithmetic} instead. Give the model that `arithmetic`.")
-
     def on_train_start(self) -> None:
         if not bool(self.located):
             raise ValueError(
                 "Observations are in units of the training data, which a plain DataLoader does not show as a whole. "
                 "Call `model.initialise(sequences)` before training, or train with a datamodule or `lightning_hmm.fit`."
             )
-
-    @property
-    def _rate(self) -> float:
-        """The factor of the learning rate, by how much of the training is done."""
-        trainer = self.trainer
-        if self.schedule == "constant" or trainer.max_epochs is None or trainer.max_epochs < 1:
-            return 1.0
-        batches = float(trainer.num_training_batches)
-        done = (self.current_epoch + self._batch / batches) / trainer.max_epochs
-        return 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
-
-    @property
-    def _fine_tuning(self) -> bool:
-        last = self.trainer.max_epochs
-        return last is not None and last > 0 and self.current_epoch >= last - self.fine_tuning_epochs
-
-    def _chosen(self, batch: Sequences, batch_idx: int) -> tuple[Sequences, list[int]]:
-        """The sequences of this E-step, and their places in the batch of all ranks together."""
-        rank, world_size = self.trainer.global_rank, self.trainer.world_size
-        places = torch.arange(len(batch)) * world_size + rank
-        if self.e_step_fraction == 1 or self._fine_tuning:
-            return batch, places.tolist()
-        total = int(self._sum_over_ranks(torch.tensor(len(batch), device=self.device)))
-        order = torch.randperm(total, generator=generator(self.seed, "fraction", self.current_epoch, batch_idx))
-        drawn = torch.zeros(total, dtype=torch.bool)
-        drawn[order[: max(1, round(self.e_step_fraction * total))]] = True
-        return batch[drawn[places]], places[drawn[places]].tolist()
-
-    def training_step(self, batch: Sequences, batch_idx: int) -> None:
-        self._require_sequences(batch)
-        batch.check(None, self.num_features)
-        self._batch = batch_idx
-        batch, places = self._chosen(batch, batch_idx)
-        words = (self.current_epoch, batch_idx)
-        weights = torch.ones(len(batch), dtype=torch.float64, device=self.device) if batch.weights is None else batch.weights
-        with torch.no_grad():
-            bound = self.bind(batch)
-            particles = self._filter(bound, self._streams(places, "filter", *words))
-            paths = self._paths(particles, self._streams(places, "paths", *words), self.num_paths)
-        inside = bound.observations.inside
-        self.train_likelihood.update(particles.log_likelihood.double() @ weights, batch.num_observed())
-        self._effective_size.update(particles.effective_size[inside] / self.num_particles)
-        self._m_step(PathDensity(bound, paths, weights), float(self._sum_over_ranks(torch.as_tensor(batch.num_observed(), device=self.device))))
-
-    def _m_step(self, density: PathDensity, num_steps: float) -> None:
-        optimizer: Any = self.optimizers()
-        for group in optimizer.param_groups:
-            group["lr"] = self.learning_rate * self._rate
-        for step in range(self.m_steps):
-            _, gradients = density.gradient()
-            together = self._sum_over_ranks(torch.cat([gradient.flatten() for gradient in gradients])) / -max(num_steps, 1.0)
-            sizes = [gradient.numel() for gradient in gradients]
-            for parameter, gradient in zip(self.parameters(), together.split(sizes), strict=True):
-                parameter.grad = gradient.view_as(parameter).clone()
-            nn.utils.clip_grad_norm_(self.parameters(), self.gradient_clip)
-            # Lightning counts the last of them.
-            (optimizer if step == self.m_steps - 1 else optimizer.optimizer).step()
-
-    def _sum_over_ranks(self, value: Tensor) -> Tensor:
-        total: Tensor = self.trainer.strategy.reduce(value, reduce_op="sum")
-        return total
-
-    def on_train_epoch_end(self) -> None:
-        if self._effective_size.update_called:
-            self.log("train/effective_size", self._effective_size.compute())
-        self._effective_size.reset()
-        super().on_train_epoch_end()
-
-    # Validation, test, prediction
-
-    def _update(self, metric: LogLikelihoodPerSymbol, batch: Sequences) -> None:
-        self._evaluate(batch, 0, metric)
-
-    def _evaluate(self, batch: Sequences, batch_idx: int, likelihood: LogLikelihoodPerSymbol, error: PredictionError | None = None) -> None:
-        """The same random numbers each time, so that epochs differ by the model alone."""
-        self._require_sequences(batch)
-        batch.check(None, self.num_features)
-        rank, world_size = self.trainer.global_rank, self.trainer.world_size
-        places = range(rank, rank + world_size * len(batch), world_size)
-        with torch.no_grad():
-            bound = self.bind(batch)
-            particles = self._filter(bound, self._streams(places, "evaluate", batch_idx))
-            scores = particles.log_likelihood.double()
-            likelihood.update(scores.sum() if batch.weights is None else scores @ batch.weights, batch.num_observed())
-            if error is not None:
-                expected = self._expected(bound, particles, self._streams(places, "evaluate", "ahead", batch_idx))
-                error.update(batch.packed(expected.transpose(0, 1)), batch)
-
-    def validation_step(self, batch: Sequences, batch_idx: int) -> None:
-        self._evaluate(batch, batch_idx, self.val_likelihood, self.val_error)
-
-    def on_validation_epoch_end(self) -> None:
-        super().on_validation_epoch_end()
-        self._log_error("val", self.val_error)
-
-    def test_step(self, batch: Sequences, batch_idx: int) -> None:
-        self._evaluate(batch, batch_idx, self.test_likelihood, self.test_error)
-
-    def on_test_epoch_end(self) -> None:
-        super().on_test_epoch_end()
-        self._log_error("test", self.test_error)
-
-    def _log_error(self, part: str, metric: PredictionError) -> None:
-        self.log(f"{part}/prediction_error", metric.compute(), prog_bar=part == "val")
-        metric.reset()
 
     def predict_step(self, batch: Sequences, batch_idx: int) -> dict[str, Any]:
         """The smoothed state and what was expected at each step, and the log-likelihood of each sequence."""

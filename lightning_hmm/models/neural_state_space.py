@@ -8,7 +8,7 @@ T steps, B sequences, N particles, M paths, d entries of a state, D features. Ne
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -209,7 +209,7 @@ class PathDensity:
         return total, gradients
 
 
-def _split(rows: dict[str, Tensor | None], size: int) -> Iterator[dict[str, Any]]:
+def _split(rows: Mapping[str, Tensor | None], size: int) -> Iterator[dict[str, Any]]:
     """So many rows at a time; what has no rows, such as the inputs of a network that reads no window, stays whole."""
     assert rows["weights"] is not None
     num_rows = len(rows["weights"])
