@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import wave
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +171,7 @@ def figure_profiles(profiles: Tensor, chords: Tensor, clusters: np.ndarray, name
     for axes in (top, bottom):
         for edge in edges[1:-1]:
             axes.axvline(edge / frame_rate, color=COLOURS[1], linestyle="--", linewidth=1)
-    for first, last in zip(edges[:-1], edges[1:], strict=True):
+    for first, last in pairwise(edges):
         bottom.text((first + last) / 2 / frame_rate, clusters.max() + 0.35, names[int(chords[first])], ha="center", color=COLOURS[1])
     bottom.set_ylim(-0.4, clusters.max() + 0.8)
     bottom.spines[["top", "right"]].set_visible(False)

@@ -129,23 +129,29 @@ def figure(records: Records, features: list[int], latents: list[int], models: li
     return plot
 
 
-def tables(records: Records, d: int, latents: list[int], models: list[str]) -> dict[str, str]:
-    """Errors beside the paper's, and the shares of what could be gained that were not; mean and standard deviation over environments."""
+def tables(records: Records, d: int, latents: list[int], models: list[str], environments: list[int]) -> dict[str, str]:
+    """Errors beside the paper's, and the shares of what could be gained that were not; mean and standard deviation over environments.
+
+    Where not all environments were run, their number is in brackets.
+    """
     header = ["", *(f"d_h = {latent}" for latent in latents)]
-    floors = {record["environment"]: record["error"] for record in records.where(model="floor", d=d)}
-    still = [record["error"] for record in records.where(model="persistence", d=d)]
+    floors, still = ({run["environment"]: run["error"] for run in records.where(model=name, d=d)} for name in ("floor", "persistence"))
+
+    def cell(numbers: list[float]) -> str:
+        return mean_and_spread(numbers) + (f" ({len(numbers)})" if 0 < len(numbers) < len(environments) else "")
+
     errors, shares = [], []
     for name in models:
-        runs = [records.where(model=name, d=d, latent=latent) for latent in latents]
+        runs = [[run for run in records.where(model=name, d=d, latent=latent) if run["environment"] in environments] for latent in latents]
         if any(runs):
-            errors.append([NAMES[name], *(mean_and_spread([record["error"] for record in found]) for found in runs)])
-            lost = [[(record["error"] - floors[record["environment"]]) / (1 - floors[record["environment"]]) for record in found] for found in runs]
-            shares.append([NAMES[name], *map(mean_and_spread, lost)])
+            errors.append([NAMES[name], *(cell([run["error"] for run in found]) for found in runs)])
+            lost = [[(run["error"] - floors[run["environment"]]) / (1 - floors[run["environment"]]) for run in found] for found in runs]
+            shares.append([NAMES[name], *map(cell, lost)])
         if name in PAPER.get(d, {}):
             printed = dict(zip(LATENT, PAPER[d][name], strict=True))
             errors.append([f"{NAMES[name]}, paper", *(printed.get(latent, "-") for latent in latents)])
-    errors.append(["standing still", *[mean_and_spread(still)] * len(latents)])
-    errors.append(["floor: exact filter, targets known", *[mean_and_spread(list(floors.values()))] * len(latents)])
+    for name, found in (("standing still", still), ("floor: exact filter, targets known", floors)):
+        errors.append([name, *[cell([found[environment] for environment in environments])] * len(latents)])
     return {f"errors_d{d}": markdown_table(header, errors), f"shares_d{d}": markdown_table(header, shares)}
 
 
@@ -180,10 +186,10 @@ def main() -> None:
                 found = [record["error"] for record in records.where(model=name, d=d, latent=latent)]
                 print(f"d = {d}, d_h = {latent}, {NAMES[name]}: {mean_and_spread(found)}", flush=True)
     for d in args.features:
-        for name, table in tables(records, d, args.latent, args.models).items():
+        for name, table in tables(records, d, args.latent, args.models, args.environments).items():
             (args.out / f"{name}.md").write_text(table)
             print(name, table, sep="\n\n")
-    figure(records, args.features, args.latent, args.models).savefig(args.out / "figure.png", dpi=150)
+    figure(records, args.features, sorted(args.latent), args.models).savefig(args.out / "figure.png", dpi=150)
     print(f"Written to {args.out}: tables, figure.png, records.jsonl.")
 
 

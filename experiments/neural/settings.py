@@ -34,6 +34,7 @@ PLAIN = {"emission_order": 0, "transition_order": 0, "emission_mean": "absolute"
 FEATURES = {"depth": 2, "particles": 2, "share": 3}
 VALUES: dict[str, tuple[float, ...]] = {"depth": (0, 1, 2, 3, 4), "particles": (8, 32, 128, 512), "share": (0.05, 0.2, 0.5, 1.0)}
 VARIANTS = {"depth": ("order 0", "order (1, 2)"), "particles": ("order (1, 2)",), "share": ("alone", "fine-tuned")}
+MEASURES = {"error": "error", "log_likelihood": "log-likelihood", "seconds": "seconds"}
 TITLES = {"depth": "layers of the networks", "particles": "particles", "share": "share of the trajectories in an E-step"}
 
 
@@ -124,8 +125,10 @@ def main() -> None:
         rows = []
         for value in VALUES[kind]:
             runs = [records.where(kind=kind, variant=variant, value=value) for variant in VARIANTS[kind]]
-            rows.append([f"{value:g}", *(mean_and_spread([record[what] for record in found]) for found in runs for what in ("error", "log_likelihood", "seconds"))])
-        header = [TITLES[kind], *(f"{variant}: {what}" for variant in VARIANTS[kind] for what in ("error", "log-likelihood", "seconds"))]
+            rows.append(
+                [f"{value:g}", *(mean_and_spread([record[what] for record in found]) for found in runs for what in ("error", "log_likelihood", "seconds"))]
+            )
+        header = [TITLES[kind], *(f"{variant}: {what}" for variant in VARIANTS[kind] for what in MEASURES.values())]
         table = markdown_table(header, rows)
         (args.out / f"{kind}.md").write_text(table)
         print(table)

@@ -32,7 +32,7 @@ class Stack:
             model.initialise(drawn.train_sequences)
         named = [dict(model.named_parameters()) for model in models]
         self.parameters = {name: torch.stack([own[name].detach() for own in named]).requires_grad_() for name in named[0]}
-        self.train, self.val = ([self._standard(part) for part in ("train", "val")])
+        self.train, self.val = [self._standard(part) for part in ("train", "val")]
         self.residual = torch.tensor([float(model.residual) for model in models]).view(-1, 1, 1, 1)
 
     def _standard(self, part: str) -> Tensor:
@@ -63,7 +63,7 @@ class Stack:
 
     def _run(self, group: Tensor, inputs: Tensor) -> Tensor:
         """(E, N, T, 2 D) -> (E, N, T, hidden) of some of the networks: their cells are one with blocks of weights along the diagonal."""
-        networks, count, steps, _ = inputs.shape
+        networks, count = inputs.shape[:2]
         own = {name: self.parameters[f"cell.{name}_l0"][group] for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")}
         hidden, alone = own["weight_hh"].shape[2], torch.eye(networks)
         weights = []

@@ -11,6 +11,7 @@ logarithm of the step length. Spread over 5 runs with data or splits of their ow
 from __future__ import annotations
 
 import argparse
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +129,7 @@ def figure_tracks(data: GPSDataModule, clusters: np.ndarray, truth: np.ndarray, 
     assert data.std is not None
     assert data.state_names is not None
     places, offsets = (data.test_sequences.values * data.std + data.mean).numpy(), data.test_sequences.offsets.tolist()
-    stretches = [slice(first, last) for first, last in zip(offsets[:-1], offsets[1:], strict=True)]
+    stretches = [slice(first, last) for first, last in pairwise(offsets)]
     mixed = [rows for rows in stretches if 0.25 < truth[rows].mean() < 0.75][:count]
     plot = Figure(figsize=(11, 7), layout="constrained")
     for axes, rows in zip(plot.subplots(2, -(-count // 2)).flat, mixed, strict=False):
