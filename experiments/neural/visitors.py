@@ -30,9 +30,31 @@ from lightning_hmm.sequences import Sequences
 
 RUNS = 5
 SHORTEST = 1.0  # m, added to step lengths before their logarithm is taken
+TRAINING: dict[str, Any] = {"num_particles": 32, "num_paths": 2, "m_steps": 8, "learning_rate": 1e-2}
 OPTIONS: dict[str, dict[str, Any]] = {
-    "museum": {"latent_dim": 2, "epochs": 20},
-    "tracks": {"latent_dim": 2, "epochs": 20},
+    # A slow state in a bounded space. What the step before tells is given to the emission, so that the state need not hold it.
+    "museum": {
+        "latent_dim": 2,
+        "emission_order": 2,
+        "emission": "mixture",
+        "emission_log_variance": -1.0,
+        "transition_mean": "residual",
+        "transition_log_variance": -5.0,
+        "latent_bound": 2.0,
+        "epochs": 10,
+        **TRAINING,
+    },
+    # Tracks have no common map: the state alone says how far a step goes.
+    "tracks": {
+        "latent_dim": 1,
+        "emission_order": 0,
+        "emission_log_variance": -1.0,
+        "transition_mean": "residual",
+        "transition_log_variance": -4.0,
+        "latent_bound": 2.0,
+        "epochs": 5,
+        **TRAINING,
+    },
 }
 NAMES = {
     "neural": "neural HMM, k-means on its latents",
