@@ -24,6 +24,10 @@ EXPERIMENTS = [
     ["dmc.speed"],
     ["dmc.learning_curves", "--data", "accelerometer"],
     ["dmc.tradeoff", "--data", "anti"],
+    ["neural.guitar"],
+    ["neural.moving"],
+    ["neural.settings"],
+    ["neural.visitors", "museum"],
 ]
 
 

@@ -263,7 +263,7 @@ def main() -> None:
     torch.set_num_threads(1)
     out = args.out or Path("logs/experiments/neural/guitar") / ("plucked" if args.path is None else "recorded")
     if args.quick:
-        args.latent, args.runs = [5], [0]
+        args.latent, args.runs, args.models = [5], [0], ["prediction", "recovery", "lstm"]
         SIZES.update(num_sequences=20, recordings=10)
         RECURRENT["epochs"] = 1
         for options in OPTIONS.values():

@@ -34,7 +34,7 @@ SIZES: dict[str, Any] = {"num_sequences": 400, "val_fraction": 0.125, "test_frac
 NEURAL: dict[str, Any] = {"transition_order": 2, "num_particles": 32, "num_paths": 2, "m_steps": 8, "learning_rate": 1e-2}
 NEURAL_EPOCHS = {"small": 12, "large": 20}  # E-steps on 50 trajectories, 4 an epoch; for latent spaces of up to 5 dimensions, and of more
 TEST_PARTICLES = 128
-LINEAR_EPOCHS = 150
+LINEAR = {"max_epochs": 150}  # of exact EM
 RECURRENT: dict[str, Any] = {"epochs": 200, "patience": 15, "learning_rate": 5e-3}
 NAMES = {
     "neural": "neural HMM",
@@ -95,8 +95,8 @@ def neural(latent: int, data: MovingTargetDataModule) -> dict[str, float]:
 def linear(name: str, latent: int, data: MovingTargetDataModule) -> dict[str, float]:
     """The error of a linear-Gaussian model after a fixed number of exact EM steps."""
     model = LinearGaussianHMM(latent, data.num_features, of="increments" if "increments" in name else "positions", seed=data.seed)
-    seconds = timed_fit(model, data, LINEAR_EPOCHS, batch_size=None)
-    return {"error": test_error(model, data), "epochs": LINEAR_EPOCHS, "seconds": seconds}
+    seconds = timed_fit(model, data, LINEAR["max_epochs"], batch_size=None)
+    return {"error": test_error(model, data), "epochs": LINEAR["max_epochs"], "seconds": seconds}
 
 
 def test_error(model: Any, data: MovingTargetDataModule, **options: Any) -> float:
@@ -167,6 +167,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if args.quick:
         args.features, args.latent, args.environments = [3], [2], [0]
+        LINEAR["max_epochs"] = 2
         SIZES.update(num_sequences=20, length=20)
         RECURRENT["epochs"] = NEURAL_EPOCHS["small"] = 2
     records = Records(args.out / "records.jsonl")

@@ -20,7 +20,7 @@ import torch
 from matplotlib.figure import Figure
 
 from datamodules import MovingTargetDataModule
-from experiments.neural.moving import LINEAR_EPOCHS, NEURAL, SIZES, make_data, test_error
+from experiments.neural.moving import LINEAR, NEURAL, SIZES, make_data, test_error
 from experiments.neural.training import mean_and_spread, timed_fit
 from experiments.records import Records, markdown_table
 from lightning_hmm.models import LinearGaussianHMM, NeuralHMM
@@ -44,7 +44,7 @@ def measure(kind: str, variant: str, value: float, data: MovingTargetDataModule)
     epochs, batch_size = EPOCHS[kind], None if kind == "share" else 50
     if kind == "depth" and value == 0:
         model: Any = LinearGaussianHMM(LATENT, data.num_features, of="positions" if variant == "order 0" else "increments", seed=data.seed)
-        epochs, batch_size = LINEAR_EPOCHS, None
+        epochs, batch_size = LINEAR["max_epochs"], None
     else:
         if kind == "depth":
             options |= {"num_layers": int(value), **(PLAIN if variant == "order 0" else {})}
@@ -113,6 +113,7 @@ def main() -> None:
         args.environments = [0]
         SIZES.update(num_sequences=20, length=15)
         EPOCHS.update(dict.fromkeys(EPOCHS, 1))
+        LINEAR["max_epochs"] = 2
         VALUES.update(depth=(0, 2), particles=(8,), share=(0.5,))
     records = Records(args.out / "records.jsonl")
     for environment in args.environments:
