@@ -8,6 +8,7 @@ from lightning_hmm.models.dmc import DMCHMM
 from lightning_hmm.models.em import BaumWelchHMM
 from lightning_hmm.models.linear_gaussian import LinearGaussianHMM
 from lightning_hmm.models.neural import NeuralHMM
+from lightning_hmm.models.neural_discrete import NeuralDiscreteHMM
 from lightning_hmm.models.sequence_model import SequenceModel
 from lightning_hmm.models.standard import StandardHMM
 
@@ -19,6 +20,7 @@ __all__ = [
     "DenseHMM",
     "KneserNey",
     "LinearGaussianHMM",
+    "NeuralDiscreteHMM",
     "NeuralHMM",
     "RecurrentNet",
     "SequenceModel",

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hmm.distributions.densities import DensityHead, Family, Gaussian
-from lightning_hmm.distributions.gaussian import data_location
 from lightning_hmm.inference.particle import Particles, Resampling, Streams
 from lightning_hmm.loading import generator
 from lightning_hmm.models.neural_networks import Activation, Whole, Window, WindowedMLP, WindowKind
 from lightning_hmm.models.neural_rollout import Rollout
-from lightning_hmm.models.neural_state_space import Bound, Conditional, Observations, Units, first_log_prob
+from lightning_hmm.models.neural_state_space import Bound, Conditional
+from lightning_hmm.models.neural_units import InUnits
 from lightning_hmm.models.particle_em import ParticleEM, Schedule, Smoothing
 from lightning_hmm.models.sequence_model import check_counts
 from lightning_hmm.sequences import Sequences
@@ -48,7 +48,7 @@ class Prediction(NamedTuple):
     upper: Tensor
 
 
-class NeuralHMM(ParticleEM):
+class NeuralHMM(InUnits, ParticleEM):
     r"""A hidden Markov model whose state is a vector and whose densities are networks.
 
     .. math:: x_0 \sim \mu, \quad x_t \sim q(\cdot \mid f(x_{t-1}, y_{t-\tau_t}, \dots, y_{t-1})), \quad
@@ -98,11 +98,6 @@ class NeuralHMM(ParticleEM):
     References:
         Jarboui, Perchet: Unsupervised neural hidden Markov models with a continuous latent state space, 2021.
     """
-
-    centre: Tensor
-    scale: Tensor
-    change: Tensor
-    located: Tensor
 
     def __init__(
         self,
@@ -176,7 +171,7 @@ class NeuralHMM(ParticleEM):
             arithmetic=arithmetic,
         )
         self.save_hyperparameters()
-        self.latent_dim, self.residual = latent_dim, emission_mean == "residual"
+        self.latent_dim = latent_dim
         dtype = getattr(torch, arithmetic)
         with torch.random.fork_rng(devices=[]):  # torch's modules draw from the global state
             torch.manual_seed(generator(seed, "start").initial_seed())
@@ -196,11 +191,7 @@ class NeuralHMM(ParticleEM):
                 parts[name] = Conditional(past, network, head, residual=name == "transition" and transition_mean == "residual")
         self.transition, self.emission = parts["transition"], parts["emission"]
         self.initial_mean, self.initial_log_variance = (nn.Parameter(torch.zeros(latent_dim, dtype=dtype)) for _ in range(2))
-        if self.residual:  # the first value of a feature is no change
-            self.first_mean, self.first_log_variance = (nn.Parameter(torch.zeros(num_features, dtype=dtype)) for _ in range(2))
-        for name, start in {"centre": 0.0, "scale": 1.0, "change": 1.0}.items():
-            self.register_buffer(name, torch.full((num_features,), start, dtype=torch.float64))
-        self.register_buffer("located", torch.tensor(False))
+        self._make_units(emission_mean == "residual", dtype)
 
     def make_network(self, name: str, num_inputs: int, num_outputs: int) -> nn.Module | None:
         """The network of "transition" or "emission", from (..., num_inputs), the state and what a window comes to, to (..., num_outputs).
@@ -215,19 +206,8 @@ class NeuralHMM(ParticleEM):
         mean = self.initial_mean.expand(num_sequences, num_particles, -1)
         return Gaussian(mean, (0.5 * self.initial_log_variance).exp())
 
-    def first_log_prob(self, observations: Observations) -> Tensor:
-        """(T, B)."""
-        if not self.residual:
-            return observations.targets.new_zeros(observations.targets.shape[:2])
-        return first_log_prob(observations, self.first_mean, self.first_log_variance)
-
-    @property
-    def units(self) -> Units:
-        return Units(self.centre, self.scale.sqrt(), self.change.sqrt(), self.residual)
-
     def bind(self, sequences: Sequences) -> Bound:
-        """The model as `inference.particle` asks it about some sequences."""
-        return Bound(self, Observations(sequences, self.units, self.initial_mean.dtype))
+        return Bound(self, self.observations(sequences))
 
     # Questions to ask
 
@@ -311,11 +291,6 @@ class NeuralHMM(ParticleEM):
         mean = torch.stack(means).double() if means else observations.base[:0]
         return self.in_data_units(mean, observations.base[:-1], observations.unseen[:-1])
 
-    def in_data_units(self, mean: Tensor, base: Tensor, unseen: Tensor) -> Tensor:
-        """Means of observations, from those of what the emission describes; the first ones' where nothing was seen before."""
-        mean = base + self.units.emitted * mean
-        return torch.where(unseen, self.centre + self.units.scale * self.first_mean.double(), mean) if self.residual else mean
-
     @torch.no_grad()
     def predict_next(self, sequences: Any, steps: int = 1, level: float = 0.9, num_particles: int | None = None) -> Prediction:
         """The observation `steps` after the end of each sequence: mean and variance, and bounds that hold `level` of the probability."""
@@ -350,39 +325,6 @@ class NeuralHMM(ParticleEM):
         drawn = shape.with_values(shape.packed(values))
         return (drawn, shape.with_values(shape.packed(states))) if return_states else drawn
 
-    # Training
-
-    @property
-    def starts_from_data(self) -> bool:
-        return not bool(self.located)
-
-    def initialise(self, sequences: Sequences) -> None:
-        """Takes the units of observations and of their changes from the data."""
-        sequences.check(None, self.num_features)
-        if not bool((sequences.lengths > 1).any()):
-            raise ValueError("Sequences must have at least two steps somewhere for a transition to be learned, but each has one step or none.")
-        centre, scale = data_location(sequences)
-        self.centre.copy_(centre)
-        self.scale.copy_(scale)
-        self.change.copy_(_mean_square_change(sequences, scale))
-        self.located.fill_(True)
-
-    def on_train_start(self) -> None:
-        if not bool(self.located):
-            raise ValueError(
-                "Observations are in units of the training data, which a plain DataLoader does not show as a whole. "
-                "Call `model.initialise(sequences)` before training, or train with a datamodule or `lightning_hmm.fit`."
-            )
-
     def predict_step(self, batch: Sequences, batch_idx: int) -> dict[str, Any]:
         """The smoothed state and what was expected at each step, and the log-likelihood of each sequence."""
         return {"latents": self.latents(batch), "predictions": self.predict_each(batch), "log_likelihood": self.score(batch)}
-
-
-def _mean_square_change(sequences: Sequences, scale: Tensor) -> Tensor:
-    """(D,) of a feature from one step to the next; the variance of the feature where it is never seen to change."""
-    padded = sequences.padded().double().cpu()
-    changes = (padded[:, 1:] - padded[:, :-1]).flatten(0, 1)
-    there = ~changes.isnan()
-    square = torch.where(there, changes, 0.0).square().sum(0) / there.sum(0).clamp(min=1)
-    return torch.where(square > 0, square, scale)

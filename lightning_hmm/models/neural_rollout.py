@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_hmm.inference import particle
 from lightning_hmm.inference.particle import Particles, Streams
 from lightning_hmm.models.neural_networks import Entries
-from lightning_hmm.models.neural_state_space import Bound, Conditional
+from lightning_hmm.models.neural_state_space import Bound, Conditional, Observations
 
 
 class Emitted(NamedTuple):
@@ -49,19 +49,30 @@ class Rollout:
     @classmethod
     def from_scratch(cls, model: Any, bound: Bound, num_particles: int) -> Rollout:
         """With the past of the sequences, but states that are yet to be drawn."""
-        observations, lengths = bound.observations, bound.observations.lengths
+        order = max(model.transition.window.order, model.emission.window.order, 1)
+        return cls.following(model, bound.observations, bound.initial(num_particles).mean, order)
+
+    @classmethod
+    def following(cls, model: Any, observations: Observations, states: Tensor, order: int) -> Rollout:
+        """With given states, and windows of `order` observations before the ends of sequences."""
+        lengths, num_particles = observations.lengths, states.shape[1]
         rows = torch.arange(len(lengths), device=lengths.device)
-        past = observations.entries.windows(max(model.transition.window.order, model.emission.window.order, 1))
+        past = observations.entries.windows(order)
         entries = Entries(*(part[lengths, rows].unsqueeze(1).expand(-1, num_particles, -1, -1) for part in past))
         base, unseen = (part[lengths, rows].unsqueeze(1).expand(-1, num_particles, -1) for part in (observations.base, observations.unseen))
-        return cls(model, bound.initial(num_particles).mean, entries, base, unseen, lengths == 0)
+        return cls(model, states, entries, base, unseen, lengths == 0)
 
     def step(self, streams: Streams) -> Emitted:
         """Draws the next states, and observations that later windows hold."""
-        model, units = self.model, self.model.units
+        model = self.model
         moved = model.transition(self.states, self._prepared(model.transition)).sample(streams)
         first = model.initial_density(*moved.shape[:2]).sample(streams)
         self.states, self.empty = torch.where(self.empty.view(-1, 1, 1), first, moved), torch.zeros_like(self.empty)
+        return self.emit(streams)
+
+    def emit(self, streams: Streams) -> Emitted:
+        """The same for states that are there already."""
+        model, units = self.model, self.model.units
         density = model.emission(self.states, self._prepared(model.emission))
         mean, variance = model.in_data_units(density.mean.double(), self.base, self.unseen), density.variance.double() * units.emitted.square()
         drawn = self.base + units.emitted * density.sample(streams).double()
