@@ -34,7 +34,7 @@ SIZES: dict[str, Any] = {"num_sequences": 400, "val_fraction": 0.125, "test_frac
 NEURAL: dict[str, Any] = {"transition_order": 2, "num_particles": 32, "num_paths": 2, "m_steps": 8, "learning_rate": 1e-2}
 NEURAL_EPOCHS = {"small": 12, "large": 20}  # E-steps on 50 trajectories, 4 an epoch; for latent spaces of up to 5 dimensions, and of more
 TEST_PARTICLES = 128
-LINEAR = {"max_epochs": 150}  # of exact EM
+LINEAR = {"max_epochs": 40}  # of exact EM
 RECURRENT: dict[str, Any] = {"epochs": 200, "patience": 15, "learning_rate": 5e-3}
 NAMES = {
     "neural": "neural HMM",

@@ -2,8 +2,9 @@
 
 ``python -m experiments.neural.settings`` (``--only depth``, ``particles`` or ``share`` for one of them)
 
-Depth (1a): networks of 1 to 4 layers, and the linear-Gaussian model by exact EM as depth 0; on positions alone, as the paper prints
-eq. 1, and with the observation before at hand. Particles (1c): 8 to 512. Share (1d): 100 E-steps on a random part of the
+Depth (1a): networks of 1 to 4 layers; with a continuous state on positions alone, as the paper prints eq. 1, and with the last
+observations at hand, and with 5 discrete states. Depth 0 is the linear-Gaussian model on positions and on increments, and the Gaussian
+HMM, each by exact EM. Particles (1c): 8 to 512. Share (1d): 100 E-steps on a random part of the
 trajectories, with and without 5 more on all of them. Errors of prediction and log-likelihoods a step on test data, over environments that
 Table 1 has too. Figure 2 shows some of the data.
 """
@@ -18,46 +19,61 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from torch import Tensor
 
 from datamodules import MovingTargetDataModule
-from experiments.neural.moving import LINEAR, NEURAL, SIZES, make_data, test_error
-from experiments.neural.training import mean_and_spread, timed_fit
+from experiments.neural.moving import LINEAR, NEURAL, SIZES, make_data
+from experiments.neural.training import mean_and_spread, prediction_error, timed_fit
 from experiments.records import Records, markdown_table
-from lightning_hmm.models import LinearGaussianHMM, NeuralHMM
+from lightning_hmm.models import LinearGaussianHMM, NeuralDiscreteHMM, NeuralHMM, StandardHMM
 from lightning_hmm.plots import COLOURS
+from lightning_hmm.sequences import Sequences
 
 ENVIRONMENTS = 3
-LATENT = 5
+LATENT, STATES = 5, 5
 EPOCHS = {"depth": 12, "particles": 12, "share": 100}
 FINE_TUNING = 5
 PLAIN = {"emission_order": 0, "transition_order": 0, "emission_mean": "absolute"}  # eq. 1 to the letter
 FEATURES = {"depth": 2, "particles": 2, "share": 3}
 VALUES: dict[str, tuple[float, ...]] = {"depth": (0, 1, 2, 3, 4), "particles": (8, 32, 128, 512), "share": (0.05, 0.2, 0.5, 1.0)}
-VARIANTS = {"depth": ("order 0", "order (1, 2)"), "particles": ("order (1, 2)",), "share": ("alone", "fine-tuned")}
+VARIANTS = {"depth": ("order 0", "order (1, 2)", "discrete"), "particles": ("order (1, 2)",), "share": ("alone", "fine-tuned")}
 MEASURES = {"error": "error", "log_likelihood": "log-likelihood", "seconds": "seconds"}
 TITLES = {"depth": "layers of the networks", "particles": "particles", "share": "share of the trajectories in an E-step"}
 
 
-def measure(kind: str, variant: str, value: float, data: MovingTargetDataModule) -> dict[str, float]:
-    """Trains a model with one setting changed and gives its error and its log-likelihood per step on test data."""
-    options = dict(NEURAL)
-    epochs, batch_size = EPOCHS[kind], None if kind == "share" else 50
+def make_model(kind: str, variant: str, value: float, data: MovingTargetDataModule) -> tuple[Any, int, int | None]:
+    """A model with one setting changed, the epochs to train it for, and trajectories in a batch."""
+    num_features, seed = data.num_features, data.seed
     if kind == "depth" and value == 0:
-        model: Any = LinearGaussianHMM(LATENT, data.num_features, of="positions" if variant == "order 0" else "increments", seed=data.seed)
-        epochs, batch_size = LINEAR["max_epochs"], None
+        if variant == "discrete":
+            return StandardHMM(STATES, emission="gaussian", num_features=num_features, seed=seed), LINEAR["max_epochs"], None
+        return LinearGaussianHMM(LATENT, num_features, of="positions" if variant == "order 0" else "increments", seed=seed), LINEAR["max_epochs"], None
+    if variant == "discrete":
+        return NeuralDiscreteHMM(STATES, num_features, num_layers=int(value), m_steps=8, learning_rate=1e-2, seed=seed), EPOCHS[kind], 50
+    options, more = dict(NEURAL), FINE_TUNING if variant == "fine-tuned" else 0
+    if kind == "depth":
+        options |= {"num_layers": int(value), **(PLAIN if variant == "order 0" else {})}
+    elif kind == "particles":
+        options["num_particles"] = int(value)
     else:
-        if kind == "depth":
-            options |= {"num_layers": int(value), **(PLAIN if variant == "order 0" else {})}
-        elif kind == "particles":
-            options["num_particles"] = int(value)
-        else:
-            more = FINE_TUNING if variant == "fine-tuned" else 0
-            options |= {"e_step_fraction": value, "fine_tuning_epochs": more, "m_steps": 4}
-            epochs += more
-        model = NeuralHMM(LATENT, data.num_features, seed=data.seed, **options)
+        options |= {"e_step_fraction": value, "fine_tuning_epochs": more, "m_steps": 4}
+    return NeuralHMM(LATENT, num_features, seed=seed, **options), EPOCHS[kind] + more, None if kind == "share" else 50
+
+
+def measure(kind: str, variant: str, value: float, data: MovingTargetDataModule) -> dict[str, float]:
+    """Trains a model and gives its error and its log-likelihood per step on test data."""
+    model, epochs, batch_size = make_model(kind, variant, value, data)
     seconds = timed_fit(model, data, epochs, batch_size)
     test = data.test_sequences
-    return {"error": test_error(model, data), "log_likelihood": float(model.score(test).sum()) / test.num_steps, "seconds": seconds}
+    predictions = of_prefixes(model, test) if isinstance(model, StandardHMM) else model.predict_each(test)
+    return {"error": prediction_error(predictions, test), "log_likelihood": float(model.score(test).sum()) / test.num_steps, "seconds": seconds}
+
+
+def of_prefixes(model: StandardHMM, sequences: Sequences) -> Tensor:
+    """(steps, D) what is expected at each step from those before it; the first of a sequence, which does not count, from itself."""
+    prefixes = Sequences.from_list([sequence[: max(1, length)] for sequence in sequences for length in range(len(sequence))])
+    mean: Tensor = model.predict_next(prefixes).mean
+    return mean
 
 
 def settings(kinds: list[str]) -> Iterator[tuple[str, str, float]]:
