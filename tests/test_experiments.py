@@ -6,10 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from datamodules import MovingTargetDataModule
+from experiments.neural.guitar import cluster_sounds
 from experiments.neural.side_by_side import Stack
 from experiments.records import Records
 from lightning_hmm import fit
@@ -60,6 +62,16 @@ def test_networks_side_by_side_learn_what_each_would_alone(cell):
         metric.update(model.predict_each(data[seed].val_sequences).values, data[seed].val_sequences)
         assert float(errors[seed]) == pytest.approx(float(metric.compute()), rel=1e-5)
     assert epochs.tolist() == [1, 1, 1]
+
+
+def test_sounds_of_clusters_are_the_sound():
+    sound = [torch.ones(8 + 4 * 9), torch.ones(8 + 4 * 4)]  # windows of 8 samples, 4 apart: 10 and 5 frames
+    clusters = np.array([0] * 6 + [1] * 9)
+    found = cluster_sounds(sound, clusters, window=8, hop=4)
+    torch.testing.assert_close((found[0] + found[1])[2:-2], torch.ones(64))  # it fades in and out at the ends
+    assert torch.equal(found[0][4:20], torch.ones(16))
+    assert torch.equal(found[1][32:64], torch.ones(32))
+    assert found[1][:20].sum() == found[0][32:].sum() == 0
 
 
 def test_records_survive_a_half_written_line(tmp_path):
