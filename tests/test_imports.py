@@ -19,6 +19,7 @@ ORDER = [
     "graphs",
     "models",
     "plots",
+    "latent_plots",
     "callbacks",
     "training",
     "cli",

@@ -13,13 +13,15 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from lightning_hmm import plots
+from lightning_hmm import latent_plots, plots
 from lightning_hmm.sequences import Sequences
 
 _MAX_SEQUENCES = 256
 _MAX_POSTERIOR = 2_000_000  # entries, steps times states: 16 MB
 _MAX_PAIRED = 2000  # symbols: their pairs are 32 MB
 _MAX_STATIONARY = 1000  # states: beyond them the cubic cost shows
+_MAX_TRACKS = 32  # sequences that particles are run along for a figure
+_WITHIN_90 = 1.645  # standard deviations of a Gaussian that hold 90 %
 
 
 class Figures(Callback):
@@ -33,6 +35,8 @@ class Figures(Callback):
     - ``figures/composition``: where probabilities are made of vectors, those and these before training and now. At the end the
       vectors go to TensorBoard's projector, with the names of states and symbols.
     - ``figures/cooccurrences``: where a model fits the frequencies of symbol pairs, those of data and model.
+    - ``figures/effective_size``, ``figures/latents`` and ``figures/predictions``: where particles stand for a continuous state, how many of them count, the
+      smoothed states of some data by cluster, and one sequence beside what was expected of it.
 
     A figure that a model has no numbers for is left out. The step is the number of EM updates.
 
@@ -40,13 +44,14 @@ class Figures(Callback):
         every_n_epochs: about half a second is spent on each set of figures, which may be far more than an epoch takes. If
             not given, the epochs double: EM changes most in its first steps.
         max_labels: how many symbols, states or features are labelled on an axis.
+        num_clusters: of a continuous state.
     """
 
-    def __init__(self, every_n_epochs: int | None = None, max_labels: int = 40) -> None:
-        for name, value in {"every_n_epochs": every_n_epochs, "max_labels": max_labels}.items():
+    def __init__(self, every_n_epochs: int | None = None, max_labels: int = 40, num_clusters: int = 5) -> None:
+        for name, value in {"every_n_epochs": every_n_epochs, "max_labels": max_labels, "num_clusters": num_clusters}.items():
             if value is not None and value < 1:
                 raise ValueError(f"`{name}` must be at least 1, but is {value} instead.")
-        self.every_n_epochs, self.max_labels = every_n_epochs, max_labels
+        self.every_n_epochs, self.max_labels, self.num_clusters = every_n_epochs, max_labels, num_clusters
         # By epoch, counted from 1: training log-likelihoods of all restarts, validation log-likelihood of the chosen one.
         self.train: dict[int, list[float]] = {}
         self.val: dict[int, float] = {}
@@ -122,11 +127,26 @@ class Figures(Callback):
         target = getattr(model, "target_cooccurrences", None)
         if target is not None and len(target) <= _MAX_PAIRED:
             yield "cooccurrences", plots.cooccurrences(target, model.cooccurrences, _symbol_names(model), self.max_labels)
+        if hasattr(model, "track"):
+            yield from self._latent_figures(model)
         epochs = sorted(self.train.keys() | self.val.keys())
         if epochs:
             unknown = [np.nan] * model.restarts
             train, val = [self.train.get(epoch, unknown) for epoch in epochs], [self.val.get(epoch, np.nan) for epoch in epochs]
             yield "convergence", plots.convergence(epochs, train, val, int(model.chosen))
+
+    def _latent_figures(self, model: Any) -> Iterator[tuple[str, Figure]]:
+        excerpt = self._excerpts.get("validation", self._excerpts.get("training"))
+        excerpt = None if excerpt is None else excerpt[:_MAX_TRACKS]
+        if excerpt is None or not excerpt.num_steps:
+            return
+        track = model.track(excerpt)
+        yield "effective_size", latent_plots.effective_size(track.effective_size.values, excerpt.lengths)
+        clusters = model.cluster_latents(excerpt, min(self.num_clusters, excerpt.num_steps))
+        yield "latents", latent_plots.latents(model.latents(excerpt).values, clusters.values, excerpt.lengths)
+        longest = int(excerpt.lengths.argmax())
+        mean, half = track.mean[longest], _WITHIN_90 * track.variance[longest].sqrt()
+        yield "predictions", latent_plots.predictions(excerpt[longest], mean, mean - half, mean + half, 0.9)
 
     def _emissions(self, model: Any, share: np.ndarray | None) -> Figure | None:
         probs = _matrix(model, "emission_probs")

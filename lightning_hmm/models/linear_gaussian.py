@@ -175,7 +175,9 @@ class LinearGaussianHMM(SequenceModel):
         if num_sequences < 0 or bool((lengths < 0).any()):
             raise ValueError(f"`num_sequences` and `length` must not be negative, but are {num_sequences} and {length} instead.")
         model, random, longest = self.parameters_in_units, torch.Generator().manual_seed(seed), int(lengths.max()) if num_sequences else 0
-        noise, states, values = torch.randn(longest, num_sequences, self.latent_dim + len(self.centre), dtype=torch.float64, generator=random), [], []
+        noise = torch.randn(longest, num_sequences, self.latent_dim + len(self.centre), dtype=torch.float64, generator=random)
+        states: list[Tensor] = []
+        values: list[Tensor] = []
         factors = [torch.linalg.cholesky(cov) for cov in (model.initial_cov, model.transition_cov, model.emission_cov)]
         for t in range(longest):
             inner, outer = noise[t].split([self.latent_dim, len(self.centre)], 1)

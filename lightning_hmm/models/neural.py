@@ -39,6 +39,14 @@ class Decoded(NamedTuple):
     paths: Tensor
 
 
+class Track(NamedTuple):
+    """Of each step: effective_size, (steps, 1), the share of particles that count; mean and variance, (steps, D), of p(y_t | y_1:t-1)."""
+
+    effective_size: Sequences
+    mean: Sequences
+    variance: Sequences
+
+
 class Prediction(NamedTuple):
     """(N, D) moments of the predicted observation, and the bounds between which each of its entries is to be expected."""
 
@@ -212,13 +220,8 @@ class NeuralHMM(InUnits, ParticleEM):
     # Questions to ask
 
     def _pieces(self, sequences: Any, num_particles: int | None = None) -> Iterator[tuple[Sequences, range]]:
-        """The sequences, fit for the model, so many at a time that their particles fit into memory, and their numbers."""
+        """The sequences, so many at a time that their particles fit into memory, and their numbers."""
         sequences = self.as_sequences(sequences)
-        sequences.check(None, self.num_features)
-        if not bool(self.located):
-            raise ValueError(
-                "The model must have been trained, or `initialise(sequences)` called, before it can be asked: its units are those of training data."
-            )
         longest = int(sequences.lengths.max()) if len(sequences) else 0
         size = max(1, _AT_ONCE // (max(longest, 1) * (num_particles or self.num_particles)))
         for first in range(0, len(sequences), size):
@@ -271,25 +274,43 @@ class NeuralHMM(InUnits, ParticleEM):
         found = KMeans(num_clusters, n_init=10, random_state=self.seed).fit_predict(latents.values.double().cpu().numpy())
         return latents.with_values(torch.as_tensor(found, dtype=torch.int64))
 
+    def expected(self, bound: Bound, particles: Particles, streams: Streams) -> Tensor:
+        return self._moments(bound, particles, streams)[0]
+
+    def _moments(self, bound: Bound, particles: Particles, streams: Streams) -> tuple[Tensor, Tensor]:
+        """(T, B, D) mean and variance of p(y_t | y_1:t-1), in float64: those of the emissions of states drawn one step ahead."""
+        observations, means, variances = bound.observations, [], []
+        for t in range(len(particles.states)):
+            density = particles.transitions[t - 1] if t else bound.initial(particles.states.shape[2])
+            weights = particles.log_weights[t - 1].exp() if t else torch.full_like(particles.log_weights[0], 1 / particles.states.shape[2])
+            emission = bound.emission(t, density.sample(streams))
+            mean = (weights.unsqueeze(2) * emission.mean).sum(1)
+            means.append(mean)
+            variances.append((weights.unsqueeze(2) * (emission.variance + (emission.mean - mean.unsqueeze(1)).square())).sum(1))
+        mean, variance = (torch.stack(part).double() if part else observations.base[:0] for part in (means, variances))
+        unseen, variance = observations.unseen[:-1], variance * self.units.emitted.square()
+        if self.residual:
+            variance = torch.where(unseen, self.units.scale.square() * self.first_log_variance.double().exp(), variance)
+        return self.in_data_units(mean, observations.base[:-1], unseen), variance
+
     @torch.no_grad()
-    def predict_each(self, sequences: Any, num_particles: int | None = None) -> Sequences:
-        """(steps, D) what is expected at each step from those before it."""
+    def track(self, sequences: Any, num_particles: int | None = None) -> Track:
+        """What the filter found of each step: the share of particles that count, and the moments of the observation before it was seen."""
         sequences, found = self.as_sequences(sequences), []
         for piece, numbers in self._pieces(sequences, num_particles):
             bound = self.bind(piece)
             particles = self.filter_particles(bound, self.streams(numbers, "each"), num_particles)
-            found.append(piece.packed(self.expected(bound, particles, self.streams(numbers, "each", "ahead")).transpose(0, 1)))
-        return sequences.with_values(torch.cat(found) if found else torch.zeros(0, len(self.centre), dtype=torch.float64))
+            parts = (
+                particles.effective_size.unsqueeze(2) / particles.states.shape[2],
+                *self._moments(bound, particles, self.streams(numbers, "each", "ahead")),
+            )
+            found.append([piece.packed(part.transpose(0, 1)) for part in parts])
+        none = self.centre.new_zeros(0, len(self.centre))
+        return Track(*(sequences.with_values(torch.cat(parts)) for parts in (zip(*found, strict=True) if found else ([none[:, :1]], [none], [none]))))
 
-    def expected(self, bound: Bound, particles: Particles, streams: Streams) -> Tensor:
-        """(T, B, D) E[y_t | y_1:t-1] in float64."""
-        observations, means = bound.observations, []
-        for t in range(len(particles.states)):
-            density = particles.transitions[t - 1] if t else bound.initial(particles.states.shape[2])
-            weights = particles.log_weights[t - 1].exp() if t else torch.full_like(particles.log_weights[0], 1 / particles.states.shape[2])
-            means.append((weights.unsqueeze(2) * bound.emission(t, density.sample(streams)).mean).sum(1))
-        mean = torch.stack(means).double() if means else observations.base[:0]
-        return self.in_data_units(mean, observations.base[:-1], observations.unseen[:-1])
+    def predict_each(self, sequences: Any, num_particles: int | None = None) -> Sequences:
+        """(steps, D) what is expected at each step from those before it."""
+        return self.track(sequences, num_particles).mean
 
     @torch.no_grad()
     def predict_next(self, sequences: Any, steps: int = 1, level: float = 0.9, num_particles: int | None = None) -> Prediction:

@@ -16,7 +16,7 @@ from matplotlib import pyplot
 from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_hmm import DenseHMM, Sequences, StandardHMM, fit
+from lightning_hmm import DenseHMM, NeuralHMM, Sequences, StandardHMM, fit
 from lightning_hmm.callbacks import Figures
 from lightning_hmm.callbacks import figures as figures_module
 from tests.helpers import random_symbols, random_vectors
@@ -330,3 +330,23 @@ def test_composition_shows_the_start_and_now(rng, tmp_path, drawn):
     before, after = (drawn[-1]["composition"].axes[panel].images[0].get_array() for panel in (1, 5))
     np.testing.assert_allclose(before, start[int(model.chosen)].detach())
     np.testing.assert_allclose(after, model.transition_probs)
+
+
+def test_latent_states_are_drawn(rng, tmp_path):
+    """Of ragged sequences with gaps, one of them a single point; the band is of the very sequence that is shown."""
+    data = random_vectors(rng, longest=8)
+    model = fit(NeuralHMM(2, 2, num_particles=8, num_paths=2, width=4), data, 1, 0, callbacks=[Figures(num_clusters=3)], logger=logger(tmp_path))
+    assert set(steps(tmp_path)) == {f"figures/{name}" for name in ("convergence", "effective_size", "latents", "predictions")}
+    track = model.track(data)
+    callback = Figures(num_clusters=3)
+    callback._excerpts["training"] = data
+    found = dict(callback._figures(model))
+    longest = int(data.lengths.argmax())
+    line = next(line for line in found["predictions"].axes[0].lines if line.get_label() == "expected")
+    np.testing.assert_allclose(line.get_ydata(), track.mean[longest][1:, 0])
+    shown = [len(line.get_xdata()) for line in found["latents"].axes[0].lines if str(line.get_label())[0] in "012"]
+    assert sum(shown) == data.num_steps
+    assert len(shown) == 3
+    median = next(line for line in found["effective_size"].axes[0].lines if line.get_label() == "median").get_ydata()
+    first = track.effective_size.values[data.offsets[:-1]].squeeze(1)
+    assert float(median[0]) == pytest.approx(float(np.median(first)))

@@ -1,0 +1,256 @@
+"""The neural HMM against what is known exactly: Kalman's answers where the networks are linear, and each path step by step."""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+
+from datamodules import MovingTargetDataModule
+from lightning_hmm import NeuralHMM, Sequences, fit, load
+from lightning_hmm.distributions.densities import PartialDensity
+from lightning_hmm.inference import kalman
+from lightning_hmm.metrics import PredictionError
+from lightning_hmm.models.neural_state_space import PathDensity
+from tests.helpers import assert_identical_parameters, assert_same_parameters, random_vectors
+
+SMALL = {"latent_dim": 2, "num_features": 2, "num_particles": 16, "num_paths": 4, "width": 8}
+EXACT = {**SMALL, "arithmetic": "float64"}
+KINDS = [
+    {},
+    {"emission_order": 2, "transition_order": 3, "emission": "student", "transition": "student", "transition_mean": "residual"},
+    {"emission_order": 0, "transition_order": 2, "emission_mean": "absolute", "emission": "mixture", "transition": "mixture", "latent_bound": 3.0},
+    {"emission_order": 1, "transition_order": 2, "window": "lstm", "activation": "tanh", "num_layers": 2},
+]
+
+
+def ready(sequences: Sequences, **options) -> NeuralHMM:
+    model = NeuralHMM(**{**EXACT, **options})
+    model.initialise(sequences)
+    return model
+
+
+def as_linear(model: NeuralHMM) -> kalman.LinearGaussian:
+    """The model of one linear layer each, in units of the data, whose noise does not depend on the state."""
+    parts = {}
+    for name in ("transition", "emission"):
+        network, head = getattr(model, name).network, getattr(model, name).head
+        size = head.size
+        with torch.no_grad():
+            network.from_state[:, size:] = 0.0
+        variance = (head.log_variance + 4.0 * (network.bias[size:] / 4.0).tanh()).exp()
+        parts |= {name: network.from_state[:, :size].T, f"{name}_offset": network.bias[:size], f"{name}_cov": variance.diag()}
+    parts |= {"initial_mean": model.initial_mean, "initial_cov": model.initial_log_variance.exp().diag()}
+    return kalman.LinearGaussian(**{name: value.detach() for name, value in parts.items()})
+
+
+def test_linear_networks_agree_with_kalman(rng):
+    """Likelihood, smoothed means, and predictions, of ragged sequences with missing entries."""
+    data = random_vectors(rng, num_sequences=6, longest=12, missing=0.2)
+    model = ready(data, num_layers=1, emission_order=0, emission_mean="absolute", emission_log_variance=-0.5, seed=3)
+    exact = as_linear(model)
+    standard = data.with_values((data.values - model.centre) / model.scale.sqrt())
+    log_likelihood = kalman.log_likelihood(exact, standard)
+    units = torch.where(data.observed, -0.5 * model.scale.log(), 0.0).sum(1)
+    log_likelihood.index_add_(0, data.repeat_interleave(torch.arange(len(data))), units)
+    found = model.score(data, runs=8, num_particles=2000, return_error=True)
+    assert bool(((found.log_likelihood - log_likelihood).abs() < 5 * found.standard_error + 1e-6).all())
+    assert float(found.standard_error.max()) < 0.1
+    posterior = kalman.posterior(exact, standard)
+    decoded = model.decode(data, num_paths=1000, num_particles=1000)
+    np.testing.assert_allclose(decoded.mean.values, posterior.mean, atol=0.2)
+    np.testing.assert_allclose(decoded.variance.values, posterior.cov.diagonal(dim1=1, dim2=2), atol=0.25)
+    mean, cov = kalman.predict_next(exact, standard)
+    last = data.offsets[1:] - 1
+    ahead = model.predict_next(data, num_particles=4000)
+    np.testing.assert_allclose((ahead.mean - model.centre) / model.scale.sqrt(), mean[last], atol=0.15)
+    spread = cov[last].diagonal(dim1=1, dim2=2)
+    np.testing.assert_allclose(ahead.variance / model.scale, spread, rtol=0.15)
+    np.testing.assert_allclose((ahead.upper - ahead.lower) / model.scale.sqrt(), 2 * 1.645 * spread.sqrt(), rtol=0.15)
+    each = (model.predict_each(data, num_particles=4000).values - model.centre) / model.scale.sqrt()
+    later = torch.ones(data.num_steps, dtype=torch.bool)
+    later[data.offsets[:-1]] = False
+    np.testing.assert_allclose(each[later], mean[torch.nonzero(later).flatten() - 1], atol=0.15)
+
+
+@pytest.mark.parametrize("options", KINDS, ids=["gaussian", "student", "mixture", "lstm"])
+def test_the_m_step_is_of_the_log_density_of_paths(rng, options, monkeypatch):
+    """Q and its gradient, against each path, sequence and step by itself, with all of its past and nothing else to make a window of."""
+    monkeypatch.setattr("lightning_hmm.models.neural_state_space._ROWS", 7)
+    data = random_vectors(rng, num_sequences=4, longest=6, missing=0.2)
+    model, weights = ready(data, **options), torch.tensor([1.0, 0.5, 2.0, 1.0], dtype=torch.float64)
+    bound = model.bind(data)
+    paths = torch.randn(int(data.lengths.max()), len(data), 3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    density = PathDensity(bound, paths, weights)
+
+    def step(sequence: torch.Tensor, path: torch.Tensor, t: int) -> torch.Tensor:
+        """log q(x_t | x_t-1, y) + log p(y_t | x_t, y) of one path, less the units."""
+        entries = model.observations(Sequences.from_list([sequence[:t]]) if t else Sequences.from_lengths(sequence[:0], [0])).entries
+        now, before = path[t].view(1, 1, -1), path[t - 1].view(1, 1, -1)
+
+        def given(part: nn.Module, states: torch.Tensor) -> PartialDensity:
+            order = part.window.order
+            return part(states, part.prepare(part.window.inputs(entries.windows(order))[-1] if order else entries.value.new_zeros(0)))
+
+        total = given(model.transition, before).log_prob(now).squeeze() if t else model.initial_density(1, 1).log_prob(now).squeeze()
+        target = torch.full((1, 1, 2), math.nan, dtype=torch.float64)
+        for d in range(2):
+            seen = [float(value) for value in sequence[:t, d] if not math.isnan(value)]
+            base = (seen[-1] if seen else math.nan) if model.residual else float(model.centre[d])
+            target[..., d] = (sequence[t, d] - base) / model.units.emitted[d]
+            if model.residual and not seen and not math.isnan(sequence[t, d]):
+                first = torch.distributions.Normal(model.first_mean[d], (0.5 * model.first_log_variance[d]).exp())
+                total = total + first.log_prob((sequence[t, d] - model.centre[d]) / model.scale[d].sqrt())
+        return total + given(model.emission, now).log_prob(target.nan_to_num(), ~target.isnan()).squeeze()
+
+    def by_hand() -> torch.Tensor:
+        steps = [(n, sequence, m, t) for n, sequence in enumerate(data) for m in range(3) for t in range(len(sequence))]
+        return torch.stack([weights[n] / 3 * step(sequence, paths[:, n, m], t) for n, sequence, m, t in steps]).sum()
+
+    value, gradients = density.gradient()
+    expected = by_hand()
+    torch.testing.assert_close(value, expected.detach())
+    for (name, _), found, wanted in zip(model.named_parameters(), gradients, torch.autograd.grad(expected, list(model.parameters())), strict=True):
+        torch.testing.assert_close(found, wanted, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("options", KINDS, ids=["gaussian", "student", "mixture", "lstm"])
+def test_a_sequence_does_not_see_its_neighbours(rng, options):
+    """Alone or in a batch with longer ones, the same numbers are drawn for it; and all answers are numbers."""
+    data = random_vectors(rng, num_sequences=5, longest=9, missing=0.2)
+    model = ready(data, **options)
+    together = model.filter_particles(model.bind(data), model.streams(range(5), "test"))
+    paths = model.draw_paths(together, model.streams(range(5), "paths"), 4)
+    for n in (1, 4):
+        alone = model.filter_particles(model.bind(data[[n]]), model.streams([n], "test"))
+        torch.testing.assert_close(alone.log_likelihood[0], together.log_likelihood[n])
+        length = len(data[n])
+        torch.testing.assert_close(model.draw_paths(alone, model.streams([n], "paths"), 4)[:length, 0], paths[:length, n])
+    for answer in (model.predict_each(data).values, model.latents(data).values, *model.predict_next(data, steps=3), model.sample(3, [4, 0, 2]).values):
+        assert bool(answer.isfinite().all())
+    assert model.cluster_latents(data, 2).values.unique().tolist() == [0, 1]
+
+
+def test_drawn_data_have_the_moments_that_are_predicted(rng):
+    """Sampling and prediction build their windows in other ways: the second step of many draws, given the first."""
+    data = random_vectors(rng, num_sequences=8, longest=9, missing=0.0)
+    model = ready(data, emission_order=2, transition_order=2)
+    values, states = model.sample(1500, 3, seed=1, return_states=True)
+    assert states.values.shape == (4500, 2)
+    threes = values.values.view(-1, 3, 2)
+    assert abs(float(threes[:, 0].mean() - model.centre.mean())) < 0.3
+    two = Sequences.from_lengths(threes[:200, :2].reshape(-1, 2), [2] * 200)
+    surprise = (threes[:200, 2] - (ahead := model.predict_next(two, num_particles=200)).mean) / ahead.variance.sqrt()
+    assert abs(float(surprise.mean())) < 0.2
+    assert float(surprise.square().mean()) == pytest.approx(1, abs=0.3)
+    inside = ((threes[:200, 2] > ahead.lower) & (threes[:200, 2] < ahead.upper)).double().mean()
+    assert float(inside) == pytest.approx(0.9, abs=0.06)
+
+
+@pytest.mark.parametrize("options", [{}, {"e_step_fraction": 0.6, "fine_tuning_epochs": 1, "smoothing": "genealogy", "transition_order": 1}])
+def test_saved_loaded_and_resumed(rng, tmp_path, options):
+    """Bit for bit, with random parts of batches too."""
+    data = random_vectors(rng, longest=8)
+
+    def trained(epochs: int, **more) -> NeuralHMM:
+        keep = ModelCheckpoint(dirpath=tmp_path, filename="{epoch}", save_top_k=-1, every_n_epochs=1, save_on_train_epoch_end=True)
+        torch.rand(17 * epochs)  # whatever the global generator has been used for
+        return fit(NeuralHMM(**SMALL, **options), data, epochs, 0, batch_size=8, shuffle=True, callbacks=[keep], enable_checkpointing=True, **more)
+
+    whole = trained(3)
+    loaded = load(tmp_path / "epoch=2.ckpt")
+    assert isinstance(loaded, NeuralHMM)
+    assert_identical_parameters(whole, loaded)
+    assert torch.equal(whole.score(data), loaded.score(data))
+    assert_identical_parameters(whole, trained(3, ckpt_path=str(tmp_path / "epoch=1.ckpt")))
+
+
+def test_two_ranks_equal_one(rng):
+    """With lengths that differ, a share of each batch that may leave a rank without any, and a last batch of one."""
+    data, options = random_vectors(rng, num_sequences=5, longest=8), {**EXACT, "e_step_fraction": 0.5, "transition_order": 1}
+    strategy = DDPStrategy(start_method="spawn", timeout=timedelta(seconds=60), process_group_backend="gloo")
+    one = fit(NeuralHMM(**options), data, 2, 0, batch_size=2)
+    assert_same_parameters(one, fit(NeuralHMM(**options), data, 2, 0, batch_size=2, strategy=strategy, devices=2, accelerator="cpu"))
+    assert (one.initial_mean - NeuralHMM(**options).initial_mean).abs().max() > 1e-3  # it moved
+
+
+def test_it_learns_where_particles_go():
+    data = MovingTargetDataModule(num_features=2, num_sequences=120, length=50)
+    data.setup()
+    model = NeuralHMM(2, 2, transition_order=2, num_particles=32, num_paths=2, m_steps=8, learning_rate=1e-2)
+    fit(model, data.train_sequences, 5, 0, batch_size=32, shuffle=True, val_sequences=data.val_sequences)
+    error = PredictionError()
+    error.update(model.predict_each(data.test_sequences).values, data.test_sequences)
+    assert data.bayes_error() < float(error.compute()) < 0.75
+    logged = model.trainer.callback_metrics
+    assert 0 < float(logged["train/effective_size"]) < 1
+    assert float(logged["val/prediction_error"]) < 0.75
+
+
+class Deep(NeuralHMM):
+    """With a network of the user's own."""
+
+    def make_network(self, name: str, num_inputs: int, num_outputs: int) -> nn.Module | None:
+        return nn.Sequential(nn.Linear(num_inputs, 5), nn.Tanh(), nn.Linear(5, num_outputs)) if name == "transition" else None
+
+
+def test_any_module_may_be_a_network(rng, tmp_path):
+    data = random_vectors(rng, longest=6)
+    keep = ModelCheckpoint(dirpath=tmp_path, save_last=True)
+    model = fit(Deep(**SMALL, transition_order=1), data, 1, 0, callbacks=[keep], enable_checkpointing=True)
+    assert isinstance(model.transition.network.module, nn.Sequential)
+    assert torch.equal(load(tmp_path / "last.ckpt").score(data), model.score(data))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"num_features": None}, "`num_features` must be given: a neural HMM is for real vectors"),
+        ({"latent_dim": 0}, "`latent_dim` must be a whole number of at least 1, but is 0"),
+        ({"emission": "laplace"}, "`emission` must be one of gaussian, student, mixture, but is 'laplace'"),
+        ({"transition_order": -1}, "`transition_order` must be a whole number of at least 0, but is -1"),
+        ({"latent_bound": 0.0}, r"`latent_bound` must be positive, but is 0\.0"),
+        ({"e_step_fraction": 0.0}, r"`e_step_fraction` must be above 0 and at most 1, but is 0\.0"),
+        ({"threshold": 2.0}, r"`threshold` must be from 0 to 1, but is 2\.0"),
+    ],
+)
+def test_bad_options_are_said(options, said):
+    with pytest.raises(ValueError, match=said):
+        NeuralHMM(**{**SMALL, **options})
+
+
+def test_bad_data_are_said(rng):
+    data = random_vectors(rng, longest=6)
+    with pytest.raises(ValueError, match="must be trained before it is asked"):
+        NeuralHMM(**SMALL).score(data)
+    with pytest.raises(ValueError, match="at least two steps somewhere"):
+        fit(NeuralHMM(**SMALL), [[[1.0, 2.0]], [[3.0, 4.0]]], 1)
+    with pytest.raises(ValueError, match="feature 1 at position 1 of sequence 0 is inf"):
+        fit(NeuralHMM(**SMALL), [[[1.0, 2.0], [3.0, math.inf]]], 1)
+    with pytest.raises(ValueError, match="Each step must have 2 features, but has 1"):
+        NeuralHMM(**SMALL).initialise(Sequences.from_list([[1.0, 2.0]]))
+    with pytest.raises(ValueError, match="`precision` must be that of the networks' parameters, but is float64"):
+        fit(NeuralHMM(**SMALL), data, 1, precision=64)
+    with pytest.raises(ValueError, match="`num_clusters` must be from 1 to the number of steps"):
+        ready(data).cluster_latents(data, 10_000)
+    model = ready(data)
+    with torch.no_grad():
+        model.emission.network.layers[-1].bias[0] = 1e200
+    with pytest.raises(ValueError, match=r"weights of all 16 vanish at step 1 of sequence \d+\. Use more particles, or a wider emission"):
+        model.score(data)
+
+
+def test_one_point_tracks_and_gaps_are_no_obstacle():
+    nan = math.nan
+    data = Sequences.from_list([[[1.0, 2.0]], [[0.0, nan], [nan, nan], [1.0, 1.0], [2.0, 0.0]], [[nan, nan], [nan, nan]]])
+    for options in KINDS:
+        model = fit(NeuralHMM(**SMALL, **options), data, 1, 0)
+        assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+        assert bool(model.score(data).isfinite().all())
+        assert float(model.score(data)[2]) == pytest.approx(0, abs=1e-5)  # nothing observed

@@ -1,0 +1,74 @@
+"""Neural HMMs with K states against enumeration of the states, and on moving targets."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from datamodules import MovingTargetDataModule
+from lightning_hmm import Sequences, fit, load
+from lightning_hmm.metrics import PredictionError
+from lightning_hmm.models import NeuralDiscreteHMM
+from tests.helpers import assert_identical_parameters, random_vectors
+
+
+@pytest.mark.parametrize("residual", [True, False])
+def test_all_paths_of_states(rng, residual):
+    """Score and predictions, with emissions of each state and step taken one by one."""
+    data = random_vectors(rng, num_sequences=4, longest=5, missing=0.2)
+    model = NeuralDiscreteHMM(3, 2, emission_order=1, emission_mean="residual" if residual else "absolute", width=8)
+    model.initialise(data)
+    initial, transition = model.initial_probs, model.transition_probs
+    scores, each = model.score(data), model.predict_each(data)
+
+    def evidence(past: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """(K,) p(value | state, past): the score of one step more, for a model in which that state is certain."""
+        observations = model.observations(Sequences.from_list([torch.cat([past, value[None]])]))
+        return model._evidence(observations)[-1].detach().exp()
+
+    for n, sequence in enumerate(data):
+        probs = [evidence(sequence[:t], sequence[t]) for t in range(len(sequence))]
+        total = 0.0
+        for path in product(range(3), repeat=len(sequence)):
+            joint = float(initial[path[0]] * probs[0][path[0]])
+            for t in range(1, len(path)):
+                joint *= float(transition[path[t - 1], path[t]] * probs[t][path[t]])
+            total += joint
+        assert float(scores[n]) == pytest.approx(math.log(total), abs=1e-9)
+        for t in range(1, len(sequence)):
+            torch.testing.assert_close(each[n][t], model.predict_next(Sequences.from_list([sequence[:t]])).mean[0])
+
+
+def test_learned_saved_and_sampled(tmp_path):
+    data = MovingTargetDataModule(num_features=2, num_sequences=100, length=40)
+    data.setup()
+    keep = ModelCheckpoint(dirpath=tmp_path, filename="{epoch}", save_top_k=-1, every_n_epochs=1, save_on_train_epoch_end=True)
+
+    def trained(**more) -> NeuralDiscreteHMM:
+        model = NeuralDiscreteHMM(5, 2, m_steps=4, learning_rate=1e-2)
+        return fit(model, data.train_sequences, 6, 0, batch_size=20, shuffle=True, callbacks=[keep], enable_checkpointing=True, **more)
+
+    model = trained()
+    error = PredictionError()
+    error.update(model.predict_each(data.test_sequences).values, data.test_sequences)
+    assert data.bayes_error() < float(error.compute()) < 0.85
+    loaded = load(tmp_path / "epoch=5.ckpt")
+    assert_identical_parameters(model, loaded)
+    assert torch.equal(loaded.score(data.test_sequences), model.score(data.test_sequences))
+    assert_identical_parameters(model, trained(ckpt_path=str(tmp_path / "epoch=3.ckpt")))
+    drawn, states = model.sample(20, 30, seed=2, return_states=True)
+    assert drawn.values.shape == (600, 2)
+    lengths = (drawn.values.view(20, 30, 2)[:, 1:] - drawn.values.view(20, 30, 2)[:, :-1]).norm(dim=2)
+    assert 0.5 < float(lengths.mean()) < 1.8  # steps of about the length of those in the data
+    assert set(states.values.tolist()) <= set(range(5))
+
+
+def test_bad_options_are_said():
+    with pytest.raises(ValueError, match="`num_features` must be given"):
+        NeuralDiscreteHMM(3)
+    with pytest.raises(ValueError, match="`emission_order` must be a whole number of at least 0, but is -1"):
+        NeuralDiscreteHMM(3, 2, emission_order=-1)
