@@ -75,6 +75,7 @@ class GuitarDataModule(SequenceDataModule):
 
     Attributes:
         frame_rate: steps a second.
+        analysis: from sound to profiles.
     """
 
     def __init__(
@@ -110,17 +111,18 @@ class GuitarDataModule(SequenceDataModule):
         self.frame_rate = sample_rate / hop
         self.num_sequences, self.chords_per_sequence, self.recordings = num_sequences, chords_per_sequence, recordings
         self.min_duration, self.max_duration = min_duration, max_duration
-        self._analysis = Analysis(sample_rate, window, hop, min_frequency, max_frequency)
+        self.analysis = Analysis(sample_rate, window, hop, min_frequency, max_frequency)
+        self._played: dict[str, tuple[Tensor, Tensor]] = {}  # for each part (sequences, chords): which recordings, and how many frames of them
         self._files = None if path is None else _find_recordings(path, self.data_dir)
 
     def load_dataset(self) -> dict[str, datasets.Dataset]:
         if self._files is None:
-            name = "-".join(map(str, ["plucked", CACHE_VERSION, self.recordings, self.seed, *self._analysis]))
-            dataset, _ = self.cached(name, lambda: pluck_recordings(self._analysis, self.recordings, self.seed))
+            name = "-".join(map(str, ["plucked", CACHE_VERSION, self.recordings, self.seed, *self.analysis]))
+            dataset, _ = self.cached(name, lambda: pluck_recordings(self.analysis, self.recordings, self.seed))
             self.state_names = list(GRIPS)
         else:
-            files, options = self._files, [CACHE_VERSION, self._analysis, sorted(set(self._files.values()))]
-            dataset, metadata = self.cached(cache_name(options, {"train": list(files)}), lambda: read_recordings(self._analysis, files))
+            files, options = self._files, [CACHE_VERSION, self.analysis, sorted(set(self._files.values()))]
+            dataset, metadata = self.cached(cache_name(options, {"train": list(files)}), lambda: read_recordings(self.analysis, files))
             self.state_names = json.loads(metadata["chords"])
             if metadata["said"]:
                 rank_zero_info(metadata["said"])
@@ -129,6 +131,7 @@ class GuitarDataModule(SequenceDataModule):
         chords = Sequences.from_arrow(table["states"]).values[profiles.offsets[:-1]]
         recordings = self._split_recordings(chords)
         order = self.split(self.num_sequences)
+        self._played = {}
         made: dict[str, datasets.Dataset] = {}
         for part in PARTS:
             members = order[part]
@@ -162,11 +165,26 @@ class GuitarDataModule(SequenceDataModule):
         longest = available if self.max_duration is None else available.clamp(max=max(1, round(self.max_duration * self.frame_rate)))
         shortest = longest if self.min_duration is None else longest.clamp(max=max(1, round(self.min_duration * self.frame_rate)))
         frames = shortest + (torch.rand(len(chosen), dtype=torch.float64, generator=draw) * (longest - shortest + 1)).long()
+        self._played[part] = (chosen.view(count, -1), frames.view(count, -1))
         starts = profiles.offsets[chosen]
         inside = torch.arange(int(frames.sum())) - (frames.cumsum(0) - frames).repeat_interleave(frames)
         lengths = frames.view(count, -1).sum(1)
         values = profiles.values[starts.repeat_interleave(frames) + inside]
         return Sequences.from_lengths(values, lengths), Sequences.from_lengths(chords[chosen].repeat_interleave(frames), lengths)
+
+    def sound(self, part: Part, number: int) -> list[Tensor]:
+        """What a sequence was made of: (samples,) of each of its recordings, as far as the windows of its frames reach."""
+        if part not in self._played:
+            raise RuntimeError(f"There are no sequences of the part {part!r}. Call `setup()` of the {type(self).__name__} first.")
+        chosen, frames = (of_part[number].tolist() for of_part in self._played[part])
+        samples = [self.analysis.window + (count - 1) * self.analysis.hop for count in frames]
+        return [self._signal(recording)[:length] for recording, length in zip(chosen, samples, strict=True)]
+
+    def _signal(self, recording: int) -> Tensor:
+        if self._files is not None:
+            return torch.from_numpy(read_signal(list(self._files)[recording], self.analysis.sample_rate)[0])
+        chord = list(GRIPS)[recording // self.recordings]
+        return strum(chord, self.recordings, self.analysis.sample_rate, generator(self.seed, "strum", chord))[recording % self.recordings]
 
 
 class Analysis(NamedTuple):
@@ -218,15 +236,13 @@ def read_recordings(analysis: Analysis, files: dict[Path, str]) -> pa.Table:
     profiles: list[Tensor] = []
     rates: dict[str, int] = {}
     for path in files:
-        signal, rate, channels = read_wav(path)
+        signal, rate, channels = read_signal(path, analysis.sample_rate)
         for what, odd in (
             (f"resampled from {rate} to {analysis.sample_rate} Hz", rate != analysis.sample_rate),
             (f"mixed from {channels} channels", channels > 1),
         ):
             if odd:
                 rates[what] = rates.get(what, 0) + 1
-        if rate != analysis.sample_rate:
-            signal = resample_poly(signal, analysis.sample_rate // math.gcd(rate, analysis.sample_rate), rate // math.gcd(rate, analysis.sample_rate))
         found = analysis.profiles(torch.from_numpy(signal))
         if bool(found.isnan().all()):
             raise ValueError(f"A recording must hold some sound, but {path} is silent between {analysis.min_frequency:g} and {analysis.max_frequency:g} Hz.")
@@ -239,6 +255,14 @@ def read_recordings(analysis: Analysis, files: dict[Path, str]) -> pa.Table:
 def _recordings_table(profiles: list[Tensor], chords: list[int]) -> pa.Table:
     lengths = torch.tensor([len(frames) for frames in profiles])
     return as_table(Sequences.from_lengths(torch.cat(profiles), lengths), Sequences.from_lengths(torch.tensor(chords).repeat_interleave(lengths), lengths))
+
+
+def read_signal(path: Path, sample_rate: int) -> tuple[np.ndarray, int, int]:
+    """As `read_wav`, but with so many samples a second; and how many there were."""
+    signal, rate, channels = read_wav(path)
+    if rate != sample_rate:
+        signal = resample_poly(signal, sample_rate // math.gcd(rate, sample_rate), rate // math.gcd(rate, sample_rate))
+    return signal, rate, channels
 
 
 def read_wav(path: Path) -> tuple[np.ndarray, int, int]:

@@ -123,6 +123,7 @@ class TestFiles:
             again = ready("flat", **words)
         assert "1 of 4 recordings resampled from 48000 to 44100 Hz; 1 of 4 recordings mixed from 2 channels." in caplog.text
         assert torch.equal(again.train_sequences.values.argmax(1), torch.tensor([9, 0])[again.true_states("train").values])
+        torch.testing.assert_close(torch.cat([HEARD.profiles(piece) for piece in again.sound("train", 3)]), again.train_sequences[3])
 
     def test_bad_ones(self):
         write("e/e1.wav", np.zeros(0))
@@ -153,6 +154,7 @@ class TestSequences:
         again, other = ready(**SMALL), ready(**SMALL, chords_per_sequence=4)
         assert torch.equal(again.train_sequences.values, data.train_sequences.values)
         assert not torch.equal(other.train_sequences.lengths, data.train_sequences.lengths)
+        torch.testing.assert_close(torch.cat([HEARD.profiles(piece).double() for piece in data.sound("val", 1)]), data.val_sequences[1])
 
     def test_durations(self):
         words = {"recordings": 2, "num_sequences": 300, "chords_per_sequence": 1, "val_fraction": 0.0, "test_fraction": 0.0}

@@ -1,0 +1,1 @@
+"""Experiments of Jarboui and Perchet (2021), neural HMMs with continuous states."""
