@@ -15,6 +15,8 @@ EXPERIMENTS = [
     ["dense.factorisation"],
     ["dense.sequences", "synthetic"],
     ["dense.sequences", "pos"],
+    ["cloned.texts"],
+    ["cloned.scrambled"],
     ["dmc.speed"],
     ["dmc.learning_curves", "--data", "accelerometer"],
     ["dmc.tradeoff", "--data", "anti"],
