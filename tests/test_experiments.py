@@ -15,6 +15,7 @@ EXPERIMENTS = [
     ["dense.factorisation"],
     ["dense.sequences", "synthetic"],
     ["dense.sequences", "pos"],
+    ["cloned.capacity"],
     ["cloned.texts"],
     ["cloned.scrambled"],
     ["dmc.speed"],
