@@ -136,7 +136,7 @@ class Store:
         self._pieces: list[np.ndarray] = []
 
     def add(self, numbers: Iterable[int] | np.ndarray) -> None:
-        array = np.asarray(numbers if isinstance(numbers, np.ndarray) else list(numbers), self.dtype)
+        array: np.ndarray = np.asarray(numbers if isinstance(numbers, np.ndarray) else list(numbers), self.dtype)
         if self.path is None:
             self._pieces.append(array)
         else:
@@ -184,7 +184,8 @@ def read_letters(pieces: Iterable[str], test_fraction: float, max_train: int, fo
     spelled = [name if keep else "rare" for name, keep in zip(names, kept, strict=True)]
     code = np.zeros(256, np.int64)
     code[np.frombuffer(LETTERS.encode(), np.uint8)] = np.arange(len(LETTERS))
-    symbols, lengths = Store(np.int64, folder and folder / "symbols"), []
+    symbols = Store(np.int64, folder and folder / "symbols")
+    lengths: list[int] = []
     for part in (words[:first_test], words[first_test:]):
         length = 0
         for block in _in_blocks(part):

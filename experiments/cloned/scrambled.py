@@ -79,7 +79,7 @@ def figure(found: dict[int, tuple[int, int]]) -> Figure:
     lengths = sorted(found)
     axes.bar([n - 0.2 for n in lengths], [100 * found[n][1] / found[n][0] for n in lengths], 0.38, color=COLOURS[0], label="ours")
     axes.bar([n + 0.2 for n in lengths], [100 * PAPER_WORDS[n][0] for n in lengths], 0.38, color=COLOURS[1], label="the paper's (another word list)")
-    axes.set_xticks(lengths, [f"{n}\n({found[n][0]} words)" for n in lengths])
+    axes.set_xticks(lengths, [f"{n}\n({found[n][0]} words)" for n in lengths], fontsize="small")
     axes.set(xlabel="letters of the word", ylabel="unseen words read right, %")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize="small")
