@@ -105,7 +105,7 @@ class SequenceDataModule(LightningDataModule, ABC):
         """Reads the data and splits it, once, whatever the stage."""
         if self._sources:
             return
-        with _no_progress_bars():
+        with no_progress_bars():
             loaded = self.load_dataset()
         given = loaded if isinstance(loaded, Mapping) else {"train": loaded}
         if "train" not in given or not set(given) <= set(PARTS):
@@ -297,7 +297,7 @@ def _is_plain(value: Any) -> bool:
 
 
 @contextmanager
-def _no_progress_bars() -> Iterator[None]:
+def no_progress_bars() -> Iterator[None]:
     """Silences the bars of `datasets`, which would run into Lightning's own."""
     shown = not datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-import gzip
-import re
-from collections import Counter
+import json
+import tempfile
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import datasets
-import numpy as np
+import pyarrow as pa
 import torch
 
-from datamodules.base import SequenceDataModule, as_dataset, as_table
+from datamodules.base import SequenceDataModule, as_dataset, as_table, metadata_of
+from datamodules.corpus import UNKNOWN, Source, hub_texts, python_help, read_characters, read_letters, text_files
 from datamodules.languages import in_pieces, pieces
 from lightning_hmm.sequences import Sequences, Vocabulary
 
-LETTERS = " abcdefghijklmnopqrstuvwxyz"
-UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+CACHE_VERSION = 1  # raise it whenever the same text and options are read differently
 
 
 class TextDataModule(SequenceDataModule):
     """A text in three parts, one after the other: training data in contiguous sequences, validation and test data in one each.
 
     Args:
-        path: a file, a gzip file, or a folder of such files (``*.txt`` and ``*.gz``, in the order of their names). If not
-            given, the English help texts that come with every Python.
+        path: a file, a gzip file, or a folder of such files (``*.txt`` and ``*.gz``, in the order of their names). If neither it nor
+            `dataset` is given, the English help texts that come with every Python.
+        dataset: a text data set of Hugging Face instead, by its name there, or a folder of its data files.
+        dataset_config: which of the data set's configurations, if it has several.
+        split: which part of it is the text.
+        column: which column of it holds the text; a line ends where a row does.
+        streaming: for a text that does not fit into memory: it is read in pieces, and its symbols are in a file in ``<data_dir>/cache``,
+            which is mapped into memory, and made again only if a file or an option changes.
         cleaning: "letters" spells numbers out, replaces words that occur once in the training text, or only in the test text,
             by "rare", and leaves the 26 letters and the space; "none" keeps the characters as they are, and those that the
             training text does not have are unknown.
@@ -35,14 +41,16 @@ class TextDataModule(SequenceDataModule):
         val_fraction: of what is left of it.
         vocabulary: the characters, for "none"; those of the training text if not given.
         kwargs: the words of `SequenceDataModule`.
-
-    Attributes:
-        text: the cleaned text of each part.
     """
 
     def __init__(
         self,
         path: str | None = None,
+        dataset: str | None = None,
+        dataset_config: str | None = None,
+        split: str = "train",
+        column: str = "text",
+        streaming: bool = False,
         cleaning: Literal["letters", "none"] = "letters",
         sequence_length: int = 1000,
         max_train: int = 750_000,
@@ -54,96 +62,61 @@ class TextDataModule(SequenceDataModule):
         super().__init__(test_fraction=test_fraction, val_fraction=val_fraction, **kwargs)
         if cleaning not in ("letters", "none"):
             raise ValueError(f"`cleaning` must be letters or none, but is {cleaning!r} instead.")
+        if path is not None and dataset is not None:
+            raise ValueError(f"One of `path` and `dataset` may be given, but they are {path!r} and {dataset!r}.")
         for name, size in (("sequence_length", sequence_length), ("max_train", max_train)):
             if size < 1:
                 raise ValueError(f"`{name}` must be positive, but is {size} instead.")
-        self.sequence_length = sequence_length
-        raw = _python_help() if path is None else _read(Path(path))
-        if cleaning == "letters":
-            train, test = _clean(raw, test_fraction, max_train)
-            self.vocabulary = Vocabulary(LETTERS)
+        for character in vocabulary or ():
+            if len(character) != 1:
+                raise ValueError(f"`vocabulary` must hold single characters, but holds {character!r}.")
+        self.sequence_length, self.max_train, self.cleaning, self._given = sequence_length, max_train, cleaning, vocabulary
+        if dataset is not None:
+            source = hub_texts(dataset, dataset_config, split, column, streaming)
         else:
-            size = min(len(raw) - int(test_fraction * len(raw)), max_train)
-            train, test = raw[:size], raw[size:]
-            known = sorted(set(train)) if vocabulary is None else [name for name in vocabulary if name != UNKNOWN]
-            self.vocabulary = Vocabulary([UNKNOWN, *known], UNKNOWN)
-        if not train:
-            where = "Python's help texts" if path is None else path
-            raise ValueError(f"`path` must lead to a text to train on, but nothing is left of {where} ({len(raw)} characters before cleaning).")
-        size = len(train) - int(val_fraction * len(train))
-        self.text = {"train": train[:size], "val": train[size:], "test": test}
+            source = python_help() if path is None else text_files(Path(path))
+        if streaming:
+            options = [CACHE_VERSION, cleaning, sequence_length, max_train, test_fraction, val_fraction, vocabulary]
+            self.data_dir.joinpath("cache").mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=self.data_dir / "cache") as folder:
+                self._dataset, metadata = self.cached(source.stamp(options), lambda: self._read(source, Path(folder)))
+        else:
+            table = self._read(source, None)
+            self._dataset, metadata = as_dataset(table), metadata_of(table.schema)
+        self._parts: dict[str, int] = json.loads(metadata["parts"])
+        self.vocabulary = Vocabulary(json.loads(metadata["names"]), None if cleaning == "letters" else UNKNOWN)
         self.num_symbols = len(self.vocabulary)
 
-    def load_dataset(self) -> dict[str, datasets.Dataset]:
+    def _read(self, source: Source, folder: Path | None) -> pa.Table:
+        """All parts as a table, with the names of the symbols and the numbers of sequences in its metadata; symbols are in a file where there is a folder."""
+        limits = self.test_fraction, self.max_train
+        if self.cleaning == "letters":
+            corpus = read_letters(source.pieces(), *limits, folder)
+        else:
+            corpus = read_characters(source.pieces(), *limits, self._given, folder)
+        if not corpus.num_train:
+            raise ValueError(f"`path` or `dataset` must lead to a text to train on, but nothing is left of {source.name} after cleaning ({self.cleaning!r}).")
+        validation = int(self.val_fraction * corpus.num_train)
+        sizes = {"train": corpus.num_train - validation, "val": validation, "test": len(corpus.symbols) - corpus.num_train}
+        lengths = {part: pieces(size, self.sequence_length if part == "train" else max(size, 1)) for part, size in sizes.items()}
+        sequences = Sequences.from_lengths(torch.from_numpy(corpus.symbols), [length for part in lengths.values() for length in part])
+        metadata = {"names": json.dumps(corpus.names), "parts": json.dumps({part: len(there) for part, there in lengths.items()})}
+        return as_table(sequences).replace_schema_metadata(metadata)
+
+    @cached_property
+    def text(self) -> dict[str, str]:
+        """The cleaned text of each part."""
+        self.setup()
+        parts = {"train": self.train_sequences, "val": self.val_sequences, "test": self.test_sequences}
         assert self.vocabulary is not None
-        parts = {}
-        for part, text in self.text.items():
-            symbols = np.asarray(self.vocabulary.encode(text), np.int64)
-            lengths = pieces(len(symbols), self.sequence_length if part == "train" else max(len(symbols), 1))
-            parts[part] = as_dataset(as_table(Sequences.from_lengths(torch.from_numpy(symbols), lengths)))
+        return {part: "".join(map(self.vocabulary.names.__getitem__, sequences.values.tolist())) for part, sequences in parts.items()}
+
+    def load_dataset(self) -> dict[str, datasets.Dataset]:
+        parts, first = {}, 0
+        for part, size in self._parts.items():
+            parts[part] = self._dataset.select(range(first, first + size))
+            first += size
         return parts
 
     def as_training(self, sequences: Sequences) -> Sequences:
         return in_pieces(sequences, self.sequence_length)
-
-
-def _python_help() -> str:
-    from pydoc_data.topics import topics
-
-    return "\n".join(topics[name] for name in sorted(topics))
-
-
-def _read(path: Path) -> str:
-    if path.is_dir():
-        files = sorted([*path.glob("*.txt"), *path.glob("*.gz")])
-        if not files:
-            raise ValueError(f"`path` must be a text or a folder of texts (*.txt, *.gz), but {path} has none.")
-        return "\n".join(map(_read, files))
-    if not path.is_file():
-        raise FileNotFoundError(f"`path` must be a text or a folder of texts, but there is no {path}.")
-    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        return data.decode("latin-1")  # what older texts are in; it can read anything
-
-
-def _clean(raw: str, test_fraction: float, max_train: int) -> tuple[str, str]:
-    """Training and test text, as section 4.2 of Dedieu et al. (2019) says."""
-    spelled = re.sub(r"\d+", lambda match: f" {spell(int(match[0]))} ", raw)
-    words = [word for word in (re.sub("[^a-z]", "", token) for token in spelled.lower().replace("-", " ").split()) if word]
-    if not words:
-        return "", ""
-    # Which words are rare depends on where the training text ends, and that on how long the rare ones become.
-    ends = np.cumsum([len(word) + 1 for word in words])
-    first_test, before = 0, -1
-    for _ in range(10):
-        first_test = int(np.searchsorted(ends, min((1 - test_fraction) * ends[-1], max_train), side="right"))
-        if first_test == before:
-            break
-        before = first_test
-        seen = Counter(words[:first_test])
-        kept = [word if seen[word] > 1 else "rare" for word in words]
-        ends = np.cumsum([len(word) + 1 for word in kept])
-    text = " ".join(kept)
-    size = len(" ".join(kept[:first_test]))
-    return text[:size], text[size:]
-
-
-_SMALL = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
-_SMALL += ["thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"]
-_TENS = ["zero", "ten", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
-_LARGE = ((10**12, "trillion"), (10**9, "billion"), (10**6, "million"), (1000, "thousand"), (100, "hundred"))
-
-
-def spell(number: int) -> str:
-    """A whole number in words; digit by digit where it has more than fifteen."""
-    if number >= 10**15:
-        return " ".join(_SMALL[int(digit)] for digit in str(number))
-    if number < 20:
-        return _SMALL[number]
-    if number < 100:
-        return _TENS[number // 10] + (f" {_SMALL[number % 10]}" if number % 10 else "")
-    size, name = next(pair for pair in _LARGE if number >= pair[0])
-    rest = f" {spell(number % size)}" if number % size else ""
-    return f"{spell(number // size)} {name}{rest}"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gzip
+import json
 
+import numpy as np
 import pytest
+import torch
 
-from datamodules import TextDataModule
-from datamodules.text import UNKNOWN, spell
+from datamodules import TextDataModule, corpus
+from datamodules.corpus import UNKNOWN, hub_texts, spell
 
 
 @pytest.mark.parametrize(
@@ -67,7 +70,76 @@ def test_every_python_has_a_text():
     assert set(data.text["train"]) == set(" abcdefghijklmnopqrstuvwxyz")
 
 
+def made_text(seed=0, size=3000):
+    rng = np.random.default_rng(seed)
+    words = ["".join(rng.choice(list("abcde"), rng.integers(1, 7))) for _ in range(60)]
+    marks = [" ", "\n", ", ", "-", " 12 ", ". ", "\u00e9 "]
+    return "".join(rng.choice(words) + rng.choice(marks) for _ in range(size))
+
+
+@pytest.mark.parametrize("cleaning", ["letters", "none"])
+def test_a_stream_is_the_same_text(tmp_path, monkeypatch, cleaning):
+    monkeypatch.setattr(corpus, "BLOCK", 61)  # words, numbers and characters of two bytes lie across the ends of pieces
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text(made_text(), "utf-8")
+    with gzip.open(tmp_path / "texts" / "b.gz", "wt", encoding="latin-1") as file:
+        file.write(made_text(1))
+    options = {"path": str(tmp_path / "texts"), "cleaning": cleaning, "sequence_length": 100, "max_train": 5000}
+    streamed = TextDataModule(**options, streaming=True, data_dir=str(tmp_path / "data"))
+    monkeypatch.setattr(corpus, "BLOCK", 1 << 20)
+    whole = TextDataModule(**options)
+    assert streamed.vocabulary == whole.vocabulary
+    assert streamed.text == whole.text
+    (cached,) = (tmp_path / "data" / "cache").iterdir()  # what lay on disk between the passes is gone
+    assert cached.suffix == ".arrow"
+    again = TextDataModule(**options, streaming=True, data_dir=str(tmp_path / "data"))
+    again.setup()
+    whole.setup()
+    assert torch.equal(again.train_sequences.values, whole.train_sequences.values)
+    assert torch.equal(again.train_sequences.offsets, whole.train_sequences.offsets)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_texts_of_hugging_face(tmp_path, monkeypatch, streaming):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hub"))
+    (tmp_path / "set").mkdir()
+    rows = made_text().split("\n")
+    (tmp_path / "set" / "train.jsonl").write_text("".join(json.dumps({"text": row, "number": 1}) + "\n" for row in rows))
+    (tmp_path / "plain.txt").write_text(made_text(), "utf-8")
+    data = TextDataModule(dataset=str(tmp_path / "set"), streaming=streaming, data_dir=str(tmp_path / "data"))
+    assert data.text == TextDataModule(str(tmp_path / "plain.txt")).text
+    for column, message in (("body", "has only number, text"), ("number", "has int")):
+        with pytest.raises(ValueError, match=f"`column` must hold texts.*{message}"):
+            TextDataModule(dataset=str(tmp_path / "set"), column=column, streaming=streaming, data_dir=str(tmp_path / "data"))
+    with pytest.raises(ValueError, match="`dataset` must be a data set that can be loaded"):
+        TextDataModule(dataset=str(tmp_path / "set"), split="nothing")
+
+
+def test_a_stream_that_ends_early_is_said(tmp_path, monkeypatch):
+    whole = gzip.compress(made_text().encode())
+    (tmp_path / "cut.gz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"cut\.gz ends early: nothing can be read after [\d,]+ bytes"):
+        TextDataModule(str(tmp_path / "cut.gz"))
+    (tmp_path / "no.gz").write_bytes(b"plain")
+    with pytest.raises(ValueError, match="is no sound gzip file"):
+        TextDataModule(str(tmp_path / "no.gz"))
+
+    class Cut:
+        info = corpus.datasets.DatasetInfo(splits=[{"name": "train", "num_examples": 3}])
+
+        def __iter__(self):
+            return iter([{"text": "one"}, {"text": "two"}])
+
+    monkeypatch.setattr(corpus.datasets, "load_dataset", lambda *args, **options: Cut())
+    with pytest.raises(ValueError, match="'a/b' ends early: after 2 of the 3 rows"):
+        list(hub_texts("a/b", None, "train", "text", True).pieces())
+
+
 def test_what_is_wrong_is_said(tmp_path):
+    with pytest.raises(ValueError, match="One of `path` and `dataset`"):
+        TextDataModule("a.txt", dataset="b")
+    with pytest.raises(ValueError, match="`vocabulary` must hold single characters, but holds 'ab'"):
+        TextDataModule(cleaning="none", vocabulary=["a", "ab"])
     with pytest.raises(FileNotFoundError, match="there is no"):
         TextDataModule(str(tmp_path / "none.txt"))
     with pytest.raises(ValueError, match="has none"):

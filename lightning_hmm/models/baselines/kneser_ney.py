@@ -113,6 +113,29 @@ class KneserNey:
             probs = np.where(known, higher, probs)
         return probs
 
+    def predict_next(self, sequences: Any) -> np.ndarray:
+        """(N, V) the distribution of the symbol after each sequence, as if that began where the sequence does."""
+        if not self._orders:
+            raise RuntimeError("The n-grams are not counted yet. Call `fit` first.")
+        sequences = sequences if isinstance(sequences, Sequences) else Sequences.from_list(sequences)
+        symbols, _ = self._arrays(sequences)
+        ends, lengths = sequences.offsets.numpy()[1:], sequences.lengths.numpy()
+        probs = np.full((len(sequences), self.num_symbols), 1 / self.num_symbols)
+        for length, order in enumerate(self._orders, 1):
+            context = np.where(lengths >= length - 1, 0, -1)
+            for back in range(length - 1, 0, -1):  # the number of the last length - 1 symbols, from the first of them on
+                here = np.flatnonzero(context >= 0)
+                keys = context[here] * self.num_symbols + symbols[ends[here] - back]
+                context[here] = _found(self._orders[length - 1 - back].keys, keys)
+            here = np.flatnonzero(context >= 0)
+            context = context[here, None]
+            place = _found(order.keys, context * self.num_symbols + np.arange(self.num_symbols))
+            counts, total = np.where(place >= 0, order.counts[place], 0), order.context_totals[context]
+            with np.errstate(invalid="ignore", divide="ignore"):
+                higher = (np.maximum(counts - order.discount, 0) + order.discount * order.context_types[context] * probs[here]) / total
+            probs[here] = np.where(total > 0, higher, probs[here])
+        return probs
+
     def score(self, sequences: Any) -> Tensor:
         """(N,) the natural log-likelihood of each sequence, its first symbol included."""
         sequences = sequences if isinstance(sequences, Sequences) else Sequences.from_list(sequences)
@@ -124,3 +147,9 @@ class KneserNey:
         """-log2 p over all sequences, per symbol."""
         sequences = sequences if isinstance(sequences, Sequences) else Sequences.from_list(sequences)
         return -float(self.score(sequences).sum()) / max(sequences.num_steps, 1) / math.log(2)
+
+
+def _found(known: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Where the keys are among the sorted known ones; -1 where they are not."""
+    place = np.minimum(np.searchsorted(known, keys), len(known) - 1)
+    return np.where(known[place] == keys, place, -1)

@@ -52,7 +52,9 @@ def test_the_formula(rng, order):
     np.testing.assert_allclose(model.step_probs(test), expected, rtol=1e-12)
     for context in ([], [0], [2, 1], [0, 0, 1, 2]):
         every = Sequences.from_list([[*context, x] for x in range(4)])
-        np.testing.assert_allclose(model.step_probs(every)[len(context) :: len(context) + 1].sum(), 1, rtol=1e-12)
+        following = model.step_probs(every)[len(context) :: len(context) + 1]
+        np.testing.assert_allclose(following.sum(), 1, rtol=1e-12)
+        np.testing.assert_allclose(model.predict_next([context, [3, 3]])[0], following, rtol=1e-12)
 
 
 def test_scores_add_up_and_long_orders_find_what_repeats(rng):

@@ -1,0 +1,265 @@
+"""Texts of any size, read in pieces: where they come from, the paper's cleaning, and what becomes of them, one symbol after the other.
+
+The text is read once, and its words or characters are numbered as they come; a second pass, over the numbers, makes symbols of them, when it is known
+where the training text ends and which words are rare. Between the passes, and for the symbols, there may be files instead of memory.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import hashlib
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+import numpy as np
+
+from datamodules.base import no_progress_bars
+from datamodules.paths import cache_name, some
+
+LETTERS = " abcdefghijklmnopqrstuvwxyz"
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+BLOCK = 1 << 20  # bytes, characters or numbers that are worked on at a time
+
+
+class Source(NamedTuple):
+    """Where a text comes from.
+
+    name: for messages.
+    stamp: the name of a cache of it, other when the text is.
+    pieces: reads it, in pieces of any size.
+    """
+
+    name: str
+    stamp: Callable[[Any], str]
+    pieces: Callable[[], Iterator[str]]
+
+
+def python_help() -> Source:
+    """The English help texts that come with every Python."""
+
+    def pieces() -> Iterator[str]:
+        from pydoc_data.topics import topics
+
+        yield "\n".join(topics[name] for name in sorted(topics))
+
+    return Source("Python's help texts", lambda options: f"help-{_digest(options)}", pieces)
+
+
+def text_files(path: Path) -> Source:
+    """A file, a gzip file, or a folder of them; a line ends where a file does."""
+    files = sorted([*path.glob("*.txt"), *path.glob("*.gz")]) if path.is_dir() else [path]
+    if not files:
+        raise ValueError(f"`path` must be a text or a folder of texts (*.txt, *.gz), but {path} has none.")
+    if not files[0].is_file():
+        raise FileNotFoundError(f"`path` must be a text or a folder of texts, but there is no {path}.")
+
+    def pieces() -> Iterator[str]:
+        for n, file in enumerate(files):
+            yield from chain(["\n"] if n else [], _decoded(file))
+
+    return Source(str(path), lambda options: cache_name(options, {"train": files}), pieces)
+
+
+def _blocks(file: Path) -> Iterator[bytes]:
+    read = 0
+    try:
+        with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
+            while block := stream.read(BLOCK):
+                yield block
+                read += len(block)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        why = "ends early" if isinstance(error, EOFError) else "is no sound gzip file"
+        raise ValueError(f"{file} {why}: nothing can be read after {read:,} bytes of text ({error}). Copy or download it again.") from None
+
+
+def _decoded(file: Path) -> Iterator[str]:
+    for encoding in ("utf-8-sig", "latin-1"):  # the second is what older texts are in; it can read anything
+        decoder = codecs.getincrementaldecoder(encoding)()
+        try:
+            for block in _blocks(file):  # all of it before the first piece is handed on
+                decoder.decode(block)
+            decoder.decode(b"", final=True)
+        except UnicodeDecodeError:
+            continue
+        decoder.reset()
+        yield from (decoder.decode(block) for block in _blocks(file))
+        return
+
+
+def hub_texts(name: str, config: str | None, split: str, column: str, streaming: bool) -> Source:
+    """A text data set of Hugging Face, by its name there or a folder of data files; a line ends where a row does."""
+
+    def load(**options: Any) -> Any:
+        try:
+            return datasets.load_dataset(name, config, split=split, **options)
+        except Exception as error:  # that library has many
+            raise ValueError(f"`dataset` must be a data set that can be loaded, but {name!r} (config {config!r}, split {split!r}) cannot: {error}") from error
+
+    def pieces() -> Iterator[str]:
+        with no_progress_bars():
+            rows = load(streaming=streaming)
+        splits, read = rows.info.splits or {}, 0
+        expected = splits[split].num_examples if split in splits else None
+        for row in rows:
+            text = row.get(column)
+            if not isinstance(text, str):
+                what = f"has {type(text).__name__}" if column in row else f"has only {some(sorted(row))}"
+                raise ValueError(f"`column` must hold texts, but row {read} of {name!r} {what} where {column!r} should be a text.")
+            yield f"\n{text}" if read else text
+            read += 1
+        if expected and read < expected:
+            raise ValueError(f"{name!r} ends early: after {read:,} of the {expected:,} rows that its split {split!r} has. Read it again.")
+
+    def stamp(options: Any) -> str:
+        builder = datasets.load_dataset_builder(name, config)
+        return f"{Path(name).name}-{_digest([options, name, config, split, column, str(builder.info.version), str(builder.hash)])}"
+
+    return Source(name, stamp, pieces)
+
+
+def _digest(options: Any) -> str:
+    return hashlib.blake2b(json.dumps(options).encode(), digest_size=8).hexdigest()
+
+
+class Store:
+    """Numbers that are added piece by piece, in memory or, where a path is given, in a file that is mapped into memory."""
+
+    def __init__(self, dtype: type, path: Path | None = None) -> None:
+        self.dtype, self.path = dtype, path
+        self._pieces: list[np.ndarray] = []
+
+    def add(self, numbers: Iterable[int] | np.ndarray) -> None:
+        array: np.ndarray = np.asarray(numbers if isinstance(numbers, np.ndarray) else list(numbers), self.dtype)
+        if self.path is None:
+            self._pieces.append(array)
+        else:
+            with self.path.open("ab") as file:
+                array.tofile(file)
+
+    def array(self) -> np.ndarray:
+        """All of them so far."""
+        if self.path is None or not self.path.exists():
+            return np.concatenate([np.zeros(0, self.dtype), *self._pieces])
+        return np.memmap(self.path, self.dtype, "c")
+
+
+class Corpus(NamedTuple):
+    """A text as symbols: the names of the symbols, all symbols, and how many of them are for training."""
+
+    names: list[str]
+    symbols: np.ndarray
+    num_train: int
+
+
+def read_letters(pieces: Iterable[str], test_fraction: float, max_train: int, folder: Path | None = None) -> Corpus:
+    """Letters and spaces, as section 4.2 of Dedieu et al. (2019) says."""
+    numbers: dict[str, int] = {}
+    store = Store(np.int32, folder and folder / "words")
+    for some_words in _words(pieces):
+        store.add(numbers.setdefault(word, len(numbers)) for word in some_words)
+    words, names = store.array(), list(numbers)
+    # Which words are rare depends on where the training text ends, and that on how long the rare ones become.
+    sizes = np.array([len(name) + 1 for name in names], np.int64)
+    often, first_test, before = np.zeros(len(names), np.int64), 0, -1
+    for block in _in_blocks(words):
+        often += np.bincount(block, minlength=len(names))
+    kept = np.zeros(len(names), bool)
+    for _ in range(10):
+        first_test = _fitting(words, sizes, min((1 - test_fraction) * int(often @ sizes), max_train))
+        if first_test == before:
+            break
+        before = first_test
+        seen = np.zeros(len(names), np.int64)
+        for block in _in_blocks(words[:first_test]):
+            seen += np.bincount(block, minlength=len(names))
+        kept = seen > 1
+        sizes = np.array([len(name) + 1 if keep else len("rare") + 1 for name, keep in zip(names, kept, strict=True)], np.int64)
+    spelled = [name if keep else "rare" for name, keep in zip(names, kept, strict=True)]
+    code = np.zeros(256, np.int64)
+    code[np.frombuffer(LETTERS.encode(), np.uint8)] = np.arange(len(LETTERS))
+    symbols = Store(np.int64, folder and folder / "symbols")
+    lengths: list[int] = []
+    for part in (words[:first_test], words[first_test:]):
+        length = 0
+        for block in _in_blocks(part):
+            text = " ".join([spelled[word] for word in block.tolist()])
+            text = f" {text}" if length or lengths else text  # the space before the test text is the first of it
+            symbols.add(code[np.frombuffer(text.encode(), np.uint8)])
+            length += len(text)
+        lengths.append(length)
+    return Corpus(list(LETTERS), symbols.array(), lengths[0])
+
+
+def _words(pieces: Iterable[str]) -> Iterator[list[str]]:
+    """Words of small letters, numbers spelled out; those of a piece at a time."""
+    rest = ""
+    for piece in chain(pieces, [" "]):
+        ready = re.match(r"(.*\s)?", text := rest + piece, re.DOTALL)
+        assert ready is not None
+        rest = text[ready.end() :]  # a word that may go on in the next piece
+        spelled = re.sub(r"\d+", lambda match: f" {spell(int(match[0]))} ", ready[0])
+        yield [word for word in (re.sub("[^a-z]", "", token) for token in spelled.lower().replace("-", " ").split()) if word]
+
+
+def _in_blocks(numbers: np.ndarray) -> Iterator[np.ndarray]:
+    return (numbers[first : first + BLOCK] for first in range(0, len(numbers), BLOCK))
+
+
+def _fitting(words: np.ndarray, sizes: np.ndarray, limit: float) -> int:
+    """How many of the first words have at most `limit` symbols together."""
+    number, total = 0, 0
+    for block in _in_blocks(words):
+        ends = total + np.cumsum(sizes[block])
+        fitting = int(np.searchsorted(ends, limit, side="right"))
+        number, total = number + fitting, int(ends[-1])
+        if fitting < len(block):
+            break
+    return number
+
+
+def read_characters(pieces: Iterable[str], test_fraction: float, max_train: int, vocabulary: list[str] | None, folder: Path | None = None) -> Corpus:
+    """All characters as they are; those that the training text, or the vocabulary, does not have are unknown."""
+    store = Store(np.uint32, folder and folder / "characters")
+    for piece in pieces:
+        store.add(np.frombuffer(piece.encode("utf-32-le", "surrogatepass"), np.uint32))
+    characters = store.array()
+    num_train = min(len(characters) - int(test_fraction * len(characters)), max_train)
+    if vocabulary is None:
+        found: set[int] = set()
+        for block in _in_blocks(characters[:num_train]):
+            found.update(np.unique(block).tolist())
+        vocabulary = [chr(number) for number in sorted(found)]
+    names = [UNKNOWN, *(name for name in vocabulary if name != UNKNOWN)]
+    known = np.array([ord(name) for name in names])
+    order = np.argsort(known)
+    symbols = Store(np.int64, folder and folder / "symbols")
+    for block in _in_blocks(characters):
+        place = np.minimum(np.searchsorted(known[order], block), len(names) - 1)
+        symbols.add(np.where(known[order][place] == block, order[place], 0))
+    return Corpus(names, symbols.array(), num_train)
+
+
+_SMALL = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
+_SMALL += ["thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"]
+_TENS = ["zero", "ten", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+_LARGE = ((10**12, "trillion"), (10**9, "billion"), (10**6, "million"), (1000, "thousand"), (100, "hundred"))
+
+
+def spell(number: int) -> str:
+    """A whole number in words; digit by digit where it has more than fifteen."""
+    if number >= 10**15:
+        return " ".join(_SMALL[int(digit)] for digit in str(number))
+    if number < 20:
+        return _SMALL[number]
+    if number < 100:
+        return _TENS[number // 10] + (f" {_SMALL[number % 10]}" if number % 10 else "")
+    size, name = next(pair for pair in _LARGE if number >= pair[0])
+    rest = f" {spell(number % size)}" if number % size else ""
+    return f"{spell(number // size)} {name}{rest}"

@@ -1,0 +1,286 @@
+"""Table 4: bits per symbol of eight texts by cloned HMMs, Kneser-Ney n-grams and a character LSTM, beside the paper's.
+
+``python -m experiments.cloned.texts --path <folder>`` (with gutenberg/, calgary/ and warpeace/; $LIGHTNING_HMM_DATA if not given)
+
+Everything is chosen on validation data: the last tenth of the training text, in which words that the rest of it does not have twice are
+"rare", just as in the test part. What was chosen is trained on the whole training text and tested once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from matplotlib.figure import Figure
+
+from datamodules import TextDataModule
+from experiments.records import Records, markdown_table
+from lightning_hmm import ClonedHMM, Sequences, fit
+from lightning_hmm.models import KneserNey, RecurrentNet
+from lightning_hmm.models.contexts import BackOff, Contexts
+from lightning_hmm.plots import COLOURS
+
+SEED = 0
+METHODS = {"cloned": "cloned HMM", "ngrams": "n-grams", "lstm": "LSTM"}
+
+
+class Text(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+        path: in the data folder.
+        paper: bits of its cloned HMM, n-grams, sequence memoizer and LSTM.
+        candidates: what validation chooses from: letters of the contexts that clones are of, and states.
+        looks: after how many iterations validation looks, until it got worse twice.
+        smoothing: values that validation chooses from, one setting after the other.
+    """
+
+    name: str
+    path: str
+    paper: tuple[float, float, float, float]
+    candidates: tuple[tuple[int, int], ...]
+    looks: tuple[int, ...]
+    smoothing: dict[str, tuple[float, ...]]
+
+
+SMOOTHING = {"strength": (0.15, 0.3, 0.6, 1.2), "returning": (0.05, 0.1, 0.2), "order": (4, 5, 6)}  # searched for the first text,
+START = {"strength": 0.15, "returning": 0.05, "order": 5}  # which chose these; where the others start
+NEAR, LONG = {"strength": (0.08, 0.3), "returning": (0.1,)}, {"order": (6,), "strength": (0.4, 1.0, 2.0)}
+FIRST, SMALL, LARGE = (6, 9, 12, 15, 18, 21, 24, 27, 30, 34, 38), (12, 15, 18, 22, 26), (16, 22)
+TEXTS = [
+    Text("blake-poems", "gutenberg/blake-poems.txt", (1.60, 1.75, 1.71, 1.68), ((2, 3000), (2, 6000), (1, 3000)), FIRST, SMOOTHING),
+    Text("shakespeare-macbeth", "gutenberg/shakespeare-macbeth.txt", (1.69, 1.79, 1.77, 1.74), ((2, 8000),), SMALL, NEAR),
+    Text("carroll-alice", "gutenberg/carroll-alice.txt", (1.54, 1.61, 1.57, 1.58), ((2, 8000),), SMALL, NEAR),
+    Text("shakespeare-hamlet", "gutenberg/shakespeare-hamlet.txt", (1.63, 1.72, 1.69, 1.68), ((2, 8000),), SMALL, NEAR),
+    Text("milton-paradise", "gutenberg/milton-paradise.txt", (1.73, 1.83, 1.78, 1.78), ((3, 30000),), LARGE, LONG),
+    Text("calgary", "calgary/book1", (1.63, 1.72, 1.64, 1.67), ((3, 30000),), LARGE, LONG),
+    Text("melville-mobydick", "gutenberg/melville-moby_dick.txt", (1.72, 1.81, 1.73, 1.76), ((3, 30000),), LARGE, LONG),
+    Text("war-peace", "warpeace/warpeace_input.txt.gz", (1.59, 1.65, 1.57, 1.62), ((3, 30000),), LARGE, LONG),
+]
+
+
+class Parts(NamedTuple):
+    """Training sequences, those that are scored, and the data module they are of."""
+
+    train: Sequences
+    scored: Sequences
+    data: TextDataModule
+
+
+def final_parts(path: Path | None) -> Parts:
+    """All that is trained on, and the test part."""
+    data = TextDataModule(None if path is None else str(path), val_fraction=0.0)
+    data.setup()
+    return Parts(data.train_sequences, data.test_sequences, data)
+
+
+def validation_parts(final: Parts, folder: Path) -> Parts:
+    """The training text once more as if it were all: its last tenth takes the place of the test part."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "training-text.txt"
+    path.write_text(final.data.text["train"])
+    return final_parts(path)
+
+
+def bits(model: Any, sequences: Sequences) -> float:
+    return -float(model.score(sequences).sum()) / sequences.num_steps / math.log(2)
+
+
+class Clones:
+    """Cloned HMMs of a text, trained some iterations at a time."""
+
+    def __init__(self, parts: Parts, context: int, num_states: int) -> None:
+        assert parts.data.num_symbols is not None
+        self.parts, self.num_symbols, self.iterations = parts, parts.data.num_symbols, 0
+        self.upper = Contexts(parts.train, self.num_symbols, context) if context > 1 else None
+        self.encoded = parts.train if self.upper is None else self.upper.encode(parts.train)
+        num_contexts = self.num_symbols if self.upper is None else len(self.upper)
+        options = {"allocation": "ngram", "ngram_order": 7 - context, "arithmetic": "float32", "seed": SEED}
+        self.model = ClonedHMM(max(num_states, num_contexts), num_contexts, **options)
+
+    def train(self, iterations: int) -> float:
+        """Goes on up to so many iterations in all; returns the seconds of processor time."""
+        begin = time.process_time()
+        if iterations > self.iterations:
+            fit(self.model, self.encoded, iterations - self.iterations, 0.0)
+        self.iterations = iterations
+        return time.process_time() - begin
+
+    def back_off(self) -> BackOff:
+        return BackOff([self.model], self.parts.train, self.num_symbols, self.upper)
+
+    def smoothed(self, counted: BackOff, strength: float, returning: float, order: int) -> ClonedHMM:
+        lower = Contexts(self.parts.train, self.num_symbols, order, min_count=2)
+        return counted.joined(lower, strength, returning, symbol_names=self.parts.data.symbol_names)
+
+
+def choose(text: Text, parts: Parts, records: Records) -> dict[str, Any]:
+    """The settings that are best on validation data; what was tried is in the records."""
+    for context, num_states in text.candidates:
+        if records.where(text=text.name, tried="smoothing", context=context, num_states=num_states):
+            continue
+        clones, seconds, found, best = Clones(parts, context, num_states), 0.0, [], None
+        for look in text.looks:
+            seconds += clones.train(look)
+            counted = clones.back_off()
+            found.append(bits(clones.smoothed(counted, **START), parts.scored))
+            print(f"{text.name}: contexts of {context}, {num_states} states, {look} iterations: {found[-1]:.4f} on validation ({seconds:.0f} s)", flush=True)
+            if found[-1] == min(found):
+                best = look, counted
+            if len(found) > 2 and min(found) < min(found[-2:]):
+                break
+        assert best is not None
+        chosen, least = dict(START), min(found)
+        for name, values in text.smoothing.items():
+            for value in values:
+                if value != chosen[name] and (score := bits(clones.smoothed(best[1], **{**chosen, name: value}), parts.scored)) < least:
+                    chosen, least = {**chosen, name: value}, score
+        settings = {"context": context, "num_states": num_states, "iterations": best[0], **chosen}
+        records.add(text=text.name, tried="smoothing", **settings, validation=least, seconds=round(seconds, 1))
+    tried = records.where(text=text.name, tried="smoothing")
+    best_record = min((record for record in tried if (record["context"], record["num_states"]) in text.candidates), key=lambda record: record["validation"])
+    return {name: best_record[name] for name in ("context", "num_states", "iterations", *START, "validation")}
+
+
+def run_cloned(text: Text, final: Parts, inner: Parts, records: Records, out: Path) -> dict[str, Any]:
+    settings = choose(text, inner, records)
+    clones = Clones(final, settings["context"], settings["num_states"])
+    seconds = clones.train(settings["iterations"])
+    counted = clones.back_off()
+    model = clones.smoothed(counted, **{name: settings[name] for name in START})
+    begin = time.process_time()
+    test = bits(model, final.scored)
+    save(model, out / f"{text.name}.ckpt")
+    sizes = {"states_in_all": model.num_states, "transitions": model.layout.num_entries}
+    return {**settings, **sizes, "test": test, "seconds": round(seconds, 1), "test_seconds": round(time.process_time() - begin, 1)}
+
+
+def save(model: ClonedHMM, path: Path) -> None:
+    """As a checkpoint that `lightning_hmm.load` reads."""
+    trainer = Trainer(logger=False, enable_checkpointing=False, accelerator="cpu", enable_progress_bar=False, enable_model_summary=False)
+    trainer.strategy.connect(model)
+    trainer.save_checkpoint(path, weights_only=True)
+
+
+def run_ngrams(final: Parts, inner: Parts, orders: range) -> dict[str, Any]:
+    assert final.data.num_symbols is not None
+    begin = time.process_time()
+    found = {order: KneserNey(final.data.num_symbols, order).fit(inner.train).bits_per_symbol(inner.scored) for order in orders}
+    order = min(found, key=found.__getitem__)
+    test = KneserNey(final.data.num_symbols, order).fit(final.train).bits_per_symbol(final.scored)
+    return {"order": order, "validation": found[order], "test": test, "seconds": round(time.process_time() - begin, 1)}
+
+
+def run_lstm(final: Parts, inner: Parts, epochs: int, hidden_size: int, folder: Path) -> dict[str, Any]:
+    """The number of epochs is that of early stopping on validation data; then as many on all of the training text."""
+    begin = time.process_time()
+
+    def train(parts: Parts, epochs: int, callbacks: list[Any], validation: Sequences | None) -> RecurrentNet:
+        lengths = [500] * (parts.train.num_steps // 500) + [parts.train.num_steps % 500]
+        data = Sequences.from_lengths(parts.train.values, lengths)
+        size = {"hidden_size": hidden_size, "num_layers": 2, "dropout": 0.25, "bptt_steps": 50, "seed": SEED, "learning_rate_decay": 0.97}
+        model = RecurrentNet(num_symbols=parts.data.num_symbols, **size)
+        fit(
+            model,
+            data,
+            epochs,
+            0.0,
+            val_sequences=validation,
+            batch_size=25,
+            shuffle=True,
+            seed=SEED,
+            callbacks=callbacks,
+            enable_checkpointing=bool(callbacks),
+        )
+        return model
+
+    stop = EarlyStopping("val/bits_per_symbol", patience=8)
+    keep = ModelCheckpoint(folder, "lstm", monitor="val/bits_per_symbol", enable_version_counter=False)
+    train(inner, epochs, [stop, keep], inner.scored)
+    assert keep.best_model_path
+    best = int(torch.load(keep.best_model_path, weights_only=True)["epoch"]) + 1
+    model = train(final, best, [], None)
+    found = {"epochs": best, "validation": float(stop.best_score), "test": bits(model, final.scored)}
+    return {**found, "hidden_size": hidden_size, "seconds": round(time.process_time() - begin, 1)}
+
+
+def table(records: Records, texts: list[Text]) -> str:
+    header = ["text", "training", "test", "cloned HMM", "paper", "n-grams", "paper", "LSTM", "paper", "sequence memoizer (paper)"]
+    rows = []
+    for text in texts:
+        found = {method: records.where(text=text.name, method=method) for method in METHODS}
+        sizes = next(iter(records.where(text=text.name, tried="sizes")))
+        ours = {method: f"{result[0]['test']:.3f}" if result else "-" for method, result in found.items()}
+        cloned, ngrams, memoizer, lstm = (f"{number:.2f}" for number in text.paper)
+        numbers = [ours["cloned"], cloned, ours["ngrams"], ngrams, ours["lstm"], lstm, memoizer]
+        rows.append([text.name, f"{sizes['training']:,}", f"{sizes['test']:,}", *numbers])
+    return markdown_table(header, rows)
+
+
+def figure(records: Records, texts: list[Text]) -> Figure:
+    plot = Figure(figsize=(9, 4), layout="constrained")
+    axes = plot.subplots()
+    for number, (method, name) in enumerate(METHODS.items()):
+        place = [n + (number - 1) * 0.22 for n in range(len(texts))]
+        ours = [next((record["test"] for record in records.where(text=text.name, method=method)), math.nan) for text in texts]
+        theirs = [text.paper[{"cloned": 0, "ngrams": 1, "lstm": 3}[method]] for text in texts]
+        axes.plot(place, ours, "o", color=COLOURS[number], label=name)
+        axes.plot(place, theirs, "_", color=COLOURS[number], markersize=11, label=f"{name}, the paper's")
+    axes.set_xticks(range(len(texts)), [text.name.replace("-", "\n", 1) for text in texts], fontsize="small")
+    axes.set(ylabel="bits per symbol, test part")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#E5E5E5", linewidth=0.6)
+    axes.legend(frameon=False, fontsize="small", ncols=3, loc="upper center", bbox_to_anchor=(0.5, 1.18))
+    return plot
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--path", type=Path, default=Path(os.environ.get("LIGHTNING_HMM_DATA", "data")), help="folder of the texts")
+    parser.add_argument("--texts", nargs="*", help="names of some of them; all if not given")
+    parser.add_argument("--methods", nargs="*", choices=list(METHODS), default=["ngrams", "cloned"], help="n-grams and cloned HMMs if not given")
+    parser.add_argument("--hidden-size", type=int, default=100, help="units of each of the LSTM's two layers")
+    parser.add_argument("--epochs", type=int, default=60, help="most epochs of the LSTM")
+    parser.add_argument("--out", type=Path, default=Path("logs/experiments/cloned/texts"))
+    parser.add_argument("--quick", action="store_true", help="Python's help texts, the first letters of them, few iterations")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    texts, methods = [text for text in TEXTS if not args.texts or text.name in args.texts], args.methods
+    records = Records(args.out / "records.jsonl")
+    if args.quick:
+        texts, methods, args.epochs = [Text("help", "", (math.nan,) * 4, ((2, 400), (1, 100)), (2, 4), {"order": (4,)})], list(METHODS), 2
+    for text in texts:
+        final = final_parts(None if args.quick else args.path / text.path)
+        if args.quick:
+            final = Parts(final.train[:8], Sequences.from_list([final.scored[0][:2000]]), final.data)
+            final.data.text["train"] = final.data.text["train"][:8000]
+        inner = validation_parts(final, args.out / text.name)
+        if not records.where(text=text.name, tried="sizes"):
+            records.add(text=text.name, tried="sizes", training=final.train.num_steps, test=final.scored.num_steps)
+        for method in methods:
+            if records.has(text=text.name, method=method):
+                continue
+            if method == "ngrams":
+                result = run_ngrams(final, inner, range(3, 11))
+            elif method == "cloned":
+                result = run_cloned(text, final, inner, records, args.out)
+            else:
+                result = run_lstm(final, inner, args.epochs, args.hidden_size, args.out / text.name)
+            records.add(text=text.name, method=method, **result)
+            print(f"{text.name}, {METHODS[method]}: {result}", flush=True)
+    done = [text for text in texts if records.has(text=text.name, tried="sizes")]
+    (args.out / "table.md").write_text(made := table(records, done))
+    print(made)
+    figure(records, done).savefig(args.out / "figure.png", dpi=150)
+    print(f"Written to {args.out}: table.md, figure.png, records.jsonl and the models.")
+
+
+if __name__ == "__main__":
+    main()

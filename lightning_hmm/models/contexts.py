@@ -1,0 +1,200 @@
+r"""Contexts of a few symbols as states: what a cloned HMM of text can start from, and what it can back off to.
+
+A context is a string of up to n symbols that occurs in the training data. Each stands for its last symbol, so contexts are clones: from
+context c, symbol x leads to the longest context that is an end of cx, and Kneser-Ney n-grams are a cloned HMM.
+
+- `Contexts.encode` writes a text in contexts instead of symbols. A `ClonedHMM` of these has clones of contexts: fewer transitions to
+  learn, by a factor of hundreds for pairs of letters, at the price that different contexts never share a clone.
+- `BackOff` joins trained clones with contexts: where a clone does not know, the model goes on in contexts, and comes back from there.
+
+References:
+    MacKay and Peto: A hierarchical Dirichlet language model, 1995: the weight of the lower order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from lightning_hmm.inference import cloned
+from lightning_hmm.inference.cloned import Layout
+from lightning_hmm.models.baselines.kneser_ney import KneserNey
+from lightning_hmm.models.cloned import ClonedHMM
+from lightning_hmm.sequences import Sequences
+
+EVEN = 1e-9  # share of a context's predictions that is even over all symbols
+
+
+class Contexts:
+    """The strings of up to `order` symbols that occur in training sequences.
+
+    Args:
+        sequences: of symbols, none missing.
+        num_symbols: V.
+        order: the longest context.
+        min_count: longer contexts than one symbol that occur less often are left out.
+
+    Attributes:
+        symbols: (C,) the last symbol of each context; first the V contexts of one symbol, longer ones after shorter ones.
+        lengths: (C,) of each context.
+    """
+
+    def __init__(self, sequences: Sequences, num_symbols: int, order: int, min_count: int = 1) -> None:
+        if order < 1 or (num_symbols + 1) ** order >= 2**63:
+            raise ValueError(f"`order` must be at least 1 and such that contexts of {num_symbols} symbols can be numbered, but is {order} instead.")
+        if min_count < 1:
+            raise ValueError(f"`min_count` must be at least 1, but is {min_count} instead.")
+        self.num_symbols, self.order = num_symbols, order
+        self._codes = [np.arange(1, num_symbols + 1)]  # for each length, the sorted codes; a code is a number in base V + 1, the last symbol its last digit
+        for length, (codes, there) in enumerate(self._running(sequences), 1):
+            found, counts = np.unique(codes[there], return_counts=True)
+            if length > 1:
+                self._codes.append(found[counts >= min_count])
+        self._first = np.append(0, np.cumsum([len(codes) for codes in self._codes]))
+        self.lengths = np.repeat(np.arange(1, order + 1), np.diff(self._first))
+        self._all = np.concatenate(self._codes)
+        self.symbols = self._all % (num_symbols + 1) - 1
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def _running(self, sequences: Sequences) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """For each length, the code of what ends at each step, and where that many symbols are there."""
+        sequences.check(self.num_symbols, None)
+        symbols, offsets = sequences.values.cpu().numpy(), sequences.offsets.numpy()
+        if len(symbols) and symbols.min() < 0:
+            n, t = sequences.locate(int(np.argmin(symbols)))
+            raise ValueError(f"`sequences` must have no missing symbols for contexts, but position {t} of sequence {n} is missing.")
+        position = np.arange(len(symbols)) - np.repeat(offsets[:-1], np.diff(offsets))
+        codes = np.zeros(len(symbols), np.int64)
+        for length in range(self.order):
+            codes = codes + (np.append(np.zeros(length, np.int64), symbols)[: len(symbols)] + 1) * (self.num_symbols + 1) ** length
+            yield codes, position >= length
+
+    def _find(self, codes: np.ndarray, length: int) -> np.ndarray:
+        """The numbers of the contexts of one length; -1 where there is no such."""
+        known = self._codes[length - 1]
+        place = np.minimum(np.searchsorted(known, codes), max(len(known) - 1, 0))
+        return np.where(known[place] == codes, place + self._first[length - 1], -1) if len(known) else np.full(len(codes), -1)
+
+    def encode(self, sequences: Sequences) -> Sequences:
+        """The longest context that ends at each step; it never reaches into the sequence before."""
+        found = np.zeros(sequences.num_steps, np.int64)
+        for length, (codes, there) in enumerate(self._running(sequences), 1):
+            numbers = np.where(there, self._find(codes, length), -1)
+            found = np.where(numbers >= 0, numbers, found)
+        return sequences.with_values(torch.from_numpy(found))
+
+    def following(self) -> np.ndarray:
+        """(C, V) the context that each symbol leads to."""
+        base, targets = self.num_symbols + 1, np.full((len(self), self.num_symbols), -1)
+        for length in range(1, self.order + 1):  # longer ones take the place of shorter ones
+            enough = np.flatnonzero(self.lengths >= length - 1)
+            codes = (self._all[enough] % base ** (length - 1))[:, None] * base + np.arange(1, base)
+            numbers = self._find(codes.reshape(-1), length).reshape(codes.shape)
+            targets[enough] = np.where(numbers >= 0, numbers, targets[enough])
+        return targets
+
+    def strings(self) -> Sequences:
+        """The symbols of each context."""
+        places = np.arange(int(self.lengths.sum())) - np.repeat(np.cumsum(self.lengths) - self.lengths, self.lengths)
+        powers = (self.num_symbols + 1) ** (np.repeat(self.lengths, self.lengths) - 1 - places)
+        return Sequences.from_lengths(np.repeat(self._all, self.lengths) // powers % (self.num_symbols + 1) - 1, self.lengths)
+
+
+class BackOff:
+    r"""Clones of trained models joined with contexts that they back off to, so that nothing is impossible.
+
+    .. math:: A_{ij} = \frac{n_{ij}}{n_i + s}, \quad A_{i, cx} = \frac{s}{n_i + s} \sum_c p(c \mid i)\, p(x \mid c), \quad
+        A_{c, cx} = (1 - r)\, p(x \mid c), \quad A_{cj} = r\, p(x \mid c)\, p(j \mid cx)
+
+    with s the strength, r the share `returning`, n expected counts, p(x | c) Kneser-Ney n-grams, p(c | i) how often clone i has context c and
+    p(j | cx) how often j has that context and symbol on the models' most probable paths through the training data; where x never
+    followed c, nothing returns. (Where no n-gram occurs just once, Kneser-Ney rules out what it has not seen, so a billionth of p(x | c) is even over
+    all symbols.) With several models the contexts lead back to each of them alike.
+
+    Args:
+        models: trained on `sequences`; of restarts, the chosen one counts.
+        sequences: the training data, in symbols.
+        num_symbols: V.
+        upper: contexts that the models are of, if they were trained on `upper.encode(sequences)`.
+    """
+
+    def __init__(self, models: Sequence[ClonedHMM], sequences: Sequences, num_symbols: int, upper: Contexts | None = None) -> None:
+        self.sequences, self.num_symbols, self.arithmetic = sequences, num_symbols, models[0].arithmetic
+        data = sequences if upper is None else upper.encode(sequences)
+        self._counted = [_counted(model, data) for model in models]
+        self._symbols = [model.layout.symbols.numpy() if upper is None else upper.symbols[model.layout.symbols.numpy()] for model in models]
+
+    def joined(self, lower: Contexts, strength: float = 0.5, returning: float = 0.1, symbol_names: list[str] | None = None) -> ClonedHMM:
+        """The cloned HMM.
+
+        Args:
+            lower: the contexts to back off to.
+            strength: of the lower order, in counts.
+            returning: share of the contexts' transitions that leads back to clones.
+            symbol_names: for a model with a vocabulary.
+        """
+        if not strength > 0:
+            raise ValueError(f"`strength` must be positive, but is {strength} instead.")
+        if not 0 <= returning < 1:
+            raise ValueError(f"`returning` must be at least 0 and below 1, but is {returning} instead.")
+        num_symbols, size, steps = self.num_symbols, len(lower), self.sequences.values.numpy()
+        context = lower.encode(self.sequences).values.numpy()
+        inside = np.ones(len(context), bool)
+        inside[self.sequences.offsets[1:].numpy() - 1] = False
+        before = np.flatnonzero(inside)
+        following, probs = lower.following(), KneserNey(num_symbols, lower.order + 1).fit(self.sequences).predict_next(lower.strings())
+        probs = (1 - EVEN) * probs + EVEN / num_symbols
+        seen = np.bincount(context[before] * num_symbols + steps[before + 1], minlength=size * num_symbols).reshape(size, num_symbols)
+        back = np.where(seen > 0, returning, 0.0)
+        entries = [(np.repeat(np.arange(size), num_symbols), following.reshape(-1), (probs * (1 - back)).reshape(-1))]
+        first = size
+        for (rows, columns, counts, path), own in zip(self._counted, self._symbols, strict=True):
+            num_clones = len(own)
+            visits = np.bincount(rows, counts, num_clones)
+            entries.append((first + rows, first + columns, counts / (visits[rows] + strength)))
+            clone, where, often = _pairs(path, context, size)
+            often = often / np.maximum(np.bincount(clone, often, num_clones), 1)[clone]
+            never = np.setdiff1d(np.arange(num_clones), clone)  # such a clone is one of its symbol, and no more is known of it
+            clone, where, often = np.append(clone, never), np.append(where, own[never]), np.append(often, np.ones(len(never)))
+            weights = (often * (strength / (visits + strength))[clone])[:, None] * probs[where]
+            entries.append(_summed(np.repeat(first + clone, num_symbols), following[where].reshape(-1), weights.reshape(-1), size))
+            where, clone, often = _pairs(context[before], path[before + 1], num_clones)
+            symbol = own[clone]
+            entries.append((where, first + clone, probs[where, symbol] * back[where, symbol] / len(self._counted) * often / seen[where, symbol]))
+            first += num_clones
+        of_state, (sources, targets, values) = np.concatenate([lower.symbols, *self._symbols]), map(np.concatenate, zip(*entries, strict=True))
+        order = np.argsort(of_state, kind="stable")
+        new = np.empty_like(order)
+        new[order] = np.arange(len(order))
+        known = values > 0
+        layout, place = Layout.of_entries(np.bincount(of_state, minlength=num_symbols), *(torch.from_numpy(new[ends[known]]) for ends in (sources, targets)))
+        single = self.arithmetic == "float32"
+        model = ClonedHMM(num_states=len(order), num_symbols=num_symbols, arithmetic="float32" if single else "float64", symbol_names=symbol_names)
+        model.transition.allocate(layout, torch.from_numpy(values[known])[place][None])
+        return model.eval()
+
+
+@torch.no_grad()
+def _counted(model: ClonedHMM, data: Sequences) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Sources, targets and expected numbers of the transitions, and the most probable path."""
+    initial, probs, layout = model.chain(int(model.chosen))
+    statistics = cloned.e_step(initial, probs, layout, None, data, single=model.arithmetic == "float32")
+    counted = torch.nonzero(statistics.transition > 1e-4).flatten()  # the others together are far less than any sensible strength
+    rows, columns = layout.states_of(counted)
+    return rows.numpy(), columns.numpy(), statistics.transition[counted].double().numpy(), model.decode(data).values.numpy()
+
+
+def _pairs(left: np.ndarray, right: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The different pairs, and how often each occurs; numbers on the right are below `size`."""
+    found, counts = np.unique(left * size + right, return_counts=True)
+    return found // size, found % size, counts.astype(float)
+
+
+def _summed(rows: np.ndarray, columns: np.ndarray, values: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Entries in the same place as one."""
+    found, place = np.unique(rows * size + columns, return_inverse=True)
+    return found // size, found % size, np.bincount(place, values)
