@@ -11,16 +11,17 @@ from torch import Tensor, nn
 from lightning_hmm.distributions.gaussian import data_location
 from lightning_hmm.inference import kalman
 from lightning_hmm.loading import generator
-from lightning_hmm.metrics import LogLikelihoodPerSymbol, PredictionError
+from lightning_hmm.metrics import LogLikelihoodPerSymbol
 from lightning_hmm.models.baselines.recurrent import last_seen
-from lightning_hmm.models.sequence_model import SequenceModel, check_counts
+from lightning_hmm.models.prediction_errors import PredictionErrors
+from lightning_hmm.models.sequence_model import check_counts
 from lightning_hmm.models.standard import GaussianPrediction
 from lightning_hmm.sequences import Sequences
 
 Observed = Literal["positions", "increments"]
 
 
-class LinearGaussianHMM(SequenceModel):
+class LinearGaussianHMM(PredictionErrors):
     r"""A hidden Markov model with a state in R^d, linear means and Gaussian noise.
 
     .. math:: x_0 \sim N(m, P), \quad x_t \sim N(A x_{t-1} + b, Q), \quad y_t \sim N(C x_t + c, \operatorname{diag} r)
@@ -81,7 +82,6 @@ class LinearGaussianHMM(SequenceModel):
         for name, value in {"centre": 0.0, "scale": 1.0, "first_centre": 0.0, "first_scale": 1.0}.items():
             self.register_buffer(name, torch.full((num_features,), value, dtype=torch.float64))
         self.register_buffer("located", torch.tensor(False))
-        self.val_error, self.test_error = PredictionError(), PredictionError()
         self._statistics: kalman.Statistics | None = None
 
     @property
@@ -249,26 +249,6 @@ class LinearGaussianHMM(SequenceModel):
         self._require_sequences(batch)
         scores = self.score(batch)
         metric.update(scores.sum() if batch.weights is None else scores @ batch.weights, batch.num_observed())
-
-    def validation_step(self, batch: Sequences, batch_idx: int) -> None:
-        super().validation_step(batch, batch_idx)
-        self.val_error.update(self.predict_each(batch).values, batch)
-
-    def on_validation_epoch_end(self) -> None:
-        super().on_validation_epoch_end()
-        self._log_error("val", self.val_error)
-
-    def test_step(self, batch: Sequences, batch_idx: int) -> None:
-        super().test_step(batch, batch_idx)
-        self.test_error.update(self.predict_each(batch).values, batch)
-
-    def on_test_epoch_end(self) -> None:
-        super().on_test_epoch_end()
-        self._log_error("test", self.test_error)
-
-    def _log_error(self, part: str, metric: PredictionError) -> None:
-        self.log(f"{part}/prediction_error", metric.compute())
-        metric.reset()
 
     def predict_step(self, batch: Sequences, batch_idx: int) -> dict[str, Any]:
         """The smoothed state and what was expected at each step, and the log-likelihood of each sequence."""

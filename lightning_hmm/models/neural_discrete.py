@@ -11,18 +11,18 @@ from lightning_hmm.distributions.densities import DensityHead, Family, PartialDe
 from lightning_hmm.inference import dense
 from lightning_hmm.inference.particle import Streams
 from lightning_hmm.loading import generator
-from lightning_hmm.metrics import PredictionError
 from lightning_hmm.models.base import HMM
 from lightning_hmm.models.neural_networks import Activation, Window, WindowedMLP, WindowKind
 from lightning_hmm.models.neural_rollout import Rollout
 from lightning_hmm.models.neural_state_space import Conditional, Observations
 from lightning_hmm.models.neural_units import InUnits, window_inputs
+from lightning_hmm.models.prediction_errors import PredictionErrors
 from lightning_hmm.models.sequence_model import check_counts
 from lightning_hmm.models.standard import GaussianPrediction
 from lightning_hmm.sequences import Sequences
 
 
-class NeuralDiscreteHMM(InUnits, HMM):
+class NeuralDiscreteHMM(InUnits, PredictionErrors, HMM):
     r"""K states, each with a vector e_k, from which networks make its transitions and its emission.
 
     .. math:: A_i = \text{softmax}(f(e_i)), \qquad y_t \mid z_t = k \sim p(\cdot \mid g(e_k, y_{t-\tau_e}, \dots, y_{t-1}))
@@ -95,7 +95,6 @@ class NeuralDiscreteHMM(InUnits, HMM):
             self.emission = Conditional(past, WindowedMLP(embedding_dim, past.num_outputs, head.num_outputs, num_layers, width, activation, dtype), head)
         self.initial = nn.Parameter(torch.zeros(num_states, dtype=dtype))
         self._make_units(emission_mean == "residual", dtype)
-        self.val_error, self.test_error = PredictionError(), PredictionError()
 
     # What the inference functions ask
 
@@ -212,26 +211,6 @@ class NeuralDiscreteHMM(InUnits, HMM):
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
         total: Tensor = self.trainer.strategy.reduce(value, reduce_op="sum")
         return total
-
-    def validation_step(self, batch: Sequences, batch_idx: int) -> None:
-        super().validation_step(batch, batch_idx)
-        self.val_error.update(self.predict_each(batch).values, batch)
-
-    def on_validation_epoch_end(self) -> None:
-        super().on_validation_epoch_end()
-        self._log_error("val", self.val_error)
-
-    def test_step(self, batch: Sequences, batch_idx: int) -> None:
-        super().test_step(batch, batch_idx)
-        self.test_error.update(self.predict_each(batch).values, batch)
-
-    def on_test_epoch_end(self) -> None:
-        super().on_test_epoch_end()
-        self._log_error("test", self.test_error)
-
-    def _log_error(self, part: str, metric: PredictionError) -> None:
-        self.log(f"{part}/prediction_error", metric.compute())
-        metric.reset()
 
 
 def _by_sequence(inside: Tensor, rows: Tensor) -> Tensor:

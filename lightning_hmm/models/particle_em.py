@@ -16,14 +16,15 @@ from lightning_hmm.inference.particle import Particles, Resampling, Streams
 from lightning_hmm.loading import generator
 from lightning_hmm.metrics import LogLikelihoodPerSymbol, PredictionError
 from lightning_hmm.models.neural_state_space import Bound, PathDensity
-from lightning_hmm.models.sequence_model import SequenceModel, check_counts
+from lightning_hmm.models.prediction_errors import PredictionErrors
+from lightning_hmm.models.sequence_model import check_counts
 from lightning_hmm.sequences import Sequences
 
 Smoothing = Literal["backward", "genealogy"]
 Schedule = Literal["cosine", "constant"]
 
 
-class ParticleEM(SequenceModel):
+class ParticleEM(PredictionErrors):
     """Each batch is an E-step, which draws paths of the state given its sequences, and some gradient steps on their log-density.
 
     Random numbers depend on seed, epoch, batch and the place of a sequence in the batch of all ranks together, and on nothing else.
@@ -64,7 +65,7 @@ class ParticleEM(SequenceModel):
         self.num_particles, self.num_paths, self.smoothing, self.resampling, self.threshold = num_particles, num_paths, smoothing, resampling, threshold
         self.m_steps, self.learning_rate, self.schedule, self.gradient_clip = m_steps, learning_rate, schedule, gradient_clip
         self.e_step_fraction, self.fine_tuning_epochs, self.seed = e_step_fraction, fine_tuning_epochs, seed
-        self.val_error, self.test_error, self._effective_size, self._batch = PredictionError(), PredictionError(), MeanMetric(), 0
+        self._effective_size, self._batch = MeanMetric(), 0
 
     @abstractmethod
     def bind(self, sequences: Sequences) -> Bound:
@@ -188,17 +189,5 @@ class ParticleEM(SequenceModel):
     def validation_step(self, batch: Sequences, batch_idx: int) -> None:
         self._evaluate(batch, batch_idx, self.val_likelihood, self.val_error)
 
-    def on_validation_epoch_end(self) -> None:
-        super().on_validation_epoch_end()
-        self._log_error("val", self.val_error)
-
     def test_step(self, batch: Sequences, batch_idx: int) -> None:
         self._evaluate(batch, batch_idx, self.test_likelihood, self.test_error)
-
-    def on_test_epoch_end(self) -> None:
-        super().on_test_epoch_end()
-        self._log_error("test", self.test_error)
-
-    def _log_error(self, part: str, metric: PredictionError) -> None:
-        self.log(f"{part}/prediction_error", metric.compute(), prog_bar=part == "val")
-        metric.reset()

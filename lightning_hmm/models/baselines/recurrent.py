@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from lightning_hmm.distributions.gaussian import data_location
 from lightning_hmm.loading import generator
-from lightning_hmm.metrics import LogLikelihoodPerSymbol, PredictionError
-from lightning_hmm.models.sequence_model import SequenceModel, check_counts
+from lightning_hmm.metrics import LogLikelihoodPerSymbol
+from lightning_hmm.models.prediction_errors import PredictionErrors
+from lightning_hmm.models.sequence_model import check_counts
 from lightning_hmm.models.standard import GaussianPrediction
 from lightning_hmm.sequences import MISSING, Sequences
 
@@ -21,7 +22,7 @@ _CELLS = {"rnn": nn.RNN, "lstm": nn.LSTM, "gru": nn.GRU}
 _AT_ONCE = 200_000  # steps of all sequences together that are scored at a time
 
 
-class RecurrentNet(SequenceModel):
+class RecurrentNet(PredictionErrors):
     r"""A recurrent network whose output at each step is the distribution of the next observation.
 
     .. math:: h_t = \text{cell}(y_{t-1}, h_{t-1}), \quad y_t \mid y_{1:t-1} \sim \text{softmax}(\text{head}(h_t))
@@ -118,7 +119,6 @@ class RecurrentNet(SequenceModel):
         self.register_buffer("centre", torch.zeros(num_features or 0, dtype=torch.float64))
         self.register_buffer("scale", torch.ones(num_features or 0, dtype=torch.float64))
         self.register_buffer("located", torch.tensor(num_features is None))
-        self.val_error, self.test_error = PredictionError(), PredictionError()
 
     # The network
 
@@ -292,29 +292,6 @@ class RecurrentNet(SequenceModel):
         self._require_sequences(batch)
         scores = self.score(batch)
         metric.update(scores.sum() if batch.weights is None else scores @ batch.weights, batch.num_observed())
-
-    def validation_step(self, batch: Sequences, batch_idx: int) -> None:
-        super().validation_step(batch, batch_idx)
-        if self.num_features:
-            self.val_error.update(self.predict_each(batch).values, batch)
-
-    def on_validation_epoch_end(self) -> None:
-        super().on_validation_epoch_end()
-        self._log_error("val", self.val_error)
-
-    def test_step(self, batch: Sequences, batch_idx: int) -> None:
-        super().test_step(batch, batch_idx)
-        if self.num_features:
-            self.test_error.update(self.predict_each(batch).values, batch)
-
-    def on_test_epoch_end(self) -> None:
-        super().on_test_epoch_end()
-        self._log_error("test", self.test_error)
-
-    def _log_error(self, part: str, metric: PredictionError) -> None:
-        if self.num_features:
-            self.log(f"{part}/prediction_error", metric.compute())
-            metric.reset()
 
     def predict_step(self, batch: Sequences, batch_idx: int) -> dict[str, Any]:
         """What is expected at each step, and the log-likelihood of each sequence."""
