@@ -38,6 +38,7 @@ from torch.autograd.function import once_differentiable
 from lightning_hmm.inference.dense import EStep, Path, Posterior, impossible_message
 from lightning_hmm.inference.kernels import cloned_cpu, cloned_portable
 from lightning_hmm.inference.kernels.cloned_cpu import Arrays, layout_arrays
+from lightning_hmm.inference.kernels.cloned_rearranged import rearranged_path
 from lightning_hmm.inference.kernels.portable import wide_dtype
 from lightning_hmm.sequences import Sequences
 
@@ -384,6 +385,24 @@ def viterbi(initial: Tensor, transition: Tensor, layout: Layout, evidence: Tenso
     _check(initial, transition, layout, evidence, sequences)
     path, log_probability = _viterbi_op(initial, transition, layout.tensors, *_data(evidence, sequences), sequences.offsets)
     return Path(sequences.with_values(path), log_probability)
+
+
+@torch.no_grad()
+def rearranged_viterbi(
+    initial: Tensor, transition: Tensor, layout: Layout, symbols: Tensor, lengths: Sequence[int], most: int = 20_000
+) -> tuple[Tensor, float]:
+    """The most probable path through symbols that may stand in any order within groups of the given lengths; and its log-probability.
+
+    (steps,) states; all -1 where every order is impossible. Exact unless a step has more than `most` pairs of a clone and the part of its group
+    that is used, of which only the best are kept. On the CPU, whatever the device.
+    """
+    found = symbols.cpu()
+    _check(initial, transition, layout, None, Sequences.from_lengths(found, [len(found)]))
+    if sum(lengths) != len(found) or min(lengths, default=1) < 1:
+        raise ValueError(f"`lengths` must be positive and sum to the number of symbols, {len(found)}, but sum to {sum(lengths)} instead.")
+    group_first, path = np.append(0, np.cumsum(np.asarray(lengths, np.int64))), np.full(len(found), -1)
+    chain = layout.arrays, layout.symbols.numpy(), _numpy(transition), _numpy(initial.double())
+    return torch.from_numpy(path), float(rearranged_path(_numpy(found), group_first, *chain, most, path))
 
 
 @torch.no_grad()

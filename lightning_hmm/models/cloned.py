@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from types import ModuleType
 from typing import Any, ClassVar, Literal, get_args
 
@@ -327,35 +328,39 @@ class ClonedHMM(BaumWelchHMM):
         graph.add_weighted_edges_from(zip(sources, targets, weights[entries].tolist(), strict=True))
         return graph
 
-    def unscramble(self, text: str, separator: str = " ") -> str:
+    def unscramble(self, text: str, separator: str = " ", reuse: bool = False) -> str:
         """A text whose words have their inner letters in any order, set right: the most probable reading (Viterbi).
 
-        A word's first and last letter are taken as they are; each letter between them is uncertain evidence, any of that word's inner
-        letters as often as it is among them. (So a reading may take one twice and another not at all.)
+        A word's first and last letter are taken as they are.
 
         Args:
             text: of symbols that the model knows.
             separator: between words.
+            reuse: each letter is uncertain evidence by itself, any of the inner letters of its word, as Dedieu et al. have it; then a reading may take
+                one twice and another not at all. Without it, each is taken once.
         """
         if self.vocabulary is None:
             raise ValueError("`unscramble` needs a model with `symbol_names`, so that letters mean something to it.")
-        decoded = self.decode(Sequences.from_list([self.scrambled_evidence(text, separator)]))
-        if not text or int(decoded.values[0]) < 0:
+        if not text:
             return text
-        return "".join(str(name) for name in self.vocabulary.decode(self.layout.symbols[decoded.values.cpu()].tolist()))
+        if reuse:
+            path = self.decode(Sequences.from_list([self.scrambled_evidence(text, separator)])).values.cpu()
+        else:
+            symbols = torch.as_tensor(self.vocabulary.encode(text), dtype=torch.int64)
+            model = (part.detach() if isinstance(part, Tensor) else part for part in self.chain(int(self.chosen)))
+            path, _ = cloned.rearranged_viterbi(*model, symbols, _inner_groups(text, separator))  # type: ignore[arg-type]
+        if int(path[0]) < 0:
+            return text
+        return "".join(str(name) for name in self.vocabulary.decode(self.layout.symbols[path].tolist()))
 
     def scrambled_evidence(self, text: str, separator: str = " ") -> np.ndarray:
-        """(steps, V) the rows of uncertain evidence that `unscramble` decodes."""
+        """(steps, V) the rows of uncertain evidence that `unscramble` decodes with `reuse`."""
         assert self.vocabulary is not None
-        symbols = np.asarray(self.vocabulary.encode(text), np.int64)
-        rows = np.zeros((len(symbols), len(self.vocabulary)))
-        rows[np.arange(len(symbols)), symbols] = 1
-        first = 0
-        for word in text.split(separator):
-            inner = slice(first + 1, first + len(word) - 1)
-            if len(word) > 3:
-                rows[inner] = rows[inner].mean(0)
-            first += len(word) + len(separator)
+        symbols, first = np.asarray(self.vocabulary.encode(text), np.int64), 0
+        rows = np.eye(len(self.vocabulary))[symbols]
+        for length in _inner_groups(text, separator):
+            rows[first : first + length] = rows[first : first + length].mean(0)
+            first += length
         return rows
 
     # Smoothing and pruning
@@ -466,6 +471,12 @@ def _sum_by(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """The sums of `values` with the same key, and those keys, in rising order."""
     found, place = torch.unique(keys, return_inverse=True)
     return values.new_zeros(len(found)).index_add_(0, place, values), found
+
+
+def _inner_groups(text: str, separator: str) -> list[int]:
+    """Lengths of the stretches of a text in which letters may have changed places: the insides of words, and each other letter by itself."""
+    words = ([1, len(word) - 2, 1] if len(word) > 3 else [1] * len(word) for word in text.split(separator))
+    return list(chain.from_iterable([1] * len(separator) * (number > 0) + word for number, word in enumerate(words)))
 
 
 def uniform_clones(num_states: int, num_symbols: int) -> np.ndarray:

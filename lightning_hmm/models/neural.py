@@ -14,6 +14,7 @@ from lightning_hmm.inference.particle import Particles, Resampling, Streams
 from lightning_hmm.loading import generator
 from lightning_hmm.models.neural_networks import Activation, Whole, Window, WindowedMLP, WindowKind
 from lightning_hmm.models.neural_rollout import Rollout
+from lightning_hmm.models.neural_starts import start_slow
 from lightning_hmm.models.neural_state_space import Bound, Conditional
 from lightning_hmm.models.neural_units import InUnits
 from lightning_hmm.models.particle_em import ParticleEM, Schedule, Smoothing
@@ -88,7 +89,9 @@ class NeuralHMM(InUnits, ParticleEM):
         activation: "relu" or "tanh".
         emission_log_variance: at the start, in units of the data's spread, or of its changes where the emission is residual. A small one makes the state
             explain what is seen; with a large one it may never be needed.
-        transition_log_variance: at the start.
+        transition_log_variance: at the start; it stays within 4 of that, so that one of -8 or less keeps the state slow.
+        start_window: steps over which the data are averaged for the states that training starts from (see `neural_starts`): for a state that is to
+            hold what lasts. From random networks if not given.
         num_particles: of each sequence.
         num_paths: drawn of them for the M-step.
         smoothing: "backward" simulation, or the "genealogy" of the particles, cheaper, of which little is left far back.
@@ -125,6 +128,7 @@ class NeuralHMM(InUnits, ParticleEM):
         activation: Activation = "relu",
         emission_log_variance: float = -3.0,
         transition_log_variance: float = -1.0,
+        start_window: int | None = None,
         num_particles: int = 128,
         num_paths: int = 16,
         smoothing: Smoothing = "backward",
@@ -141,7 +145,7 @@ class NeuralHMM(InUnits, ParticleEM):
     ) -> None:
         if num_features is None:
             raise ValueError("`num_features` must be given: a neural HMM is for real vectors. For symbols use another model.")
-        check_counts(latent_dim=latent_dim, num_components=num_components, num_layers=num_layers, width=width)
+        check_counts(latent_dim=latent_dim, num_components=num_components, num_layers=num_layers, width=width, start_window=start_window)
         options: dict[str, tuple[str, Any]] = {
             "emission_mean": (emission_mean, Mean),
             "transition_mean": (transition_mean, Mean),
@@ -179,7 +183,7 @@ class NeuralHMM(InUnits, ParticleEM):
             arithmetic=arithmetic,
         )
         self.save_hyperparameters()
-        self.latent_dim = latent_dim
+        self.latent_dim, self.start_window = latent_dim, start_window
         dtype = getattr(torch, arithmetic)
         with torch.random.fork_rng(devices=[]):  # torch's modules draw from the global state
             torch.manual_seed(generator(seed, "start").initial_seed())
@@ -207,6 +211,12 @@ class NeuralHMM(InUnits, ParticleEM):
         A subclass may give any module; None stands for a perceptron of the given size.
         """
         return None
+
+    def initialise(self, sequences: Sequences) -> None:
+        """Takes the units of observations from the data and, with `start_window`, the first networks."""
+        super().initialise(sequences)
+        if self.start_window is not None:
+            start_slow(self, sequences, self.start_window, generator(self.seed, "slow"))
 
     # Densities
 

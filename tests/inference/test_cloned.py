@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain, permutations, product
+
 import numpy as np
 import pytest
 import torch
@@ -316,6 +318,29 @@ def test_pruned_layouts_keep_what_was_said():
     assert torch.equal(again.expand(values[keep][values[keep] > 5]), torch.where(expected > 5, expected, 0))
     assert once.density == int(keep.sum()) / 25
     assert Layout(*once.tensors) == once
+
+
+@pytest.mark.parametrize("stored", LAYOUTS)
+def test_rearranged_symbols_against_every_order(stored):
+    """The best path of all orders of the symbols within their groups; and with few nodes kept, a path that is possible."""
+    for seed in range(4):
+        case = Case("symbols", stored, [1, 3, 2], [9], seed=seed)
+        symbols, lengths = case.sequences.values, [1, 4, 1, 3]
+        groups = [list(permutations(part.tolist())) for part in symbols.split(lengths)]
+        orders = sorted({tuple(chain.from_iterable(order)) for order in product(*groups)})
+        paths = cloned.viterbi(*case.arguments[:4], Sequences.from_list([list(order) for order in orders]))
+        states, score = cloned.rearranged_viterbi(*case.arguments[:3], symbols, lengths)
+        best = paths.log_probability.max()
+        assert score == pytest.approx(float(best), rel=1e-12)
+        if best == -torch.inf:
+            assert (states == -1).all()
+            continue
+        assert tuple(case.layout.symbols[states].tolist()) in orders
+        assert path_score(case.initial.numpy(), case.log_matrix, np.zeros((9, 6)), states.numpy()) == pytest.approx(score, rel=1e-12)
+        _, few = cloned.rearranged_viterbi(*case.arguments[:3], symbols, lengths, most=2)
+        assert few <= score
+    with pytest.raises(ValueError, match="sum to the number of symbols, 9, but sum to 5 instead"):
+        cloned.rearranged_viterbi(*case.arguments[:3], symbols, [4, 1])
 
 
 def test_bad_input_is_said():

@@ -272,7 +272,8 @@ def test_scrambled_words_are_set_right():
     letters = ["".join(model.vocabulary.names[v] for v in np.flatnonzero(row)) for row in rows]
     assert letters == ["o", "f", " ", "r", *["ader"] * 5, "s"]
     assert {name: row for name, row in zip(names, rows[5], strict=True) if row} == pytest.approx({"a": 0.2, "d": 0.2, "e": 0.4, "r": 0.2})
-    assert model.unscramble("a salml rdaeer of sclarbemd lretets fndis wrdos ") == SENTENCE
+    given = "a salml rdaeer of sclarbemd lretets fndis wrdos "
+    assert model.unscramble(given) == model.unscramble(given, reuse=True) == SENTENCE
     assert model.unscramble("") == ""
     with pytest.raises(ValueError, match="`symbol_names`"):
         ClonedHMM(**OPTIONS, pairs="all").unscramble("ab")

@@ -335,16 +335,18 @@ def forward_single_entries(lane, lanes, order, offsets, plan, layout, probs, ini
     flush = alpha.dtype.type(flush)
     widest = np.max(starts[1:] - starts[:-1])
     ids, values, found = np.empty(widest, np.int64), np.empty(widest, alpha.dtype), np.empty(widest, np.int64)
-    sums, seen = np.zeros(widest, alpha.dtype), np.full(widest, -1)
+    zero, one = alpha.dtype.type(0.0), alpha.dtype.type(1.0)
+    sums = np.zeros(widest, alpha.dtype)  # zero but for the clones in `found`
     for n in order[lane::lanes]:
         product, active = 1.0, 0
         for s in range(offsets[n], offsets[n + 1]):
-            num_found, total = 0, alpha.dtype.type(0.0)
+            num_found, total = 0, zero
             if s == offsets[n]:
                 v = entry_symbol[s]
                 for c in range(starts[v + 1] - starts[v]):
-                    found[c], sums[c] = c, initial[starts[v] + c]
-                num_found = starts[v + 1] - starts[v]
+                    if initial[starts[v] + c] >= flush:
+                        found[num_found], sums[c] = c, initial[starts[v] + c]
+                        num_found += 1
             elif first_task[s] < first_task[s + 1]:
                 p = pair[first_task[s]]
                 u = pair_source[p]
@@ -353,20 +355,21 @@ def forward_single_entries(lane, lanes, order, offsets, plan, layout, probs, ini
                     x, place = values[k], base + ids[k] * stride
                     for e in range(bounds[place], bounds[place + 1]):
                         j = columns[e]
-                        if seen[j] != s:
-                            seen[j], sums[j] = s, 0
+                        before = sums[j]
+                        sums[j] = before + x * probs[e]
+                        if before == 0 and sums[j] != 0:
                             found[num_found] = j
                             num_found += 1
-                        sums[j] += x * probs[e]
             for k in range(num_found):
                 if sums[found[k]] >= flush:
                     total += sums[found[k]]
             if not total > collapse:
                 log_likelihood[n], stopped[n] = np.nan, s - offsets[n]
+                sums[:] = zero
                 break
-            scale, active = alpha.dtype.type(1.0) / total, 0
+            scale, active = one / total, 0
             for k in range(num_found):
-                x = sums[found[k]]
+                x, sums[found[k]] = sums[found[k]], zero
                 if x >= flush and x * scale >= flush:
                     ids[active], values[active] = found[k], x * scale
                     active += 1
