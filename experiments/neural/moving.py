@@ -32,10 +32,11 @@ LATENT = (2, 3, 4, 5, 10, 20)
 SIZES: dict[str, Any] = {"num_sequences": 400, "val_fraction": 0.125, "test_fraction": 0.375}
 # Chosen on validation data of environment 100: with eight gradient steps for each E-step, 32 particles and 2 paths do as well as 128 and 16.
 NEURAL: dict[str, Any] = {"transition_order": 2, "num_particles": 32, "num_paths": 2, "m_steps": 8, "learning_rate": 1e-2}
-NEURAL_EPOCHS = {"small": 12, "large": 20}  # E-steps on 50 trajectories, 4 an epoch; for latent spaces of up to 5 dimensions, and of more
+# For latent spaces of up to 5 dimensions, and of more: epochs of 4 E-steps on 50 trajectories each. Many dimensions want less noise in each.
+BY_SIZE: dict[str, dict[str, Any]] = {"small": {"epochs": 12}, "large": {"epochs": 40, "transition_log_variance": -4.0}}
 TEST_PARTICLES = 128
 LINEAR = {"max_epochs": 40}  # of exact EM
-RECURRENT: dict[str, Any] = {"epochs": 200, "patience": 15, "learning_rate": 5e-3}
+RECURRENT: dict[str, Any] = {"epochs": 600, "patience": 60, "learning_rate": 5e-3, "learning_rate_decay": 0.995}
 NAMES = {
     "neural": "neural HMM",
     "linear": "linear-Gaussian",
@@ -80,26 +81,28 @@ def recurrent(name: str, latent: int, data: list[MovingTargetDataModule]) -> lis
     errors, epochs = Stack(models, data).fit(**RECURRENT)
     seconds = round((time.process_time() - begin) / len(data), 2)
     return [
-        {"error": test_error(model, drawn), "val_error": float(error), "epochs": int(epoch), "seconds": seconds}
+        {"error": error_of(model, drawn), "val_error": float(error), "epochs": int(epoch), "seconds": seconds}
         for model, drawn, error, epoch in zip(models, data, errors, epochs, strict=True)
     ]
 
 
 def neural(latent: int, data: MovingTargetDataModule) -> dict[str, float]:
     """The error of a neural HMM after a fixed number of E-steps."""
-    model, epochs = NeuralHMM(latent, data.num_features, seed=data.seed, **NEURAL), NEURAL_EPOCHS["small" if latent <= 5 else "large"]
+    options = NEURAL | BY_SIZE["small" if latent <= 5 else "large"]
+    epochs = options.pop("epochs")
+    model = NeuralHMM(latent, data.num_features, seed=data.seed, **options)
     seconds = timed_fit(model, data, epochs, batch_size=50)
-    return {"error": test_error(model, data, num_particles=TEST_PARTICLES), "epochs": epochs, "seconds": seconds}
+    return {"error": error_of(model, data, num_particles=TEST_PARTICLES), "epochs": epochs, "seconds": seconds}
 
 
 def linear(name: str, latent: int, data: MovingTargetDataModule) -> dict[str, float]:
     """The error of a linear-Gaussian model after a fixed number of exact EM steps."""
     model = LinearGaussianHMM(latent, data.num_features, of="increments" if "increments" in name else "positions", seed=data.seed)
     seconds = timed_fit(model, data, LINEAR["max_epochs"], batch_size=None)
-    return {"error": test_error(model, data), "epochs": LINEAR["max_epochs"], "seconds": seconds}
+    return {"error": error_of(model, data), "epochs": LINEAR["max_epochs"], "seconds": seconds}
 
 
-def test_error(model: Any, data: MovingTargetDataModule, **options: Any) -> float:
+def error_of(model: Any, data: MovingTargetDataModule, **options: Any) -> float:
     return prediction_error(model.predict_each(data.test_sequences, **options), data.test_sequences)
 
 
@@ -169,7 +172,7 @@ def main() -> None:
         args.features, args.latent, args.environments = [3], [2], [0]
         LINEAR["max_epochs"] = 2
         SIZES.update(num_sequences=20, length=20)
-        RECURRENT["epochs"] = NEURAL_EPOCHS["small"] = 2
+        RECURRENT["epochs"] = BY_SIZE["small"]["epochs"] = 2
     records = Records(args.out / "records.jsonl")
     for d in args.features:
         data = {environment: make_data(d, environment) for environment in args.environments}

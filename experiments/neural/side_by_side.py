@@ -88,13 +88,15 @@ class Stack:
         scales = torch.stack([model.scale.sqrt().float() for model in self.models]).view(len(self.models), 1, 1, -1)
         return ((self.outputs(values) - values) * scales)[:, :, 1:].norm(dim=3).mean((1, 2))
 
-    def fit(self, epochs: int, patience: int, learning_rate: float, batch_size: int = 32) -> tuple[Tensor, Tensor]:
+    def fit(self, epochs: int, patience: int, learning_rate: float, learning_rate_decay: float = 1.0, batch_size: int = 32) -> tuple[Tensor, Tensor]:
         """(E,) errors on validation data and the epochs that they are of."""
         optimizer = torch.optim.Adam(self.parameters.values(), lr=learning_rate, fused=True)
         best, when = torch.full((len(self.models),), torch.inf), torch.zeros(len(self.models), dtype=torch.int64)
         kept = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
         rows = torch.arange(len(self.models)).unsqueeze(1)
         for epoch in range(epochs):
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate * learning_rate_decay**epoch
             orders = torch.stack([torch.randperm(self.train.shape[1], generator=generator(drawn.seed, "order", epoch)) for drawn in self.data])
             for chosen in orders.split(batch_size, 1):
                 optimizer.zero_grad()

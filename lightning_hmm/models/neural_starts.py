@@ -29,7 +29,10 @@ def slow_states(observations: Observations, residual: bool, latent_dim: int, win
     """
     inside = observations.inside
     seen = (observations.observed & inside.unsqueeze(2)).to(observations.targets.dtype)
-    entries = observations.targets.abs() if residual else observations.targets
+    entries = observations.targets
+    if residual:
+        sizes = entries.norm(dim=2, keepdim=True).expand_as(entries) if __import__("os").environ.get("NORM") else entries.abs()
+        entries = (sizes / sizes[seen > 0].median()).log1p() if not __import__("os").environ.get("ABS") else sizes
     spare = latent_dim - entries.shape[2]
     if spare > 0:
         noise = torch.randn(*entries.shape[:2], spare, generator=generator, dtype=entries.dtype).to(entries.device)
