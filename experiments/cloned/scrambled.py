@@ -4,7 +4,7 @@
 
 The model is that of ``experiments.cloned.texts --texts melville-mobydick``, which comes first. Thirty passages of up to 600 symbols, whole words,
 are drawn from the training part and thirty from the test part; then each word of a list of frequent ones that the training part does not have
-is read by itself, between two spaces.
+is read by itself, between two spaces. Readings take each inner letter of a word once, or as the paper's do: any of them at each place.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from matplotlib.figure import Figure
 
 from experiments.cloned.texts import TEXTS, Clones, Parts, final_parts
 from experiments.records import Records, markdown_table
-from lightning_hmm import ClonedHMM, Sequences, load
+from lightning_hmm import ClonedHMM, load
 from lightning_hmm.plots import COLOURS
 
 SEED = 0
 PASSAGES, LENGTH = 30, 600
 PAPER_PASSAGES = {"training": (0.9902, 0.9942)}
 PAPER_WORDS = {4: (0.741, 89), 5: (0.4545, 99), 6: (0.403, 144), 7: (0.279, 172), 8: (0.216, 134)}
+WAYS = {False: "each once", True: "reused"}  # how a reading may take the inner letters of a word
 SENTENCES = ("let us graduate and relax", "my boss likes to code", "we should purchase that historic downtown", "i disagree with my neighbor")
 
 
@@ -44,17 +45,15 @@ def passages(text: str, number: int, random: np.random.Generator) -> list[str]:
     return [passage[: passage.rindex(" ")] for passage in found]
 
 
-def read(model: ClonedHMM, texts: list[str]) -> list[str]:
-    """All texts set right, as `unscramble` does it with one."""
-    assert model.vocabulary is not None
-    found = model.decode(Sequences.from_list([model.scrambled_evidence(text) for text in texts]))
-    return ["".join(map(str, model.vocabulary.decode(model.layout.symbols[path].tolist()))) for path in found]
+def read(model: ClonedHMM, texts: list[str], reuse: bool) -> list[str]:
+    """All texts set right."""
+    return [model.unscramble(text, reuse=reuse) for text in texts]
 
 
-def read_passages(model: ClonedHMM, text: str, number: int) -> dict[str, Any]:
+def read_passages(model: ClonedHMM, text: str, number: int, reuse: bool) -> dict[str, Any]:
     random, begin = np.random.default_rng(SEED), time.process_time()
     true = passages(text, number, random)
-    made = read(model, [scrambled(passage, random) for passage in true])
+    made = read(model, [scrambled(passage, random) for passage in true], reuse)
     words = [(a, b) for x, y in zip(true, made, strict=True) for a, b in zip(x.split(" "), y.split(" "), strict=True)]
     letters = [(a, b) for x, y in zip(true, made, strict=True) for a, b in zip(x, y, strict=True)]
     return {"words": _share(words), "characters": _share(letters), "num_words": len(words), "seconds": round(time.process_time() - begin, 1)}
@@ -64,22 +63,24 @@ def _share(pairs: list[tuple[str, str]]) -> float:
     return sum(a == b for a, b in pairs) / max(len(pairs), 1)
 
 
-def read_words(model: ClonedHMM, words: list[str]) -> dict[int, tuple[int, int]]:
+def read_words(model: ClonedHMM, words: list[str], reuse: bool) -> dict[int, tuple[int, int]]:
     """For each length, how many words there are and how many were read right."""
     random = np.random.default_rng(SEED)
-    made = read(model, [f" {scrambled(word, random)} " for word in words])
+    made = read(model, [f" {scrambled(word, random)} " for word in words], reuse)
     lengths = sorted({len(word) for word in words})
     right = [word == found[1:-1] for word, found in zip(words, made, strict=True)]
     return {n: (sum(len(word) == n for word in words), sum(good for word, good in zip(words, right, strict=True) if len(word) == n)) for n in lengths}
 
 
-def figure(found: dict[int, tuple[int, int]]) -> Figure:
-    plot = Figure(figsize=(5, 3.4), layout="constrained")
+def figure(found: dict[bool, dict[int, tuple[int, int]]]) -> Figure:
+    plot = Figure(figsize=(5.6, 3.4), layout="constrained")
     axes = plot.subplots()
-    lengths = sorted(found)
-    axes.bar([n - 0.2 for n in lengths], [100 * found[n][1] / found[n][0] for n in lengths], 0.38, color=COLOURS[0], label="ours")
-    axes.bar([n + 0.2 for n in lengths], [100 * PAPER_WORDS[n][0] for n in lengths], 0.38, color=COLOURS[1], label="the paper's (another word list)")
-    axes.set_xticks(lengths, [f"{n}\n({found[n][0]} words)" for n in lengths], fontsize="small")
+    lengths = sorted(found[False])
+    for place, (reuse, name) in enumerate(WAYS.items()):
+        shares = [100 * found[reuse][n][1] / found[reuse][n][0] for n in lengths]
+        axes.bar([n + 0.27 * (place - 1) for n in lengths], shares, 0.25, color=COLOURS[place], label=f"ours, {name}")
+    axes.bar([n + 0.27 for n in lengths], [100 * PAPER_WORDS[n][0] for n in lengths], 0.25, color=COLOURS[2], label="the paper's (another word list)")
+    axes.set_xticks(lengths, [f"{n}\n({found[False][n][0]} words)" for n in lengths], fontsize="small")
     axes.set(xlabel="letters of the word", ylabel="unseen words read right, %")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize="small")
@@ -113,26 +114,33 @@ def main() -> None:
         words = [line.split("\t")[1] for line in lines]
     seen = set(parts.data.text["train"].split(" "))
     unseen = [word for word in words if len(word) in PAPER_WORDS and word not in seen]
-    for part, text in (("training", parts.data.text["train"]), ("test", parts.data.text["test"])):
-        if not records.has(part=part):
-            records.add(part=part, **read_passages(model, text, 2 if args.quick else PASSAGES))
-            print(records.where(part=part), flush=True)
-    if not records.has(part="words"):
-        records.add(part="words", found=[[n, *counts] for n, counts in read_words(model, unseen).items()])
-        random = np.random.default_rng(SEED)
-        for true in SENTENCES:  # of Figure 5
-            given = scrambled(true, random)
-            records.add(part="sentence", true=true, given=given, read=read(model, [given])[0])
+    for reuse in WAYS:
+        for part, text in (("training", parts.data.text["train"]), ("test", parts.data.text["test"])):
+            if not records.has(part=part, reuse=reuse):
+                records.add(part=part, reuse=reuse, **read_passages(model, text, 2 if args.quick else PASSAGES, reuse))
+                print(records.where(part=part, reuse=reuse), flush=True)
+        if not records.has(part="words", reuse=reuse):
+            records.add(part="words", reuse=reuse, found=[[n, *counts] for n, counts in read_words(model, unseen, reuse).items()])
+            random = np.random.default_rng(SEED)
+            for true in SENTENCES:  # of Figure 5
+                given = scrambled(true, random)
+                records.add(part="sentence", reuse=reuse, true=true, given=given, read=read(model, [given], reuse)[0])
     rows = []
     for part in ("training", "test"):
-        (result,) = records.where(part=part)
-        paper = [f"{100 * number:.2f}" for number in PAPER_PASSAGES[part]] if part in PAPER_PASSAGES else ["-", "-"]
-        rows.append([part, f"{result['num_words']:,}", f"{100 * result['words']:.2f}", paper[0], f"{100 * result['characters']:.2f}", paper[1]])
-    made = markdown_table(["passages of", "words", "words read right, %", "paper", "characters, %", "paper"], rows) + "\n"
-    found = {n: (size, right) for n, size, right in records.where(part="words")[0]["found"]}
-    cells = [[str(n), str(size), f"{100 * right / size:.1f}", str(PAPER_WORDS[n][1]), f"{100 * PAPER_WORDS[n][0]:.1f}"] for n, (size, right) in found.items()]
-    made += markdown_table(["letters", "unseen words", "read right, %", "paper's words", "paper, %"], cells) + "\n"
-    made += markdown_table(["scrambled", "read as"], [[record["given"], record["read"]] for record in records.where(part="sentence")])
+        for reuse, name in WAYS.items():
+            (result,) = records.where(part=part, reuse=reuse)
+            paper = [f"{100 * number:.2f}" for number in PAPER_PASSAGES[part]] if reuse and part in PAPER_PASSAGES else ["-", "-"]
+            shares = [f"{100 * result[what]:.2f}" for what in ("words", "characters")]
+            rows.append([part, name, f"{result['num_words']:,}", shares[0], paper[0], shares[1], paper[1]])
+    made = markdown_table(["passages of", "letters", "words", "words read right, %", "paper", "characters, %", "paper"], rows) + "\n"
+    found = {reuse: {n: (size, right) for n, size, right in records.where(part="words", reuse=reuse)[0]["found"]} for reuse in WAYS}
+    cells = [
+        [str(n), str(size), *(f"{100 * found[reuse][n][1] / size:.1f}" for reuse in WAYS), str(PAPER_WORDS[n][1]), f"{100 * PAPER_WORDS[n][0]:.1f}"]
+        for n, (size, _) in found[False].items()
+    ]
+    made += markdown_table(["letters", "unseen words", *(f"{name}, read right, %" for name in WAYS.values()), "paper's words", "paper, %"], cells) + "\n"
+    sentences = zip(*(records.where(part="sentence", reuse=reuse) for reuse in WAYS), strict=True)
+    made += markdown_table(["scrambled", *WAYS.values()], [[pair[0]["given"], *(record["read"] for record in pair)] for pair in sentences])
     (args.out / "table.md").write_text(made)
     print(made)
     figure(found).savefig(args.out / "figure.png", dpi=150)

@@ -24,15 +24,16 @@ INSIDE = 0.95  # of the latent bound
 def slow_states(observations: Observations, residual: bool, latent_dim: int, window: int, generator: torch.Generator) -> Tensor:
     """(T, B, d) the main directions, of variance 1, of averages over `window` steps around each step.
 
-    Averages are of what is observed; of the sizes of changes where emissions are residual, for the changes themselves come and go within a window.
+    Averages are of what is observed; where emissions are residual, of logarithms of the sizes of changes, which come and go themselves within a window.
     Where there are more dimensions than features, the rest are averages of noise.
     """
     inside = observations.inside
     seen = (observations.observed & inside.unsqueeze(2)).to(observations.targets.dtype)
     entries = observations.targets
     if residual:
-        sizes = entries.norm(dim=2, keepdim=True).expand_as(entries) if __import__("os").environ.get("NORM") else entries.abs()
-        entries = (sizes / sizes[seen > 0].median()).log1p() if not __import__("os").environ.get("ABS") else sizes
+        sizes = entries.abs()
+        usual = torch.stack([column[there > 0].median() for column, there in zip(sizes.unbind(2), seen.unbind(2), strict=True)])
+        entries = (sizes / usual.nan_to_num(nan=1.0).clamp(min=1e-9)).log1p()
     spare = latent_dim - entries.shape[2]
     if spare > 0:
         noise = torch.randn(*entries.shape[:2], spare, generator=generator, dtype=entries.dtype).to(entries.device)
