@@ -38,9 +38,9 @@ def slow_states(observations: Observations, residual: bool, latent_dim: int, win
     if spare > 0:
         noise = torch.randn(*entries.shape[:2], spare, generator=generator, dtype=entries.dtype).to(entries.device)
         entries, seen = torch.cat([entries, noise], 2), torch.cat([seen, inside.unsqueeze(2).to(seen).expand(-1, -1, spare)], 2)
-    weights = _moving_sum(seen, window)
+    weights = moving_sum(seen, window)
     mean = (entries * seen)[inside].sum(0) / seen[inside].sum(0).clamp(min=1)
-    averages = torch.where(weights > 0, _moving_sum((entries - mean) * seen, window) / weights.clamp(min=1), 0.0)
+    averages = torch.where(weights > 0, moving_sum((entries - mean) * seen, window) / weights.clamp(min=1), 0.0)
     rows = averages[inside].double()
     rows = rows / rows.std(0).clamp(min=1e-9)
     _, sizes, directions = torch.linalg.svd(rows - rows.mean(0), full_matrices=False)
@@ -50,7 +50,7 @@ def slow_states(observations: Observations, residual: bool, latent_dim: int, win
     return states
 
 
-def _moving_sum(values: Tensor, window: int) -> Tensor:
+def moving_sum(values: Tensor, window: int) -> Tensor:
     """(T, B, D) over `window` steps around each, one more before it than after where their number is even."""
     padded = F.pad(values.double(), (0, 0, 0, 0, window // 2 + 1, (window - 1) // 2)).cumsum(0)
     return (padded[window:] - padded[: len(padded) - window]).to(values.dtype)
