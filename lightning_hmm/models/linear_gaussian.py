@@ -236,7 +236,7 @@ class LinearGaussianHMM(PredictionErrors):
             found = kalman.Statistics(*(old + new for old, new in zip(self._statistics, found, strict=True)))
         self._statistics = found
         if self.trainer.is_last_batch:
-            totals = kalman.Statistics(*(self.trainer.strategy.reduce(value, reduce_op="sum") for value in found))
+            totals = kalman.Statistics(*map(self._sum_over_ranks, found))
             self._statistics = None
             for name, value in kalman.maximised(self.parameters_in_units, totals)._asdict().items():
                 self.linear[name].copy_(value)

@@ -208,10 +208,6 @@ class NeuralDiscreteHMM(InUnits, PredictionErrors, HMM):
             # Lightning counts the last of them.
             (optimizer if step == self.m_steps - 1 else optimizer.optimizer).step()
 
-    def _sum_over_ranks(self, value: Tensor) -> Tensor:
-        total: Tensor = self.trainer.strategy.reduce(value, reduce_op="sum")
-        return total
-
 
 def _by_sequence(inside: Tensor, rows: Tensor) -> Tensor:
     """Rows of the steps that are (T, B) inside, in order of time, as they are packed: sequence after sequence."""

@@ -110,7 +110,7 @@ class WindowedMLP(nn.Module):
             else:
                 hidden = hidden.relu() if hidden.requires_grad else hidden.relu_()  # what works in place on a view costs its gradient more
             hidden = layer(hidden)
-        return hidden.view(*shape[:-1], -1)
+        return hidden.view(*shape[:-1], hidden.shape[-1])
 
 
 class Whole(nn.Module):

@@ -156,10 +156,6 @@ class ParticleEM(PredictionErrors):
             # Lightning counts the last of them.
             (optimizer if step == self.m_steps - 1 else optimizer.optimizer).step()
 
-    def _sum_over_ranks(self, value: Tensor) -> Tensor:
-        total: Tensor = self.trainer.strategy.reduce(value, reduce_op="sum")
-        return total
-
     def on_train_epoch_end(self) -> None:
         if self._effective_size.update_called:
             self.log("train/effective_size", self._effective_size.compute())

@@ -110,6 +110,10 @@ class SequenceModel(LightningModule, ABC):
         if not isinstance(batch, Sequences):
             raise TypeError(f"A batch must be `Sequences`, but is a {type(batch).__name__} instead. Give the DataLoader `collate_fn=Sequences.collate`.")
 
+    def _sum_over_ranks(self, value: Tensor) -> Tensor:
+        total: Tensor = self.trainer.strategy.reduce(value, reduce_op="sum")
+        return total
+
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.restarts > 1 and self.trainer.is_last_batch and not self._validates:
             self.chosen.copy_(self.train_likelihood.compute().argmax())

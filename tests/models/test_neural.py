@@ -17,6 +17,7 @@ from lightning_hmm import NeuralHMM, Sequences, fit, load
 from lightning_hmm.distributions.densities import PartialDensity
 from lightning_hmm.inference import kalman
 from lightning_hmm.metrics import PredictionError
+from lightning_hmm.models import LinearGaussianHMM, NeuralDiscreteHMM
 from lightning_hmm.models.neural_state_space import PathDensity
 from tests.helpers import assert_identical_parameters, assert_same_parameters, random_vectors
 
@@ -171,13 +172,25 @@ def test_saved_loaded_and_resumed(rng, tmp_path, options):
     assert_identical_parameters(whole, trained(3, ckpt_path=str(tmp_path / "epoch=0.ckpt")))
 
 
-def test_two_ranks_equal_one(rng):
-    """With lengths that differ, a share of each batch that may leave a rank without any, and a last batch of one."""
-    data, options = random_vectors(rng, num_sequences=5, longest=8), {**EXACT, "e_step_fraction": 0.5, "transition_order": 1}
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: NeuralHMM(**EXACT, e_step_fraction=0.5, transition_order=1),
+        lambda: LinearGaussianHMM(2, 2),
+        lambda: NeuralDiscreteHMM(2, 2, width=8, embedding_dim=4),
+    ],
+    ids=["neural", "linear", "discrete"],
+)
+def test_two_ranks_equal_one(rng, make):
+    """With lengths that differ, a last batch of one, and a share of each batch that may leave a rank without any."""
+    data = random_vectors(rng, num_sequences=5, longest=8)
     strategy = DDPStrategy(start_method="spawn", timeout=timedelta(seconds=60), process_group_backend="gloo")
-    one = fit(NeuralHMM(**options), data, 2, 0, batch_size=2)
-    assert_same_parameters(one, fit(NeuralHMM(**options), data, 2, 0, batch_size=2, strategy=strategy, devices=2, accelerator="cpu"))
-    assert (one.initial_mean - NeuralHMM(**options).initial_mean).abs().max() > 1e-3  # it moved
+    one = fit(make(), data, 2, 0, batch_size=2)
+    assert_same_parameters(one, fit(make(), data, 2, 0, batch_size=2, strategy=strategy, devices=2, accelerator="cpu"))
+    before = make()
+    before.initialise(data)
+    moved = [(new - old).abs().max() for new, old in zip(one.parameters(), before.parameters(), strict=True)]
+    assert max(moved) > 1e-3
 
 
 def test_it_learns_where_particles_go():
