@@ -347,8 +347,8 @@ class ClonedHMM(BaumWelchHMM):
             path = self.decode(Sequences.from_list([self.scrambled_evidence(text, separator)])).values.cpu()
         else:
             symbols = torch.as_tensor(self.vocabulary.encode(text), dtype=torch.int64)
-            model = (part.detach() if isinstance(part, Tensor) else part for part in self.chain(int(self.chosen)))
-            path, _ = cloned.rearranged_viterbi(*model, symbols, _inner_groups(text, separator))  # type: ignore[arg-type]
+            initial, transition, layout = self.chain(int(self.chosen))
+            path, _ = cloned.rearranged_viterbi(initial.detach(), transition.detach(), layout, symbols, _inner_groups(text, separator))
         if int(path[0]) < 0:
             return text
         return "".join(str(name) for name in self.vocabulary.decode(self.layout.symbols[path].tolist()))

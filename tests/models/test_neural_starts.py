@@ -49,9 +49,10 @@ def walks(seed: int) -> tuple[Sequences, torch.Tensor]:
 def test_a_slow_state_is_found():
     """How fast a walk is, which changes once at most, though it stands still half of the time; and the same start for the same seed."""
     data, fast = walks(0)
-    options = {"latent_dim": 1, "num_features": 2, "emission_order": 0, "emission": "mixture", "transition_mean": "residual", "latent_bound": 2.0}
-    slow = {"transition_log_variance": -7.0, "emission_log_variance": -1.0, "num_particles": 32, "num_paths": 2, "m_steps": 4, "learning_rate": 1e-2, "width": 16}
-    models = [fit(NeuralHMM(**options, **slow, start_window=15), data, 6, 0, batch_size=12) for _ in range(2)]
+    options = {"latent_dim": 1, "num_features": 2, "emission_order": 0, "emission": "mixture", "emission_log_variance": -1.0, "width": 16}
+    slow = {"transition_mean": "residual", "transition_log_variance": -7.0, "latent_bound": 2.0, "start_window": 15}
+    training = {"num_particles": 32, "num_paths": 2, "m_steps": 4, "learning_rate": 1e-2}
+    models = [fit(NeuralHMM(**options, **slow, **training), data, 6, 0, batch_size=12) for _ in range(2)]
     assert_identical_parameters(*models)
     clusters = models[0].cluster_latents(data, 2).values
     right = float((clusters == fast).double().mean())
