@@ -175,7 +175,7 @@ def _run(lanes: int, work: Callable[[int], Any]) -> None:
         with no_subnormals():
             work(lane)
 
-    run_lanes(lanes, flushed)
+    run_lanes(lanes, flushed, spread=True)
 
 
 def _message_lanes(num_sequences: int, work: int) -> int:
@@ -232,15 +232,21 @@ def _whole_sequences(layout: Arrays, initial, probs, offsets, symbols, pairs, at
     for backward in ways:
         ends = np.cumsum(layout.clones[target] * widths[source] if backward else layout.clones[source] * widths[target])
         tables.append((np.append(0, ends[:-1]), aligned_zeros(dtype, int(ends[-1]))))
-    _run(len(ways), lambda way: filters.copy_blocks(bool(way), tables[way][0], widths, layout, probs, tables[way][1]))
     done = [False] * (len(ways) * sequence_lanes)
+
+    def copy(way: int) -> None:
+        filters.copy_blocks(bool(way), tables[way][0], widths, layout, probs, tables[way][1])
 
     def work(task: int) -> None:
         lane, way = divmod(task, len(ways))
+        if sequence_lanes == 1:  # to wait for each other would take as long as to copy
+            copy(way)
         block_at, blocks = tables[way]
         data = offsets, symbols, pairs, at, block_at, widths, layout.starts, blocks, initial
         done[task] = filters.follow(bool(way), lane, sequence_lanes, *data, FLUSH[dtype], COLLAPSE[dtype], messages[way], totals)
 
+    if sequence_lanes > 1:
+        _run(len(ways), copy)
     _run(len(done), work)
     return messages if all(done) else None
 

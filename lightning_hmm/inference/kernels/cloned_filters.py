@@ -78,11 +78,13 @@ def follow(backward, lane, lanes, offsets, symbols, pairs, at, block_at, widths,
         for t in range(length):
             s = offsets[n + 1] - 1 - t if backward else offsets[n] + t
             v = symbols[s]
-            message = messages[at[s] : at[s] + starts[v + 1] - starts[v]]
-            if t == 0 and backward:
-                message[:] = one
-            elif t == 0:
-                message[:] = initial[starts[v] : starts[v + 1]]
+            message, num_clones = messages[at[s] : at[s] + widths[v]], starts[v + 1] - starts[v]  # with zeros at its end, whole vectors
+            if t == 0:
+                message[:] = zero
+                if backward:
+                    message[:num_clones] = one
+                else:
+                    message[:num_clones] = initial[starts[v] : starts[v + 1]]
             else:
                 before, p = s + 1 if backward else s - 1, pairs[s + 1] if backward else pairs[s]
                 c_at, x_at, y_at = messages.ctypes.data + at[s] * size, messages.ctypes.data + at[before] * size, blocks.ctypes.data + block_at[p] * size

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -31,8 +32,12 @@ def num_lanes(num_tiles: int, lane_bytes: int) -> int:
 _pool: tuple[int, int, ThreadPoolExecutor] | None = None
 
 
-def run_lanes(lanes: int, work: Callable[[int], Any]) -> None:
-    """Calls ``work(lane)`` for each lane, on as many threads as torch uses; this thread is one of them."""
+def run_lanes(lanes: int, work: Callable[[int], Any], *, spread: bool = False) -> None:
+    """Calls ``work(lane)`` for each lane, on as many threads as torch uses; this thread is one of them.
+
+    With `spread`, it steps aside for a moment first: the scheduler starts the other threads on this one's processor, and if that is kept busy may
+    take some milliseconds to move them.
+    """
     global _pool
     threads = min(lanes, torch.get_num_threads())
     waiting = iter(range(lanes))
@@ -48,6 +53,8 @@ def run_lanes(lanes: int, work: Callable[[int], Any]) -> None:
     if _pool is None or _pool[0] != os.getpid() or _pool[1] != torch.get_num_threads():
         _pool = (os.getpid(), torch.get_num_threads(), ThreadPoolExecutor(torch.get_num_threads(), "lightning_hmm"))
     others = [_pool[2].submit(take) for _ in range(threads - 1)]
+    if spread:
+        time.sleep(1e-5)
     try:
         take()
     finally:
