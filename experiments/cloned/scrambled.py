@@ -28,7 +28,7 @@ SEED = 0
 PASSAGES, LENGTH = 30, 600
 PAPER_PASSAGES = {"training": (0.9902, 0.9942)}
 PAPER_WORDS = {4: (0.741, 89), 5: (0.4545, 99), 6: (0.403, 144), 7: (0.279, 172), 8: (0.216, 134)}
-WAYS = {False: "each once", True: "reused"}  # how a reading may take the inner letters of a word
+WAYS = {False: "each letter once", True: "letters reused"}  # how a reading may take the inner letters of a word
 SENTENCES = ("let us graduate and relax", "my boss likes to code", "we should purchase that historic downtown", "i disagree with my neighbor")
 
 
@@ -132,7 +132,7 @@ def main() -> None:
             paper = [f"{100 * number:.2f}" for number in PAPER_PASSAGES[part]] if reuse and part in PAPER_PASSAGES else ["-", "-"]
             shares = [f"{100 * result[what]:.2f}" for what in ("words", "characters")]
             rows.append([part, name, f"{result['num_words']:,}", shares[0], paper[0], shares[1], paper[1]])
-    made = markdown_table(["passages of", "letters", "words", "words read right, %", "paper", "characters, %", "paper"], rows) + "\n"
+    made = markdown_table(["passages of", "readings", "words", "words read right, %", "paper", "characters, %", "paper"], rows) + "\n"
     found = {reuse: {n: (size, right) for n, size, right in records.where(part="words", reuse=reuse)[0]["found"]} for reuse in WAYS}
     cells = [
         [str(n), str(size), *(f"{100 * found[reuse][n][1] / size:.1f}" for reuse in WAYS), str(PAPER_WORDS[n][1]), f"{100 * PAPER_WORDS[n][0]:.1f}"]

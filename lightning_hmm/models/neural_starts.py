@@ -24,16 +24,17 @@ INSIDE = 0.95  # of the latent bound
 def slow_states(observations: Observations, residual: bool, latent_dim: int, window: int, generator: torch.Generator) -> Tensor:
     """(T, B, d) the main directions, of variance 1, of averages over `window` steps around each step.
 
-    Averages are of what is observed; where emissions are residual, of logarithms of the sizes of changes, which come and go themselves within a window.
-    Where there are more dimensions than features, the rest are averages of noise.
+    Averages are of what is observed; where emissions are residual, of the logarithm of how large a change is, for the changes themselves come and go
+    within a window. Where there are more dimensions than features, the rest are averages of noise.
     """
     inside = observations.inside
     seen = (observations.observed & inside.unsqueeze(2)).to(observations.targets.dtype)
     entries = observations.targets
     if residual:
-        sizes = entries.abs()
-        usual = torch.stack([column[there > 0].median() for column, there in zip(sizes.unbind(2), seen.unbind(2), strict=True)])
-        entries = (sizes / usual.nan_to_num(nan=1.0).clamp(min=1e-9)).log1p()
+        seen = seen.prod(2, keepdim=True)
+        entries = entries.norm(dim=2, keepdim=True)
+        usual = entries[seen > 0].median() if bool(seen.any()) else entries.new_ones(())
+        entries = (entries / usual.clamp(min=1e-9)).log1p()
     spare = latent_dim - entries.shape[2]
     if spare > 0:
         noise = torch.randn(*entries.shape[:2], spare, generator=generator, dtype=entries.dtype).to(entries.device)
