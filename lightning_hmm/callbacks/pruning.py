@@ -21,7 +21,7 @@ class Pruning(Callback):
     """Drops the transitions of a `ClonedHMM` whose probability is below `threshold`, between epochs, and says what that cost.
 
     What is left is stored entry by entry instead of in blocks, so memory and time follow the entries. Since an entry by itself
-    takes about ten times as long as one in a block, it waits until few enough are left.
+    takes about fifty times as long as one in a block, it waits until few enough are left; where memory is short, give a larger `density`.
 
     Args:
         threshold: of probabilities. The largest of a row always stays.
@@ -31,7 +31,7 @@ class Pruning(Callback):
             nothing is pruned.
     """
 
-    def __init__(self, threshold: float = 1e-5, density: float = 0.1, every_n_epochs: int = 1, max_steps: int | None = None) -> None:
+    def __init__(self, threshold: float = 1e-5, density: float = 0.02, every_n_epochs: int = 1, max_steps: int | None = None) -> None:
         for name, value in {"threshold": threshold, "density": density}.items():
             if not 0 < value <= 1:
                 raise ValueError(f"`{name}` must be above 0 and at most 1, but is {value} instead.")
