@@ -242,7 +242,7 @@ _WORDS = {
     "trainer": "Seconds of an epoch by `fit`, and of the same work in a bare loop.",
     "forward": "Seconds of the forward pass over the test part of a text, by 30,000 clones of contexts of three letters and these contexts, "
     "after 60 EM iterations, and by a one-layer LSTM of 256 units that reads it one symbol at a time.",
-    "large": "Epochs of a large model through the Trainer from a sparse start, pruned as it goes: seconds, shares of transitions that are not zero and that are "
+    "large": "Epochs of a large model through the Trainer from a sparse start, pruned as it goes; shares of transitions that are not zero and that are "
     "stored, and the peak resident memory so far.",
 }
 
