@@ -33,6 +33,7 @@ ENVIRONMENTS = 3
 LATENT, STATES = 5, 5
 EPOCHS = {"depth": 12, "particles": 12, "share": 100}
 FINE_TUNING = 5
+BOUND = 10.0  # for networks of one layer: a state that is linear in the one before may grow without end
 PLAIN = {"emission_order": 0, "transition_order": 0, "emission_mean": "absolute"}  # eq. 1 to the letter
 FEATURES = {"depth": 2, "particles": 2, "share": 3}
 VALUES: dict[str, tuple[float, ...]] = {"depth": (0, 1, 2, 3, 4), "particles": (8, 32, 128, 512), "share": (0.05, 0.2, 0.5, 1.0)}
@@ -53,6 +54,8 @@ def make_model(kind: str, variant: str, value: float, data: MovingTargetDataModu
     options, more = dict(NEURAL), FINE_TUNING if variant == "fine-tuned" else 0
     if kind == "depth":
         options |= {"num_layers": int(value), **(PLAIN if variant == "order 0" else {})}
+        if value == 1:
+            options["latent_bound"] = BOUND
     elif kind == "particles":
         options["num_particles"] = int(value)
     else:
