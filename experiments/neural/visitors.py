@@ -32,7 +32,7 @@ from lightning_hmm.sequences import Sequences
 RUNS = 5
 SHORTEST = 1.0  # m, added to step lengths before their logarithm is taken
 AVERAGED = 31  # steps that the control which knows what the model starts from averages over
-TRAINING: dict[str, Any] = {"num_particles": 96, "num_paths": 2, "m_steps": 8, "learning_rate": 1e-2, "emission_log_variance": -1.0, "latent_bound": 2.0}
+TRAINING: dict[str, Any] = {"num_paths": 2, "m_steps": 8, "learning_rate": 1e-2, "transition_mean": "residual", "latent_bound": 2.0}
 OPTIONS: dict[str, dict[str, Any]] = {
     # A state that cannot but be slow, started from averages over five minutes. What the step before tells is given to the emission, so that the state
     # need not hold it.
@@ -41,9 +41,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "emission_order": 2,
         "emission": "mixture",
         "num_components": 3,
-        "transition_mean": "residual",
+        "emission_log_variance": -1.0,
         "transition_log_variance": -8.0,
         "start_window": AVERAGED,
+        "num_particles": 96,
         "epochs": 10,
         **TRAINING,
     },
@@ -51,10 +52,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "tracks": {
         "latent_dim": 1,
         "emission_order": 0,
-        "transition_mean": "residual",
-        "transition_log_variance": -2.0,
+        "emission_log_variance": 0.0,
+        "transition_log_variance": -3.0,
         "start_window": 5,
-        "epochs": 5,
+        "num_particles": 64,
+        "epochs": 8,
         **TRAINING,
     },
 }
