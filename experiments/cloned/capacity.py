@@ -29,18 +29,18 @@ ITERATIONS = 30
 
 def training_bits(clones: Clones) -> float:
     """Of the clones themselves, without back-off."""
-    return bits(clones.models[0], clones.encoded)
+    return bits(clones.model, clones.encoded)
 
 
 @torch.no_grad()
 def pruned(clones: Clones, threshold: float) -> tuple[Clones, float]:
     """Without the transitions below the threshold; and the share of all pairs of states that has none then."""
     other = copy.copy(clones)
-    other.models = [copy.deepcopy(clones.models[0])]
-    keep = other.models[0].above(threshold) if threshold else other.models[0].transition.probs[0] > 0
-    counts = torch.where(keep, other.models[0].transition.probs, 0.0)
-    other.models[0].transition.maximise([counts])
-    return other, 1 - int(keep.sum()) / other.models[0].num_states ** 2
+    other.model = copy.deepcopy(clones.model)
+    keep = other.model.above(threshold) if threshold else other.model.transition.probs[0] > 0
+    counts = torch.where(keep, other.model.transition.probs, 0.0)
+    other.model.transition.maximise([counts])
+    return other, 1 - int(keep.sum()) / other.model.num_states**2
 
 
 def figure(records: Records) -> Figure:

@@ -37,7 +37,7 @@ class Text(NamedTuple):
     Attributes:
         path: in the data folder.
         paper: bits of its cloned HMM, n-grams, sequence memoizer and LSTM.
-        candidates: what validation chooses from: letters of the contexts that clones are of, states, and models of other seeds that are joined.
+        candidates: what validation chooses from: letters of the contexts that clones are of, and states.
         looks: after how many iterations validation looks, until it got worse twice.
         smoothing: values that validation chooses from, one setting after the other.
     """
@@ -45,7 +45,7 @@ class Text(NamedTuple):
     name: str
     path: str
     paper: tuple[float, float, float, float]
-    candidates: tuple[tuple[int, int, int], ...]
+    candidates: tuple[tuple[int, int], ...]
     looks: tuple[int, ...]
     smoothing: dict[str, tuple[float, ...]]
 
@@ -55,14 +55,14 @@ START = {"strength": 0.15, "returning": 0.05, "order": 5}  # which chose these; 
 NEAR, LONG = {"strength": (0.08, 0.3), "returning": (0.1,)}, {"order": (6,), "strength": (0.4, 1.0, 2.0)}
 FIRST, SMALL, LARGE = (6, 9, 12, 15, 18, 21, 24, 27, 30, 34, 38), (12, 15, 18, 22, 26, 30, 34, 38, 44, 50, 58, 66, 76), (16, 22)
 TEXTS = [
-    Text("blake-poems", "gutenberg/blake-poems.txt", (1.60, 1.75, 1.71, 1.68), ((2, 3000, 1), (2, 6000, 1), (1, 3000, 1)), FIRST, SMOOTHING),
-    Text("shakespeare-macbeth", "gutenberg/shakespeare-macbeth.txt", (1.69, 1.79, 1.77, 1.74), ((2, 8000, 1), (1, 4000, 1)), SMALL, NEAR),
-    Text("carroll-alice", "gutenberg/carroll-alice.txt", (1.54, 1.61, 1.57, 1.58), ((2, 8000, 1), (1, 4000, 1), (1, 4000, 2)), SMALL, NEAR),
-    Text("shakespeare-hamlet", "gutenberg/shakespeare-hamlet.txt", (1.63, 1.72, 1.69, 1.68), ((2, 8000, 1), (1, 4000, 1)), SMALL, NEAR),
-    Text("milton-paradise", "gutenberg/milton-paradise.txt", (1.73, 1.83, 1.78, 1.78), ((3, 30000, 1),), LARGE, LONG),
-    Text("calgary", "calgary/book1", (1.63, 1.72, 1.64, 1.67), ((3, 30000, 1),), LARGE, LONG),
-    Text("melville-mobydick", "gutenberg/melville-moby_dick.txt", (1.72, 1.81, 1.73, 1.76), ((3, 30000, 1),), LARGE, LONG),
-    Text("war-peace", "warpeace/warpeace_input.txt.gz", (1.59, 1.65, 1.57, 1.62), ((3, 30000, 1),), LARGE, LONG),
+    Text("blake-poems", "gutenberg/blake-poems.txt", (1.60, 1.75, 1.71, 1.68), ((2, 3000), (2, 6000), (1, 3000)), FIRST, SMOOTHING),
+    Text("shakespeare-macbeth", "gutenberg/shakespeare-macbeth.txt", (1.69, 1.79, 1.77, 1.74), ((2, 8000), (1, 4000)), SMALL, NEAR),
+    Text("carroll-alice", "gutenberg/carroll-alice.txt", (1.54, 1.61, 1.57, 1.58), ((2, 8000), (1, 4000)), SMALL, NEAR),
+    Text("shakespeare-hamlet", "gutenberg/shakespeare-hamlet.txt", (1.63, 1.72, 1.69, 1.68), ((2, 8000), (1, 4000)), SMALL, NEAR),
+    Text("milton-paradise", "gutenberg/milton-paradise.txt", (1.73, 1.83, 1.78, 1.78), ((3, 30000),), LARGE, LONG),
+    Text("calgary", "calgary/book1", (1.63, 1.72, 1.64, 1.67), ((3, 30000),), LARGE, LONG),
+    Text("melville-mobydick", "gutenberg/melville-moby_dick.txt", (1.72, 1.81, 1.73, 1.76), ((3, 30000),), LARGE, LONG),
+    Text("war-peace", "warpeace/warpeace_input.txt.gz", (1.59, 1.65, 1.57, 1.62), ((3, 30000),), LARGE, LONG),
 ]
 
 
@@ -96,25 +96,25 @@ def bits(model: Any, sequences: Sequences) -> float:
 class Clones:
     """Cloned HMMs of a text, trained some iterations at a time."""
 
-    def __init__(self, parts: Parts, context: int, num_states: int, models: int = 1) -> None:
+    def __init__(self, parts: Parts, context: int, num_states: int) -> None:
         assert parts.data.num_symbols is not None
         self.parts, self.num_symbols, self.iterations = parts, parts.data.num_symbols, 0
         self.upper = Contexts(parts.train, self.num_symbols, context) if context > 1 else None
         self.encoded = parts.train if self.upper is None else self.upper.encode(parts.train)
         num_contexts = self.num_symbols if self.upper is None else len(self.upper)
-        options = {"allocation": "ngram", "ngram_order": 7 - context, "arithmetic": "float32"}
-        self.models = [ClonedHMM(max(num_states, num_contexts), num_contexts, seed=SEED + number, **options) for number in range(models)]
+        options = {"allocation": "ngram", "ngram_order": 7 - context, "arithmetic": "float32", "seed": SEED}
+        self.model = ClonedHMM(max(num_states, num_contexts), num_contexts, **options)
 
     def train(self, iterations: int) -> float:
         """Goes on up to so many iterations in all; returns the seconds of processor time."""
         begin = time.process_time()
-        for model in self.models if iterations > self.iterations else []:
-            fit(model, self.encoded, iterations - self.iterations, 0.0)
+        if iterations > self.iterations:
+            fit(self.model, self.encoded, iterations - self.iterations, 0.0)
         self.iterations = iterations
         return time.process_time() - begin
 
     def back_off(self) -> BackOff:
-        return BackOff(self.models, self.parts.train, self.num_symbols, self.upper)
+        return BackOff([self.model], self.parts.train, self.num_symbols, self.upper)
 
     def smoothed(self, counted: BackOff, strength: float, returning: float, order: int) -> ClonedHMM:
         lower = Contexts(self.parts.train, self.num_symbols, order, min_count=2)
@@ -123,19 +123,15 @@ class Clones:
 
 def choose(text: Text, parts: Parts, records: Records) -> dict[str, Any]:
     """The settings that are best on validation data; what was tried is in the records."""
-    tried = [_candidate(record) for record in records.where(text=text.name, tried="smoothing")]
-    for context, num_states, models in text.candidates:
-        if (context, num_states, models) in tried:
+    for context, num_states in text.candidates:
+        if records.where(text=text.name, tried="smoothing", context=context, num_states=num_states):
             continue
-        clones, seconds, found, best = Clones(parts, context, num_states, models), 0.0, [], None
+        clones, seconds, found, best = Clones(parts, context, num_states), 0.0, [], None
         for look in text.looks:
             seconds += clones.train(look)
             counted = clones.back_off()
             found.append(bits(clones.smoothed(counted, **START), parts.scored))
-            print(
-                f"{text.name}: contexts of {context}, {models} x {num_states} states, {look} iterations: {found[-1]:.4f} on validation ({seconds:.0f} s)",
-                flush=True,
-            )
+            print(f"{text.name}: contexts of {context}, {num_states} states, {look} iterations: {found[-1]:.4f} on validation ({seconds:.0f} s)", flush=True)
             if found[-1] == min(found):
                 best = look, counted
             if len(found) > 2 and min(found) < min(found[-2:]):
@@ -146,20 +142,16 @@ def choose(text: Text, parts: Parts, records: Records) -> dict[str, Any]:
             for value in values:
                 if value != chosen[name] and (score := bits(clones.smoothed(best[1], **{**chosen, name: value}), parts.scored)) < least:
                     chosen, least = {**chosen, name: value}, score
-        settings = {"context": context, "num_states": num_states, "models": models, "iterations": best[0], **chosen}
+        settings = {"context": context, "num_states": num_states, "iterations": best[0], **chosen}
         records.add(text=text.name, tried="smoothing", **settings, validation=least, seconds=round(seconds, 1))
-    found_records = [record for record in records.where(text=text.name, tried="smoothing") if _candidate(record) in text.candidates]
-    best_record = {"models": 1, **min(found_records, key=lambda record: record["validation"])}
-    return {name: best_record[name] for name in ("context", "num_states", "models", "iterations", *START, "validation")}
-
-
-def _candidate(record: dict[str, Any]) -> tuple[int, int, int]:
-    return record["context"], record["num_states"], record.get("models", 1)
+    tried = records.where(text=text.name, tried="smoothing")
+    best_record = min((record for record in tried if (record["context"], record["num_states"]) in text.candidates), key=lambda record: record["validation"])
+    return {name: best_record[name] for name in ("context", "num_states", "iterations", *START, "validation")}
 
 
 def run_cloned(text: Text, final: Parts, inner: Parts, records: Records, out: Path) -> dict[str, Any]:
     settings = choose(text, inner, records)
-    clones = Clones(final, settings["context"], settings["num_states"], settings["models"])
+    clones = Clones(final, settings["context"], settings["num_states"])
     seconds = clones.train(settings["iterations"])
     counted = clones.back_off()
     model = clones.smoothed(counted, **{name: settings[name] for name in START})
@@ -263,7 +255,7 @@ def main() -> None:
     texts, methods = [text for text in TEXTS if not args.texts or text.name in args.texts], args.methods
     records = Records(args.out / "records.jsonl")
     if args.quick:
-        texts, methods, args.epochs = [Text("help", "", (math.nan,) * 4, ((2, 400, 1), (1, 100, 2)), (2, 4), {"order": (4,)})], list(METHODS), 2
+        texts, methods, args.epochs = [Text("help", "", (math.nan,) * 4, ((2, 400), (1, 100)), (2, 4), {"order": (4,)})], list(METHODS), 2
     for text in texts:
         final = final_parts(None if args.quick else args.path / text.path)
         if args.quick:
