@@ -33,6 +33,7 @@ ENVIRONMENTS = 3
 LATENT, STATES = 5, 5
 EPOCHS = {"depth": 12, "particles": 12, "share": 100}
 FINE_TUNING = 5
+WORST = 2.0  # errors above are not in the figure
 BOUND = 10.0  # for networks of one layer: a state that is linear in the one before may grow without end
 PLAIN = {"emission_order": 0, "transition_order": 0, "emission_mean": "absolute"}  # eq. 1 to the letter
 FEATURES = {"depth": 2, "particles": 2, "share": 3}
@@ -90,7 +91,8 @@ def figure(records: Records, kinds: list[str]) -> Figure:
         for axes, (what, label) in zip(column, [("error", "prediction error"), ("log_likelihood", "log-likelihood a step")], strict=True):
             for number, variant in enumerate(VARIANTS[kind]):
                 found = [[record[what] for record in records.where(kind=kind, variant=variant, value=value)] for value in VALUES[kind]]
-                places = [place for place, runs in enumerate(found) if runs]
+                errors = [[record["error"] for record in records.where(kind=kind, variant=variant, value=value)] for value in VALUES[kind]]
+                places = [place for place, runs in enumerate(errors) if runs and np.mean(runs) < WORST]
                 means, spreads = [np.mean(found[place]) for place in places], [np.std(found[place]) for place in places]
                 axes.errorbar(places, means, spreads, marker="o", markersize=4, capsize=2, color=COLOURS[number], label=variant)
             axes.set_xticks(range(len(VALUES[kind])), [f"{value:g}" for value in VALUES[kind]])
