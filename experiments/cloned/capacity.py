@@ -88,7 +88,8 @@ def main() -> None:
             print(records.where(figure="capacity", num_states=num_states), flush=True)
         for threshold in wanted:
             smaller, zeros = pruned(clones, threshold)
-            test = bits(smaller.smoothed(smaller.back_off(), **START), parts.scored)
+            possible = math.isfinite(training_bits(smaller))  # else there is no path through the training data to count contexts along
+            test = bits(smaller.smoothed(smaller.back_off(), **START), parts.scored) if possible else math.inf
             records.add(figure="pruning", threshold=threshold, zeros=zeros, test=test)
             print(records.where(figure="pruning", threshold=threshold), flush=True)
     rows = [[f"{record['num_states']:,}", f"{record['train']:.3f}", f"{record['seconds']:.1f}"] for record in records.where(figure="capacity")]
