@@ -49,6 +49,8 @@ def figure(records: Records) -> Figure:
     capacities = sorted(records.where(figure="capacity"), key=lambda record: record["num_states"])
     left.plot([record["num_states"] for record in capacities], [record["train"] for record in capacities], "o-", color=COLOURS[0])
     left.set(xscale="log", xlabel="states", ylabel="bits per symbol, training part")
+    left.set_xticks([record["num_states"] for record in capacities], [f"{record['num_states']:,}" for record in capacities])
+    left.minorticks_off()
     thresholds = sorted(records.where(figure="pruning"), key=lambda record: record["threshold"])
     finite = [record for record in thresholds if math.isfinite(record["test"])]
     right.plot([100 * record["zeros"] for record in finite], [record["test"] for record in finite], "o-", color=COLOURS[0])
