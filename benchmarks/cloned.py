@@ -149,7 +149,8 @@ def trainer(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             initial, transition, layout = (part.detach() if isinstance(part, torch.Tensor) else part for part in model.chain(0))
             if model.discount is None:
                 for _ in range(epochs):
-                    cloned.em_step(initial, transition, layout, sequences)
+                    counts = cloned.e_step(initial, transition, layout, None, sequences, single=True).transition
+                    model.transition.maximise([counts.unsqueeze(0)])
                 return
             buffers, size = [torch.zeros_like(initial), torch.zeros_like(transition)], torch.zeros((), dtype=torch.float64)
             how = {"layout": layout, "discount": model.discount, "size": size, "data_size": 1.0, "pseudocounts": [0, 0], "frozen": [True, False]}

@@ -400,6 +400,8 @@ def rearranged_viterbi(
     _check(initial, transition, layout, None, Sequences.from_lengths(found, [len(found)]))
     if sum(lengths) != len(found) or min(lengths, default=1) < 1:
         raise ValueError(f"`lengths` must be positive and sum to the number of symbols, {len(found)}, but sum to {sum(lengths)} instead.")
+    if bool((found < 0).any()):
+        raise ValueError(f"`symbols` must have none missing, for nothing can be put in its place, but position {int((found < 0).nonzero()[0])} is missing.")
     group_first, path = np.append(0, np.cumsum(np.asarray(lengths, np.int64))), np.full(len(found), -1)
     chain = layout.arrays, layout.symbols.numpy(), _numpy(transition), _numpy(initial.double())
     return torch.from_numpy(path), float(rearranged_path(_numpy(found), group_first, *chain, most, path))

@@ -341,6 +341,8 @@ def test_rearranged_symbols_against_every_order(stored):
         assert few <= score
     with pytest.raises(ValueError, match="sum to the number of symbols, 9, but sum to 5 instead"):
         cloned.rearranged_viterbi(*case.arguments[:3], symbols, [4, 1])
+    with pytest.raises(ValueError, match="position 1 is missing"):
+        cloned.rearranged_viterbi(*case.arguments[:3], torch.tensor([0, -1]), [2])
 
 
 def test_bad_input_is_said():

@@ -42,7 +42,7 @@ def rearranged_path(symbols, group_first, layout, symbol_of, probs, log_initial,
     widest = np.max(starts[1:] - starts[:-1])
     best, came, stamp, touched = np.empty(widest), np.empty(widest, np.int64), np.full(widest, -1), np.empty(widest, np.int64)
     states, backs = np.empty(4 * most, np.int32), np.empty(4 * most, np.int32)  # of all nodes of all steps
-    first_node, size, mark = np.zeros(num_steps + 1, np.int64), 0, 0
+    first_node, mark = np.zeros(num_steps + 1, np.int64), 0
     scores, codes = np.empty(0), np.empty(0, np.int64)  # of the nodes of the last step
     shift = 0.0
     for g in range(group_first.shape[0] - 1):
@@ -108,8 +108,7 @@ def rearranged_path(symbols, group_first, layout, symbol_of, probs, log_initial,
             scores, codes = new_scores[:count].copy(), new_codes[:count].copy()
             shift = np.max(scores)
             code_first = np.searchsorted(codes, np.arange(num_codes + 1))
-            size = here + count
-            first_node[s + 1] = size
+            first_node[s + 1] = here + count
     node = np.argmax(scores) if num_steps > 0 else -1
     for s in range(num_steps - 1, -1, -1):
         path[s] = states[first_node[s] + node]
