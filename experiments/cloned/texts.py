@@ -40,6 +40,7 @@ class Text(NamedTuple):
         candidates: what validation chooses from: letters of the contexts that clones are of, and states.
         looks: after how many iterations validation looks, until it got worse twice.
         smoothing: values that validation chooses from, one setting after the other.
+        lstm: stretches of 500 letters in a batch, most epochs, and the factor of the rate each of them; a long text has more updates in an epoch.
     """
 
     name: str
@@ -48,21 +49,23 @@ class Text(NamedTuple):
     candidates: tuple[tuple[int, int], ...]
     looks: tuple[int, ...]
     smoothing: dict[str, tuple[float, ...]]
+    lstm: tuple[int, int, float]
 
 
 SMOOTHING = {"strength": (0.15, 0.3, 0.6, 1.2), "returning": (0.05, 0.1, 0.2), "order": (4, 5, 6)}  # searched for the first text,
 START = {"strength": 0.15, "returning": 0.05, "order": 5}  # which chose these; where the others start
 NEAR, LONG = {"strength": (0.08, 0.3), "returning": (0.1,)}, {"order": (6,), "strength": (0.4, 1.0, 2.0)}
 FIRST, SMALL, LARGE = (6, 9, 12, 15, 18, 21, 24, 27, 30, 34, 38), (12, 15, 18, 22, 26, 30, 34, 38, 44, 50, 58, 66, 76), (16, 22)
+BRIEF, LENGTHY = (5, 60, 0.97), (20, 25, 0.9)
 TEXTS = [
-    Text("blake-poems", "gutenberg/blake-poems.txt", (1.60, 1.75, 1.71, 1.68), ((2, 3000), (2, 6000), (1, 3000)), FIRST, SMOOTHING),
-    Text("shakespeare-macbeth", "gutenberg/shakespeare-macbeth.txt", (1.69, 1.79, 1.77, 1.74), ((2, 8000), (1, 4000)), SMALL, NEAR),
-    Text("carroll-alice", "gutenberg/carroll-alice.txt", (1.54, 1.61, 1.57, 1.58), ((2, 8000), (1, 4000)), SMALL, NEAR),
-    Text("shakespeare-hamlet", "gutenberg/shakespeare-hamlet.txt", (1.63, 1.72, 1.69, 1.68), ((2, 8000), (1, 4000)), SMALL, NEAR),
-    Text("milton-paradise", "gutenberg/milton-paradise.txt", (1.73, 1.83, 1.78, 1.78), ((3, 30000),), LARGE, LONG),
-    Text("calgary", "calgary/book1", (1.63, 1.72, 1.64, 1.67), ((3, 30000),), LARGE, LONG),
-    Text("melville-mobydick", "gutenberg/melville-moby_dick.txt", (1.72, 1.81, 1.73, 1.76), ((3, 30000),), LARGE, LONG),
-    Text("war-peace", "warpeace/warpeace_input.txt.gz", (1.59, 1.65, 1.57, 1.62), ((3, 30000),), LARGE, LONG),
+    Text("blake-poems", "gutenberg/blake-poems.txt", (1.60, 1.75, 1.71, 1.68), ((2, 3000), (2, 6000), (1, 3000)), FIRST, SMOOTHING, BRIEF),
+    Text("shakespeare-macbeth", "gutenberg/shakespeare-macbeth.txt", (1.69, 1.79, 1.77, 1.74), ((2, 8000), (1, 4000)), SMALL, NEAR, BRIEF),
+    Text("carroll-alice", "gutenberg/carroll-alice.txt", (1.54, 1.61, 1.57, 1.58), ((2, 8000), (1, 4000)), SMALL, NEAR, BRIEF),
+    Text("shakespeare-hamlet", "gutenberg/shakespeare-hamlet.txt", (1.63, 1.72, 1.69, 1.68), ((2, 8000), (1, 4000)), SMALL, NEAR, BRIEF),
+    Text("milton-paradise", "gutenberg/milton-paradise.txt", (1.73, 1.83, 1.78, 1.78), ((3, 30000),), LARGE, LONG, LENGTHY),
+    Text("calgary", "calgary/book1", (1.63, 1.72, 1.64, 1.67), ((3, 30000),), LARGE, LONG, LENGTHY),
+    Text("melville-mobydick", "gutenberg/melville-moby_dick.txt", (1.72, 1.81, 1.73, 1.76), ((3, 30000),), LARGE, LONG, LENGTHY),
+    Text("war-peace", "warpeace/warpeace_input.txt.gz", (1.59, 1.65, 1.57, 1.62), ((3, 30000),), LARGE, LONG, LENGTHY),
 ]
 
 
@@ -178,14 +181,15 @@ def run_ngrams(final: Parts, inner: Parts, orders: range) -> dict[str, Any]:
     return {"order": order, "validation": found[order], "test": test, "seconds": round(time.process_time() - begin, 1)}
 
 
-def run_lstm(final: Parts, inner: Parts, epochs: int, hidden_size: int, folder: Path) -> dict[str, Any]:
+def run_lstm(text: Text, final: Parts, inner: Parts, hidden_size: int, folder: Path) -> dict[str, Any]:
     """The number of epochs is that of early stopping on validation data; then as many on all of the training text."""
+    batch_size, most_epochs, decay = text.lstm
     begin = time.process_time()
 
     def train(parts: Parts, epochs: int, callbacks: list[Any], validation: Sequences | None) -> RecurrentNet:
         lengths = [500] * (parts.train.num_steps // 500) + [parts.train.num_steps % 500]
         data = Sequences.from_lengths(parts.train.values, lengths)
-        size = {"hidden_size": hidden_size, "num_layers": 2, "dropout": 0.25, "bptt_steps": 50, "seed": SEED, "learning_rate_decay": 0.97}
+        size = {"hidden_size": hidden_size, "num_layers": 2, "dropout": 0.25, "bptt_steps": 50, "seed": SEED, "learning_rate_decay": decay}
         model = RecurrentNet(num_symbols=parts.data.num_symbols, **size)
         fit(
             model,
@@ -193,7 +197,7 @@ def run_lstm(final: Parts, inner: Parts, epochs: int, hidden_size: int, folder: 
             epochs,
             0.0,
             val_sequences=validation,
-            batch_size=25,
+            batch_size=batch_size,
             shuffle=True,
             seed=SEED,
             callbacks=callbacks,
@@ -203,7 +207,7 @@ def run_lstm(final: Parts, inner: Parts, epochs: int, hidden_size: int, folder: 
 
     stop = EarlyStopping("val/bits_per_symbol", patience=8)
     keep = ModelCheckpoint(folder, "lstm", monitor="val/bits_per_symbol", enable_version_counter=False)
-    train(inner, epochs, [stop, keep], inner.scored)
+    train(inner, most_epochs, [stop, keep], inner.scored)
     assert keep.best_model_path
     best = int(torch.load(keep.best_model_path, weights_only=True)["epoch"]) + 1
     model = train(final, best, [], None)
@@ -245,9 +249,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--path", type=Path, default=Path(os.environ.get("LIGHTNING_HMM_DATA", "data")), help="folder of the texts")
     parser.add_argument("--texts", nargs="*", help="names of some of them; all if not given")
-    parser.add_argument("--methods", nargs="*", choices=list(METHODS), default=["ngrams", "cloned"], help="n-grams and cloned HMMs if not given")
+    parser.add_argument("--methods", nargs="*", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--hidden-size", type=int, default=100, help="units of each of the LSTM's two layers")
-    parser.add_argument("--epochs", type=int, default=60, help="most epochs of the LSTM")
     parser.add_argument("--out", type=Path, default=Path("logs/experiments/cloned/texts"))
     parser.add_argument("--quick", action="store_true", help="Python's help texts, the first letters of them, few iterations")
     args = parser.parse_args()
@@ -255,7 +258,7 @@ def main() -> None:
     texts, methods = [text for text in TEXTS if not args.texts or text.name in args.texts], args.methods
     records = Records(args.out / "records.jsonl")
     if args.quick:
-        texts, methods, args.epochs = [Text("help", "", (math.nan,) * 4, ((2, 400), (1, 100)), (2, 4), {"order": (4,)})], list(METHODS), 2
+        texts, methods = [Text("help", "", (math.nan,) * 4, ((2, 400), (1, 100)), (2, 4), {"order": (4,)}, (5, 2, 0.97))], list(METHODS)
     for text in texts:
         final = final_parts(None if args.quick else args.path / text.path)
         if args.quick:
@@ -272,7 +275,7 @@ def main() -> None:
             elif method == "cloned":
                 result = run_cloned(text, final, inner, records, args.out)
             else:
-                result = run_lstm(final, inner, args.epochs, args.hidden_size, args.out / text.name)
+                result = run_lstm(text, final, inner, args.hidden_size, args.out / text.name)
             records.add(text=text.name, method=method, **result)
             print(f"{text.name}, {METHODS[method]}: {result}", flush=True)
     done = [text for text in texts if records.has(text=text.name, tried="sizes")]
