@@ -20,6 +20,7 @@ import torch
 
 from lightning_hmm.inference import cloned
 from lightning_hmm.inference.cloned import Layout
+from lightning_hmm.inference.dense import impossible_message
 from lightning_hmm.models.baselines.kneser_ney import KneserNey
 from lightning_hmm.models.cloned import ClonedHMM
 from lightning_hmm.sequences import Sequences
@@ -183,6 +184,11 @@ def _counted(model: ClonedHMM, data: Sequences) -> tuple[np.ndarray, np.ndarray,
     """Sources, targets and expected numbers of the transitions, and the most probable path."""
     initial, probs, layout = model.chain(int(model.chosen))
     statistics = cloned.e_step(initial, probs, layout, None, data, single=model.arithmetic == "float32")
+    ruled_out = torch.nonzero(statistics.impossible_step >= 0).flatten()
+    if len(ruled_out):
+        n = int(ruled_out[0])
+        step = impossible_message(data, n, int(statistics.impossible_step[n]))
+        raise ValueError(f"`models` must leave their training data possible, but one does not: {step} Train it further, or prune it less.")
     counted = torch.nonzero(statistics.transition > 1e-4).flatten()  # the others together are far less than any sensible strength
     rows, columns = layout.states_of(counted)
     return rows.numpy(), columns.numpy(), statistics.transition[counted].double().numpy(), model.decode(data).values.numpy()
