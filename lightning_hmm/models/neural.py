@@ -270,15 +270,25 @@ class NeuralHMM(InUnits, ParticleEM):
         packed = torch.cat(paths) if paths else torch.zeros(0, num_paths, self.latent_dim)
         return Decoded(sequences.with_values(packed.mean(1)), sequences.with_values(packed.var(1, correction=0)), packed)
 
-    def latents(self, sequences: Any, num_particles: int | None = None) -> Sequences:
-        """(steps, d) smoothed means of the state."""
-        return self.decode(sequences, num_particles=num_particles).mean
+    def latents(self, sequences: Any, num_particles: int | None = None, lead: int = 0) -> Sequences:
+        """(steps, d) smoothed means of the state, `lead` steps later.
 
-    def cluster_latents(self, sequences: Any, num_clusters: int, num_particles: int | None = None) -> Sequences:
-        """The cluster of each step, by k-means of the smoothed means of all of them."""
+        1 is for a transition that reads observations: the state of a step then is mostly what was seen before it, and the next one the first to have read
+        the step itself.
+        """
+        if not isinstance(lead, int) or lead < 0:
+            raise ValueError(f"`lead` must be a whole number of at least 0, but is {lead} instead.")
+        sequences = self.as_sequences(sequences)
+        nothing = sequences.values.new_full((lead, self.num_features), torch.nan)
+        longer = Sequences.from_list([torch.cat([sequence, nothing]) for sequence in sequences]) if lead and len(sequences) else sequences
+        means = self.decode(longer, num_particles=num_particles).mean
+        return sequences.with_values(torch.cat([mean[lead:] for mean in means]) if lead and len(sequences) else means.values)
+
+    def cluster_latents(self, sequences: Any, num_clusters: int, num_particles: int | None = None, lead: int = 0) -> Sequences:
+        """The cluster of each step, by k-means of what `latents` gives for all of them."""
         from sklearn.cluster import KMeans  # takes a second to import
 
-        latents = self.latents(sequences, num_particles)
+        latents = self.latents(sequences, num_particles, lead)
         if not 1 <= num_clusters <= latents.num_steps:
             raise ValueError(f"`num_clusters` must be from 1 to the number of steps, {latents.num_steps}, but is {num_clusters} instead.")
         found = KMeans(num_clusters, n_init=10, random_state=self.seed).fit_predict(latents.values.double().cpu().numpy())

@@ -107,5 +107,5 @@ def test_bad_input_is_said(texts):
 
 def test_a_model_that_rules_out_its_data_is_refused(texts):
     elsewhere = Sequences.from_list([[0, 1, 2, 3] * 10])
-    with pytest.raises(ValueError, match="`models` must leave their training data possible, but one does not: Sequence 0 .* prune it less"):
+    with pytest.raises(ValueError, match=r"`models` must leave their training data possible, but one does not: Sequence 0 .* prune it less"):
         BackOff([fit(ClonedHMM(num_states=4, num_symbols=4), elsewhere, 2, 0.0)], texts, 4)

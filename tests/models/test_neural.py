@@ -121,6 +121,23 @@ def test_the_m_step_is_of_the_log_density_of_paths(rng, options, monkeypatch):
         torch.testing.assert_close(found, wanted, msg=lambda text, name=name: f"{name}: {text}")
 
 
+def test_states_later_have_read_the_step(rng):
+    """A state that copies the observation before it: the one a step later is the observation itself, at the last step too."""
+    data = random_vectors(rng, num_sequences=4, longest=8, missing=0.0)
+    model = ready(data, num_layers=1, emission_order=0, emission_mean="absolute", transition_order=1, transition_log_variance=-12.0, emission_log_variance=8.0)
+    with torch.no_grad():
+        for part in (model.transition.network.from_state, model.transition.network.from_window, model.transition.network.bias):
+            part.zero_()
+        model.transition.network.from_window[:2, :2] = torch.eye(2)
+    standard = (data.values - model.centre) / model.scale.sqrt()
+    torch.testing.assert_close(model.latents(data, lead=1).values, standard, atol=0.02, rtol=0)
+    at_once = data.with_values(model.latents(data).values)
+    for found, wanted in zip(at_once, data.with_values(standard), strict=True):
+        torch.testing.assert_close(found[1:], wanted[:-1], atol=0.02, rtol=0)
+    with pytest.raises(ValueError, match="`lead` must be a whole number of at least 0, but is -1"):
+        model.latents(data, lead=-1)
+
+
 @pytest.mark.parametrize("options", KINDS, ids=["gaussian", "student", "mixture", "lstm"])
 def test_a_sequence_does_not_see_its_neighbours(rng, options):
     """Alone or in a batch with longer ones, the same numbers are drawn for it; and all answers are numbers."""
