@@ -198,10 +198,11 @@ def test_neither_threads_nor_company_change_a_bit(kind, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("way", ["small", "right guess", "wrong guess", "nothing forgotten"])
+@pytest.mark.parametrize("way", ["small", "wide", "right guess", "wrong guess", "nothing forgotten"])
 def test_two_filters_are_one_pass_there_and_back(way, dtype, monkeypatch):
-    """In a small model; and in chunks that begin from a guess, where it is good, where it is not, and where nothing is forgotten."""
-    case = Case("symbols", "full", [7, 1, 12, 20], [300, 97, 0, 1, 500], dtype=dtype)
+    """In a small model, with messages of one to more than four vectors; and in chunks that begin from a guess, where it is good, where it is not, and where
+    nothing is forgotten."""
+    case = Case("symbols", "full", [7, 1, 12, 20, 35, 50, 150] if way == "wide" else [7, 1, 12, 20], [300, 97, 0, 1, 500], dtype=dtype)
     sequences = Sequences(case.sequences.values, case.sequences.offsets, torch.tensor([1.0, 2.0, 1.0, 1.0, 0.5], dtype=torch.float64))
     transition = case.transition.clone()
     if way == "nothing forgotten":
@@ -214,7 +215,7 @@ def test_two_filters_are_one_pass_there_and_back(way, dtype, monkeypatch):
     monkeypatch.setattr(filters, "mend", lambda *given: again.append(mend(*given)) or again[-1])
     monkeypatch.setattr(cloned_cpu, "_two_filters", lambda *given, **how: done.append(run(*given, **how)) or done[-1])
     monkeypatch.setattr(cloned_cpu, "_WORTH_PLANNING", 0)
-    if way != "small":
+    if way not in ("small", "wide"):
         monkeypatch.setattr(cloned_cpu, "_CACHE_BYTES", 0)
     if way != "right guess":
         monkeypatch.setattr(filters, "memory", lambda *_: 1)

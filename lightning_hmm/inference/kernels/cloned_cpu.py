@@ -15,7 +15,7 @@ import torch
 from lightning_hmm.inference.kernels import cloned_filters as filters
 from lightning_hmm.inference.kernels import cloned_loops as loops
 from lightning_hmm.inference.kernels import cloned_portable
-from lightning_hmm.inference.kernels.lanes import aligned_zeros, no_subnormals, run_lanes
+from lightning_hmm.inference.kernels.lanes import no_subnormals, run_lanes, workspace
 
 # A message entry below FLUSH is taken as zero; a step that keeps less than COLLAPSE of its mass is not trusted.
 FLUSH = {np.dtype(np.float32): 1e-30, np.dtype(np.float64): 1e-290}
@@ -225,13 +225,15 @@ def _two_filters(layout: Arrays, initial, probs, offsets, symbols: np.ndarray, p
 
 
 def _whole_sequences(layout: Arrays, initial, probs, offsets, symbols, pairs, at, size: int, ways, totals) -> list[np.ndarray] | None:
-    """Messages of small models, forward and backward, sequence after sequence."""
+    """Messages of small models, forward and backward, sequence after sequence; they are good until the next call."""
     dtype, widths = probs.dtype, _padded(layout)
-    messages, sequence_lanes = [np.empty(size, dtype) for _ in ways], min(offsets.shape[0] - 1, 16)
-    source, target, tables = layout.pair_source, layout.pair_target, []
-    for backward in ways:
-        ends = np.cumsum(layout.clones[target] * widths[source] if backward else layout.clones[source] * widths[target])
-        tables.append((np.append(0, ends[:-1]), aligned_zeros(dtype, int(ends[-1]))))
+    sequence_lanes = min(offsets.shape[0] - 1, 16)
+    source, target, spare = layout.pair_source, layout.pair_target, 4 * int(widths.max())  # rows are read in fours
+    sizes = [layout.clones[target] * widths[source] if backward else layout.clones[source] * widths[target] for backward in ways]
+    places = [np.append(0, np.cumsum(of_pairs)) for of_pairs in sizes]
+    parts = np.cumsum([*(int(place[-1]) + spare for place in places), *(size for _ in ways)])
+    space = np.split(workspace(dtype, int(parts[-1])), parts[:-1])
+    tables, messages = list(zip(places, space, strict=False)), space[len(ways) :]
     done = [False] * (len(ways) * sequence_lanes)
 
     def copy(way: int) -> None:
@@ -395,8 +397,9 @@ def em_step(layout: Arrays, log_initial, probs, values, offsets, weights) -> np.
     log_likelihood[go.ids] = go.log_likelihood
     step_first, tasks = loops.sort_by_pair(go.plan.task_pair, layout.pair_target.shape[0])
     steps = go.plan.task_target[tasks]
-    lanes = [(u, c, min(c + 128, clones)) for u, clones in enumerate(layout.clones.tolist()) for c in range(0, clones, 128)]
-    _run(len(lanes), lambda lane: filters.maximise(*lanes[lane], step_first, steps, go.plan.entry_at, layout, probs, go.alpha, go.kappa))
+    pieces = np.array([(u, c, min(c + 128, clones)) for u, clones in enumerate(layout.clones.tolist()) for c in range(0, clones, 128)])
+    lanes = min(len(pieces), 8)
+    _run(lanes, lambda lane: filters.maximise(lane, lanes, pieces, step_first, steps, go.plan.entry_at, layout, probs, go.alpha, go.kappa))
     return log_likelihood
 
 

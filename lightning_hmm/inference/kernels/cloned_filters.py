@@ -36,6 +36,10 @@ from lightning_hmm.inference.kernels.cloned_loops import (
     _update_44,
 )
 from lightning_hmm.inference.kernels.dense_loops import _multiply
+from lightning_hmm.inference.kernels.simd import lanes_of, make_message, prefetch
+
+_COUNTS_AT_ONCE = 1 << 14  # numbers that stay in the nearest cache
+_message_1, _message_2, _message_3, _message_4 = (make_message(vectors) for vectors in range(1, 5))
 
 
 @_kernel
@@ -53,19 +57,27 @@ def _normalise(message, flush):
 
 @_kernel
 def copy_blocks(transposed, block_at, widths, layout, probs, blocks):
-    """Each block by itself at ``block_at[p]``, rows as wide as ``widths`` says of their symbol; zeros beyond the clones."""
+    """Each block by itself at ``block_at[p]``, rows as wide as ``widths`` says of their symbol; zeros beyond the clones, and behind the last block."""
     starts, pair_first, pair_source, pair_target, bound_base, bounds, _ = layout
+    zero = blocks.dtype.type(0.0)
+    blocks[block_at[pair_target.shape[0]] :] = zero
     for p in range(pair_target.shape[0]):
         u, v = pair_source[p], pair_target[p]
         base, stride = bound_base[u] + p - pair_first[u], pair_first[u + 1] - pair_first[u] + 1
-        num_target, width = starts[v + 1] - starts[v], widths[u] if transposed else widths[v]
-        for c in range(starts[u + 1] - starts[u]):
-            row = probs[bounds[base + c * stride] : bounds[base + c * stride] + num_target]
-            if transposed:
+        num_source, num_target, first = starts[u + 1] - starts[u], starts[v + 1] - starts[v], block_at[p]
+        apart = bounds[base + stride] - bounds[base] if num_source > 1 else 0
+        if transposed:
+            for j in range(num_target):
+                for c in range(num_source):
+                    blocks[first + j * widths[u] + c] = probs[bounds[base] + c * apart + j]
+                for c in range(num_source, widths[u]):
+                    blocks[first + j * widths[u] + c] = zero
+        else:
+            for c in range(num_source):
                 for j in range(num_target):
-                    blocks[block_at[p] + j * width + c] = row[j]
-            else:
-                blocks[block_at[p] + c * width : block_at[p] + c * width + num_target] = row
+                    blocks[first + c * widths[v] + j] = probs[bounds[base] + c * apart + j]
+                for j in range(num_target, widths[v]):
+                    blocks[first + c * widths[v] + j] = zero
 
 
 @_kernel
@@ -78,6 +90,11 @@ def follow(backward, lane, lanes, offsets, symbols, pairs, at, block_at, widths,
         for t in range(length):
             s = offsets[n + 1] - 1 - t if backward else offsets[n] + t
             v = symbols[s]
+            if t + 1 < length:  # the block of the next step may be far away
+                following = pairs[s] if backward else pairs[s + 1]
+                y_at = blocks.ctypes.data + block_at[following] * size
+                for line in range(0, (block_at[following + 1] - block_at[following]) * size, 64):
+                    prefetch(y_at + line)
             message, num_clones = messages[at[s] : at[s] + widths[v]], starts[v + 1] - starts[v]  # with zeros at its end, whole vectors
             if t == 0:
                 message[:] = zero
@@ -85,12 +102,22 @@ def follow(backward, lane, lanes, offsets, symbols, pairs, at, block_at, widths,
                     message[:num_clones] = one
                 else:
                     message[:num_clones] = initial[starts[v] : starts[v + 1]]
+                total = _normalise(message, flush)
             else:
                 before, p = s + 1 if backward else s - 1, pairs[s + 1] if backward else pairs[s]
                 c_at, x_at, y_at = messages.ctypes.data + at[s] * size, messages.ctypes.data + at[before] * size, blocks.ctypes.data + block_at[p] * size
-                depth = starts[symbols[before] + 1] - starts[symbols[before]]
-                _multiply(zero, c_at, x_at, 0, 1, y_at, widths[v], 1, widths[v], depth)
-            total = _normalise(message, flush)
+                depth, vectors = starts[symbols[before] + 1] - starts[symbols[before]], widths[v] // lanes_of(zero)
+                if vectors == 1:
+                    total = _message_1(zero, c_at, x_at, y_at, depth, flush)
+                elif vectors == 2:
+                    total = _message_2(zero, c_at, x_at, y_at, depth, flush)
+                elif vectors == 3:
+                    total = _message_3(zero, c_at, x_at, y_at, depth, flush)
+                elif vectors == 4:
+                    total = _message_4(zero, c_at, x_at, y_at, depth, flush)
+                else:
+                    _multiply(zero, c_at, x_at, 0, 1, y_at, widths[v], 1, widths[v], depth)
+                    total = _normalise(message, flush)
             if not total > collapse:
                 return False
             if not backward:
@@ -368,51 +395,60 @@ def smooth(first, last, symbols, pairs, at, starts, weights, alpha, totals, kapp
 
 
 @_kernel
-def maximise(u, first_clone, last_clone, step_first, steps, at, layout, probs, alpha, kappa):
-    """New transitions from these clones of u, in place: A o sum_t alpha_t-1 kappa_t', and rows normalised; four rows at a time.
+def maximise(lane, lanes, pieces, step_first, steps, at, layout, probs, alpha, kappa):
+    """New transitions from every `lanes`-th of the (symbol, first clone, last clone) `pieces`, in place: A o sum_t alpha_t-1 kappa_t', and rows normalised.
 
     ``steps[step_first[p]:step_first[p + 1]]`` are those that pair p leads to. A row without counts stays.
     """
-    starts, pair_first, _, pair_target, bound_base, bounds, _ = layout
-    zero, size = alpha.dtype.type(0.0), alpha.itemsize
-    stride, most = pair_first[u + 1] - pair_first[u] + 1, 1
-    for p in range(pair_first[u], pair_first[u + 1]):
+    longest, most = 1, 1
+    for p in range(step_first.shape[0] - 1):
         most = max(most, step_first[p + 1] - step_first[p])
+    pair_first, bound_base, bounds = layout[1], layout[4], layout[5]
+    for u in pieces[:, 0]:
+        longest = max(longest, bounds[bound_base[u] + pair_first[u + 1] - pair_first[u]] - bounds[bound_base[u]])
+    tall = max(4, _COUNTS_AT_ONCE // longest & ~3)
+    counts = np.empty(tall * longest, alpha.dtype)
+    outputs, rows, xs = np.empty(4, np.int64), np.empty(most, np.int64), np.empty(4 * most, alpha.dtype)
+    for k in range(lane, pieces.shape[0], lanes):
+        u, first_clone, last_clone = pieces[k]
+        for c in range(first_clone, last_clone, tall):
+            _maximise_rows(u, c, min(c + tall, last_clone), step_first, steps, at, layout, probs, alpha, kappa, counts, outputs, rows, xs)
+
+
+@_kernel
+def _maximise_rows(u, first_clone, last_clone, step_first, steps, at, layout, probs, alpha, kappa, counts, outputs, rows, xs):
+    """These rows, four at a time."""
+    starts, pair_first, _, pair_target, bound_base, bounds, _ = layout
+    zero, size, stride = alpha.dtype.type(0.0), alpha.itemsize, pair_first[u + 1] - pair_first[u] + 1
     row_length = bounds[bound_base[u] + stride - 1] - bounds[bound_base[u]]
-    counts, totals = np.empty((4, row_length), alpha.dtype), np.empty(4)
-    outputs, rows, xs = np.empty(4, np.int64), np.empty(most, np.int64), np.zeros(4 * most, alpha.dtype)
     c_at, x_at, y_at = outputs.ctypes.data, xs.ctypes.data, rows.ctypes.data
-    for c in range(first_clone, last_clone, 4):
-        height = min(4, last_clone - c)
-        row_first = bounds[bound_base[u] + c * stride]
-        counts[:], totals[:] = zero, 0.0
-        for p in range(pair_first[u], pair_first[u + 1]):
-            count = step_first[p + 1] - step_first[p]
-            if count == 0:
-                continue
-            begin = bounds[bound_base[u] + p - pair_first[u]] - bounds[bound_base[u]]
-            width = starts[pair_target[p] + 1] - starts[pair_target[p]]
+    counts[: (last_clone - first_clone + 3 & ~3) * row_length] = zero
+    for p in range(pair_first[u], pair_first[u + 1]):
+        count = step_first[p + 1] - step_first[p]
+        begin = bounds[bound_base[u] + p - pair_first[u]] - bounds[bound_base[u]]
+        width, fours = starts[pair_target[p] + 1] - starts[pair_target[p]], count & ~3
+        for k in range(count):
+            rows[k] = kappa.ctypes.data + at[steps[step_first[p] + k]] * size
+        for c in range(first_clone, last_clone, 4):
+            height = min(4, last_clone - c)
             for r in range(4):
-                outputs[r] = counts.ctypes.data + (r * row_length + begin) * size
+                outputs[r] = counts.ctypes.data + ((c - first_clone + r) * row_length + begin) * size
             for k in range(count):
-                s = steps[step_first[p] + k]
-                rows[k] = kappa.ctypes.data + at[s] * size
-                for r in range(height):
-                    xs[4 * k + r] = alpha[at[s - 1] + c + r]
-                for r in range(height, 4):
-                    xs[4 * k + r] = zero
-            fours = count & ~3
+                place = at[steps[step_first[p] + k] - 1] + c
+                for r in range(4):
+                    xs[4 * k + r] = alpha[place + r] if r < height else zero
             for d in range(0, fours, 4):
                 _update_44(zero, width, c_at, x_at + 4 * d * size, y_at + 8 * d)
             for d in range(fours, count):
                 _update_41(zero, width, c_at, x_at + 4 * d * size, y_at + 8 * d)
-        for r in range(height):
-            added, row = counts[r], probs[row_first + r * row_length : row_first + (r + 1) * row_length]
-            total = zero
+    row_first = bounds[bound_base[u] + first_clone * stride]
+    for r in range(last_clone - first_clone):
+        added, row = counts[r * row_length : (r + 1) * row_length], probs[row_first + r * row_length : row_first + (r + 1) * row_length]
+        total = zero
+        for j in range(row_length):
+            added[j] *= row[j]
+            total += added[j]
+        if total > 0:
+            scale = alpha.dtype.type(1.0) / total
             for j in range(row_length):
-                added[j] *= row[j]
-                total += added[j]
-            if total > 0:
-                scale = alpha.dtype.type(1.0) / total
-                for j in range(row_length):
-                    row[j] = added[j] * scale
+                row[j] = added[j] * scale

@@ -12,6 +12,7 @@ do not overlap than on the numbers; for five states the row operations below mad
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -502,6 +503,67 @@ def make_product(*, max_plus: bool, accumulate: bool):
             r += 4 if four else 1
 
     return product
+
+
+@intrinsic
+def prefetch(typing_context, address):
+    """Asks for the cache line at `address`, which need not exist."""
+
+    def codegen(context, builder, signature, args):
+        pointer, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [pointer, word, word, word])
+        ask = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        builder.call(ask, [builder.inttoptr(args[0], pointer), ir.Constant(word, 0), ir.Constant(word, 3), ir.Constant(word, 1)])
+        return context.get_dummy_value()
+
+    return types.void(types.intp), codegen
+
+
+def make_message(vectors: int):
+    """Returns the intrinsic ``message(like, c, x, y, depth, flush)``: c = x @ Y, divided by its sum, which it returns; 0 where below `flush`.
+
+    The rows of Y are `vectors` vectors wide, one after the other. Each sum over the rows is that of four or two parts, which do not wait for each
+    other: they are read in fours, so x must be 0 beyond `depth`, and Y readable.
+    """
+    parts = 4 if vectors <= 2 else 2  # as many as there are registers for
+
+    @intrinsic
+    def message(typing_context, like, c, x, y, depth, flush):
+        is_double = like == types.float64
+        scalar = types.float64 if is_double else types.float32
+        signature = scalar(like, *[types.intp] * 4, scalar)
+
+        def codegen(context, builder, signature, args):
+            emit = _Emitter(builder, is_double)
+            _, c, x, y, depth, flush = args
+            places = [(part, v) for part in range(parts) for v in range(vectors)]
+            before, loop, after = builder.block, builder.append_basic_block("rows"), builder.append_basic_block("rows_done")
+            builder.branch(loop)
+            builder.position_at_end(loop)
+            k, totals = builder.phi(ir.IntType(64)), {place: builder.phi(emit.vector) for place in places}
+            row = builder.mul(k, emit.word(vectors * emit.lanes))
+            x_values = [emit.splat(emit.load(emit.address(x, builder.add(k, emit.word(part))), emit.scalar)) for part in range(parts)]
+            sums = {}
+            for part, v in places:
+                y_value = emit.load(emit.address(y, row, emit.word((part * vectors + v) * emit.lanes)), emit.vector)
+                sums[part, v] = emit.multiply_add(x_values[part], y_value, totals[part, v])
+            k_next = builder.add(k, emit.word(parts))
+            for phi, first, following in [(k, emit.word(0), k_next), *((totals[place], emit.constant(0.0), sums[place]) for place in places)]:
+                phi.add_incoming(first, before)
+                phi.add_incoming(following, loop)
+            builder.cbranch(builder.icmp_signed("<", k_next, depth), loop, after)
+            builder.position_at_end(after)
+            products = [functools.reduce(builder.fadd, [sums[part, v] for part in range(parts)]) for v in range(vectors)]
+            total = emit.sum_vector(functools.reduce(builder.fadd, products))
+            scale, flush = emit.splat(builder.fdiv(ir.Constant(emit.scalar, 1.0), total)), emit.splat(flush)
+            for v, product in enumerate(products):
+                scaled = builder.fmul(product, scale)
+                emit.store(emit.keep_where(">=", scaled, flush, scaled), emit.address(c, emit.word(v * emit.lanes)))
+            return total
+
+        return signature, codegen
+
+    return message
 
 
 def _masked(emit: _Emitter, address: ir.Value, mask: ir.Value, value: ir.Value | None = None) -> ir.Value | None:
