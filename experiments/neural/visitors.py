@@ -48,10 +48,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "epochs": 10,
         **TRAINING,
     },
-    # Tracks have no common map: the state alone says how far a step goes. People get in and out of their cars every few steps.
+    # Tracks have no common map: the state alone says how far a step goes. People get in and out of their cars every few steps, so the state may jump.
     "tracks": {
         "latent_dim": 1,
         "emission_order": 0,
+        "emission": "student",
+        "transition": "mixture",
         "emission_log_variance": 0.0,
         "transition_log_variance": -3.0,
         "start_window": 5,
