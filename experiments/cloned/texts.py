@@ -56,7 +56,7 @@ SMOOTHING = {"strength": (0.15, 0.3, 0.6, 1.2), "returning": (0.05, 0.1, 0.2), "
 START = {"strength": 0.15, "returning": 0.05, "order": 5}  # which chose these; where the others start
 NEAR, LONG = {"strength": (0.08, 0.3), "returning": (0.1,)}, {"order": (6,), "strength": (0.4, 1.0, 2.0)}
 FIRST, SMALL, LARGE = (6, 9, 12, 15, 18, 21, 24, 27, 30, 34, 38), (12, 15, 18, 22, 26, 30, 34, 38, 44, 50, 58, 66, 76), (16, 22)
-BRIEF, LENGTHY = (5, 60, 0.97), (20, 25, 0.9)
+BRIEF, LENGTHY = (5, 60, 0.97), (20, 16, 0.85)
 TEXTS = [
     Text("blake-poems", "gutenberg/blake-poems.txt", (1.60, 1.75, 1.71, 1.68), ((2, 3000), (2, 6000), (1, 3000)), FIRST, SMOOTHING, BRIEF),
     Text("shakespeare-macbeth", "gutenberg/shakespeare-macbeth.txt", (1.69, 1.79, 1.77, 1.74), ((2, 8000), (1, 4000)), SMALL, NEAR, BRIEF),
