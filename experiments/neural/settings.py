@@ -33,8 +33,6 @@ ENVIRONMENTS = 3
 LATENT, STATES = 5, 5
 EPOCHS = {"depth": 12, "particles": 12, "share": 100}
 FINE_TUNING = 5
-WORST = 2.0  # errors above are not in the figure
-BOUND = 10.0  # for networks of one layer: a state that is linear in the one before may grow without end
 PLAIN = {"emission_order": 0, "transition_order": 0, "emission_mean": "absolute"}  # eq. 1 to the letter
 FEATURES = {"depth": 2, "particles": 2, "share": 3}
 VALUES: dict[str, tuple[float, ...]] = {"depth": (0, 1, 2, 3, 4), "particles": (8, 32, 128, 512), "share": (0.05, 0.2, 0.5, 1.0)}
@@ -55,8 +53,6 @@ def make_model(kind: str, variant: str, value: float, data: MovingTargetDataModu
     options, more = dict(NEURAL), FINE_TUNING if variant == "fine-tuned" else 0
     if kind == "depth":
         options |= {"num_layers": int(value), **(PLAIN if variant == "order 0" else {})}
-        if value == 1:
-            options["latent_bound"] = BOUND
     elif kind == "particles":
         options["num_particles"] = int(value)
     else:
@@ -91,8 +87,7 @@ def figure(records: Records, kinds: list[str]) -> Figure:
         for axes, (what, label) in zip(column, [("error", "prediction error"), ("log_likelihood", "log-likelihood a step")], strict=True):
             for number, variant in enumerate(VARIANTS[kind]):
                 found = [[record[what] for record in records.where(kind=kind, variant=variant, value=value)] for value in VALUES[kind]]
-                errors = [[record["error"] for record in records.where(kind=kind, variant=variant, value=value)] for value in VALUES[kind]]
-                places = [place for place, runs in enumerate(errors) if runs and np.mean(runs) < WORST]
+                places = [place for place, runs in enumerate(found) if runs]
                 means, spreads = [np.mean(found[place]) for place in places], [np.std(found[place]) for place in places]
                 axes.errorbar(places, means, spreads, marker="o", markersize=4, capsize=2, color=COLOURS[number], label=variant)
             axes.set_xticks(range(len(VALUES[kind])), [f"{value:g}" for value in VALUES[kind]])

@@ -162,6 +162,13 @@ class DensityHead(nn.Module):
         if family == "student":
             self.log_freedom = nn.Parameter(torch.full((size,), math.log(3), dtype=dtype))  # above 2, where there is a variance
 
+    @property
+    def is_log_variance(self) -> Tensor:
+        """(num_outputs,) which of the numbers are."""
+        of_one = torch.arange(2 * self.size) >= self.size
+        shares = torch.zeros(self.num_components if self.family == "mixture" else 0, dtype=torch.bool)
+        return torch.cat([shares, of_one.repeat(self.num_components)])
+
     def forward(self, outputs: Tensor, shift: Tensor | None = None) -> PartialDensity:
         """(R, N, num_outputs), and perhaps (R, N, d) or (R, 1, d) what is added to the means -> R x N densities."""
         if self.family == "mixture":

@@ -84,7 +84,7 @@ class NeuralHMM(InUnits, ParticleEM):
         emission, transition: families of densities: "gaussian", "student" (jumps) or "mixture" of `num_components` Gaussians.
         num_components: of a mixture.
         window: how more than the state is read: "mlp", side by side, or "lstm", one after the other.
-        num_layers: of each network; with 1 it is linear.
+        num_layers: of each network; with 1 means are linear and variances constant.
         width: units of their hidden layers and of an LSTM.
         activation: "relu" or "tanh".
         emission_log_variance: at the start, in units of the data's spread, or of its changes where the emission is residual. A small one makes the state
@@ -197,7 +197,8 @@ class NeuralHMM(InUnits, ParticleEM):
                 past = Window(orders[name], num_features, window, width, dtype)
                 own = self.make_network(name, latent_dim + past.num_outputs, head.num_outputs)
                 if own is None:
-                    network: nn.Module = WindowedMLP(latent_dim, past.num_outputs, head.num_outputs, num_layers, width, activation, dtype)
+                    size = latent_dim, past.num_outputs, head.num_outputs
+                    network: nn.Module = WindowedMLP(*size, num_layers, width, activation, dtype, head.is_log_variance)
                 else:
                     network = Whole(own.to(dtype))
                 parts[name] = Conditional(past, network, head, residual=name == "transition" and transition_mean == "residual")

@@ -82,9 +82,22 @@ class WindowedMLP(nn.Module):
         width: units of each hidden layer.
         activation: of these.
         dtype: of its parameters.
+        is_constant: (num_outputs,) which outputs do not depend on the inputs where it is linear.
     """
 
-    def __init__(self, state_size: int, window_size: int, num_outputs: int, num_layers: int, width: int, activation: Activation, dtype: torch.dtype) -> None:
+    varies: Tensor | None
+
+    def __init__(
+        self,
+        state_size: int,
+        window_size: int,
+        num_outputs: int,
+        num_layers: int,
+        width: int,
+        activation: Activation,
+        dtype: torch.dtype,
+        is_constant: Tensor | None = None,
+    ) -> None:
         super().__init__()
         if activation not in get_args(Activation):
             raise ValueError(f"`activation` must be one of {', '.join(get_args(Activation))}, but is {activation!r} instead.")
@@ -95,14 +108,19 @@ class WindowedMLP(nn.Module):
         self.from_window = nn.Parameter(first.weight.detach()[:, state_size:].clone()) if window_size else None
         self.bias = nn.Parameter(first.bias.detach().clone())
         self.layers = nn.ModuleList(nn.Linear(before, after, dtype=dtype) for before, after in pairwise(sizes))
+        self.register_buffer("varies", None if is_constant is None or num_layers > 1 else (~is_constant).to(dtype), persistent=False)
 
     def prepare(self, window: Tensor) -> Tensor:
         """(..., window_size) -> (..., units): its part in the first layer."""
-        return self.bias if self.from_window is None else F.linear(window, self.from_window, self.bias)
+        return self.bias if self.from_window is None else F.linear(window, self._varying(self.from_window.T).T, self.bias)
+
+    def _varying(self, weights: Tensor) -> Tensor:
+        """(inputs, units) without those to outputs that are constant."""
+        return weights if self.varies is None else weights * self.varies
 
     def forward(self, states: Tensor, prepared: Tensor) -> Tensor:
         """(..., N, state_size), (..., 1, units) -> (..., N, num_outputs)."""
-        hidden = (states @ self.from_state).add_(prepared)
+        hidden = (states @ self._varying(self.from_state)).add_(prepared)
         shape, hidden = hidden.shape, hidden.flatten(0, -2)
         for layer in self.layers:
             if self.activation == "tanh":

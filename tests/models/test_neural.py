@@ -38,13 +38,11 @@ def ready(sequences: Sequences, **options) -> NeuralHMM:
 
 
 def as_linear(model: NeuralHMM) -> kalman.LinearGaussian:
-    """The model of one linear layer each, in units of the data, whose noise does not depend on the state."""
+    """The model of one linear layer each, in units of the data."""
     parts = {}
     for name in ("transition", "emission"):
         network, head = getattr(model, name).network, getattr(model, name).head
         size = head.size
-        with torch.no_grad():
-            network.from_state[:, size:] = 0.0
         variance = (head.log_variance + 4.0 * (network.bias[size:] / 4.0).tanh()).exp()
         parts |= {name: network.from_state[:, :size].T, f"{name}_offset": network.bias[:size], f"{name}_cov": variance.diag()}
     parts |= {"initial_mean": model.initial_mean, "initial_cov": model.initial_log_variance.exp().diag()}
