@@ -151,7 +151,8 @@ class ParticleEM(PredictionErrors):
             together = self._sum_over_ranks(torch.cat([gradient.flatten() for gradient in gradients])) / -max(num_steps, 1.0)
             sizes = [gradient.numel() for gradient in gradients]
             for parameter, gradient in zip(self.parameters(), together.split(sizes), strict=True):
-                parameter.grad = gradient.view_as(parameter).clone()
+                # With the strides of the parameter: fused Adam on a CPU goes by memory alone.
+                parameter.grad = torch.empty_like(parameter).copy_(gradient.view_as(parameter))
             nn.utils.clip_grad_norm_(self.parameters(), self.gradient_clip)
             # Lightning counts the last of them.
             (optimizer if step == self.m_steps - 1 else optimizer.optimizer).step()

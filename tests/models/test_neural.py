@@ -119,6 +119,20 @@ def test_the_m_step_is_of_the_log_density_of_paths(rng, options, monkeypatch):
         torch.testing.assert_close(found, wanted, msg=lambda text, name=name: f"{name}: {text}")
 
 
+def test_a_step_of_training_is_a_step_of_adam(rng):
+    """Fused Adam takes no notice of strides: each weight must get its own gradient all the same."""
+
+    class Plain(NeuralHMM):
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters(), lr=self.learning_rate)
+
+    data = random_vectors(rng, num_sequences=6, longest=9)
+    fused, plain = (kind(**EXACT, transition_order=2, m_steps=3) for kind in (NeuralHMM, Plain))
+    for model in (fused, plain):
+        fit(model, data, max_epochs=2, tolerance=0, batch_size=3)
+    assert_same_parameters(fused, plain, rtol=1e-6, atol=1e-8)
+
+
 def test_states_later_have_read_the_step(rng):
     """A state that copies the observation before it: the one a step later is the observation itself, at the last step too."""
     data = random_vectors(rng, num_sequences=4, longest=8, missing=0.0)
