@@ -213,7 +213,7 @@ def large(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     data = TextDataModule(arguments.path, batch_size=10_000)
     states = 300 if arguments.quick else STATES
     layout = {"allocation": "ngram", "ngram_order": 6, "pairs": "all", "arithmetic": "float32"}
-    model = ClonedHMM(states, data.num_symbols, start_concentration=0.02, **layout)
+    model = ClonedHMM(states, data.num_symbols, start_concentration=0.01, **layout)
     rows: list[dict[str, Any]] = []
 
     class Clock(Callback):
