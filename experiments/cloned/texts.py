@@ -31,6 +31,21 @@ SEED = 0
 METHODS = {"cloned": "cloned HMM", "ngrams": "n-grams", "lstm": "LSTM"}
 
 
+class LSTM(NamedTuple):
+    """How the network is trained: stretches of 500 letters in a batch, epochs, the rate and its factor each epoch.
+
+    With `early`, the number of epochs is the best on validation data, at most `epochs`. A long text has more updates in an epoch, and more letters than the
+    network has weights: it gets no dropout, and of the epochs the last was the best.
+    """
+
+    batch_size: int
+    epochs: int
+    learning_rate: float
+    decay: float
+    dropout: float
+    early: bool
+
+
 class Text(NamedTuple):
     """A row of the table.
 
@@ -40,7 +55,7 @@ class Text(NamedTuple):
         candidates: what validation chooses from: letters of the contexts that clones are of, and states.
         looks: after how many iterations validation looks, until it got worse twice.
         smoothing: values that validation chooses from, one setting after the other.
-        lstm: stretches of 500 letters in a batch, most epochs, and the factor of the rate each of them; a long text has more updates in an epoch.
+        lstm: how that is trained.
     """
 
     name: str
@@ -49,14 +64,14 @@ class Text(NamedTuple):
     candidates: tuple[tuple[int, int], ...]
     looks: tuple[int, ...]
     smoothing: dict[str, tuple[float, ...]]
-    lstm: tuple[int, int, float]
+    lstm: LSTM
 
 
 SMOOTHING = {"strength": (0.15, 0.3, 0.6, 1.2), "returning": (0.05, 0.1, 0.2), "order": (4, 5, 6)}  # searched for the first text,
 START = {"strength": 0.15, "returning": 0.05, "order": 5}  # which chose these; where the others start
 NEAR, LONG = {"strength": (0.08, 0.3), "returning": (0.1,)}, {"order": (6,), "strength": (0.4, 1.0, 2.0)}
 FIRST, SMALL, LARGE = (6, 9, 12, 15, 18, 21, 24, 27, 30, 34, 38), (12, 15, 18, 22, 26, 30, 34, 38, 44, 50, 58, 66, 76), (16, 22)
-BRIEF, LENGTHY = (5, 60, 0.97), (20, 16, 0.85)
+BRIEF, LENGTHY = LSTM(5, 60, 2e-3, 0.97, 0.25, True), LSTM(5, 12, 3e-3, 0.8, 0.0, False)
 TEXTS = [
     Text("blake-poems", "gutenberg/blake-poems.txt", (1.60, 1.75, 1.71, 1.68), ((2, 3000), (2, 6000), (1, 3000)), FIRST, SMOOTHING, BRIEF),
     Text("shakespeare-macbeth", "gutenberg/shakespeare-macbeth.txt", (1.69, 1.79, 1.77, 1.74), ((2, 8000), (1, 4000)), SMALL, NEAR, BRIEF),
@@ -181,38 +196,27 @@ def run_ngrams(final: Parts, inner: Parts, orders: range) -> dict[str, Any]:
     return {"order": order, "validation": found[order], "test": test, "seconds": round(time.process_time() - begin, 1)}
 
 
-def run_lstm(text: Text, final: Parts, inner: Parts, hidden_size: int, folder: Path) -> dict[str, Any]:
-    """The number of epochs is that of early stopping on validation data; then as many on all of the training text."""
-    batch_size, most_epochs, decay = text.lstm
+def run_lstm(settings: LSTM, final: Parts, inner: Parts, hidden_size: int, folder: Path) -> dict[str, Any]:
     begin = time.process_time()
 
-    def train(parts: Parts, epochs: int, callbacks: list[Any], validation: Sequences | None) -> RecurrentNet:
+    def train(parts: Parts, epochs: int, **options: Any) -> RecurrentNet:
         lengths = [500] * (parts.train.num_steps // 500) + [parts.train.num_steps % 500]
         data = Sequences.from_lengths(parts.train.values, lengths)
-        size = {"hidden_size": hidden_size, "num_layers": 2, "dropout": 0.25, "bptt_steps": 50, "seed": SEED, "learning_rate_decay": decay}
-        model = RecurrentNet(num_symbols=parts.data.num_symbols, **size)
-        fit(
-            model,
-            data,
-            epochs,
-            0.0,
-            val_sequences=validation,
-            batch_size=batch_size,
-            shuffle=True,
-            seed=SEED,
-            callbacks=callbacks,
-            enable_checkpointing=bool(callbacks),
-        )
+        size = {"hidden_size": hidden_size, "num_layers": 2, "dropout": settings.dropout, "bptt_steps": 50, "seed": SEED}
+        rates = {"learning_rate": settings.learning_rate, "learning_rate_decay": settings.decay}
+        model = RecurrentNet(num_symbols=parts.data.num_symbols, **size, **rates)
+        fit(model, data, epochs, 0.0, batch_size=settings.batch_size, shuffle=True, seed=SEED, **options)
         return model
 
-    stop = EarlyStopping("val/bits_per_symbol", patience=8)
-    keep = ModelCheckpoint(folder, "lstm", monitor="val/bits_per_symbol", enable_version_counter=False)
-    train(inner, most_epochs, [stop, keep], inner.scored)
-    assert keep.best_model_path
-    best = int(torch.load(keep.best_model_path, weights_only=True)["epoch"]) + 1
-    model = train(final, best, [], None)
-    found = {"epochs": best, "validation": float(stop.best_score), "test": bits(model, final.scored)}
-    return {**found, "hidden_size": hidden_size, "seconds": round(time.process_time() - begin, 1)}
+    found = {"epochs": settings.epochs}
+    if settings.early:
+        stop = EarlyStopping("val/bits_per_symbol", patience=8)
+        keep = ModelCheckpoint(folder, "lstm", monitor="val/bits_per_symbol", enable_version_counter=False)
+        train(inner, settings.epochs, val_sequences=inner.scored, callbacks=[stop, keep], enable_checkpointing=True)
+        assert keep.best_model_path
+        found = {"epochs": int(torch.load(keep.best_model_path, weights_only=True)["epoch"]) + 1, "validation": float(stop.best_score)}
+    model = train(final, int(found["epochs"]), enable_checkpointing=False)
+    return {**found, "test": bits(model, final.scored), "hidden_size": hidden_size, "seconds": round(time.process_time() - begin, 1)}
 
 
 def table(records: Records, texts: list[Text]) -> str:
@@ -258,7 +262,7 @@ def main() -> None:
     texts, methods = [text for text in TEXTS if not args.texts or text.name in args.texts], args.methods
     records = Records(args.out / "records.jsonl")
     if args.quick:
-        texts, methods = [Text("help", "", (math.nan,) * 4, ((2, 400), (1, 100)), (2, 4), {"order": (4,)}, (5, 2, 0.97))], list(METHODS)
+        texts, methods = [Text("help", "", (math.nan,) * 4, ((2, 400), (1, 100)), (2, 4), {"order": (4,)}, BRIEF._replace(epochs=2))], list(METHODS)
     for text in texts:
         final = final_parts(None if args.quick else args.path / text.path)
         if args.quick:
@@ -275,7 +279,7 @@ def main() -> None:
             elif method == "cloned":
                 result = run_cloned(text, final, inner, records, args.out)
             else:
-                result = run_lstm(text, final, inner, args.hidden_size, args.out / text.name)
+                result = run_lstm(text.lstm, final, inner, args.hidden_size, args.out / text.name)
             records.add(text=text.name, method=method, **result)
             print(f"{text.name}, {METHODS[method]}: {result}", flush=True)
     done = [text for text in texts if records.has(text=text.name, tried="sizes")]
