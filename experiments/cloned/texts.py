@@ -2,8 +2,8 @@
 
 ``python -m experiments.cloned.texts --path <folder>`` (with gutenberg/, calgary/ and warpeace/; $LIGHTNING_HMM_DATA if not given)
 
-Everything is chosen on validation data: the last tenth of the training text, in which words that the rest of it does not have twice are
-"rare", just as in the test part. What was chosen is trained on the whole training text and tested once.
+Everything but the LSTM of long texts is chosen on validation data: the last tenth of the training text, in which words that the rest of it
+does not have twice are "rare", just as in the test part. What was chosen is trained on the whole training text and tested once.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ METHODS = {"cloned": "cloned HMM", "ngrams": "n-grams", "lstm": "LSTM"}
 class LSTM(NamedTuple):
     """How the network is trained: stretches of 500 letters in a batch, epochs, the rate and its factor each epoch.
 
-    With `early`, the number of epochs is the best on validation data, at most `epochs`. A long text has more updates in an epoch, and more letters than the
-    network has weights: it gets no dropout, and of the epochs the last was the best.
+    With `early`, the number of epochs is the best on validation data, at most `epochs`; without, it is `epochs`. A long text has more updates in an
+    epoch, and more letters than the network has weights: it gets no dropout and no early stop.
     """
 
     batch_size: int

@@ -280,10 +280,11 @@ class NeuralHMM(InUnits, ParticleEM):
         if not isinstance(lead, int) or lead < 0:
             raise ValueError(f"`lead` must be a whole number of at least 0, but is {lead} instead.")
         sequences = self.as_sequences(sequences)
+        if lead == 0 or len(sequences) == 0:
+            return self.decode(sequences, num_particles=num_particles).mean
         nothing = sequences.values.new_full((lead, self.num_features), torch.nan)
-        longer = Sequences.from_list([torch.cat([sequence, nothing]) for sequence in sequences]) if lead and len(sequences) else sequences
-        means = self.decode(longer, num_particles=num_particles).mean
-        return sequences.with_values(torch.cat([mean[lead:] for mean in means]) if lead and len(sequences) else means.values)
+        longer = Sequences.from_list([torch.cat([sequence, nothing]) for sequence in sequences])
+        return sequences.with_values(torch.cat([mean[lead:] for mean in self.decode(longer, num_particles=num_particles).mean]))
 
     def cluster_latents(self, sequences: Any, num_clusters: int, num_particles: int | None = None, lead: int = 0) -> Sequences:
         """The cluster of each step, by k-means of what `latents` gives for all of them."""
