@@ -321,6 +321,35 @@ def test_pruned_layouts_keep_what_was_said():
     assert Layout(*once.tensors) == once
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("length", [3, 2000])  # blocks as they are stored, and copied
+@pytest.mark.parametrize("share", [0.02, 0.4])  # of entries that stay: few clones have mass, whose order is that of their finding; and many, sorted
+def test_pruned_layouts_count_like_whole_blocks_with_zeros(share, length, dtype):
+    rng = np.random.default_rng(0)
+    whole = Layout([60, 1, 40])
+    keep = torch.from_numpy(rng.random(whole.num_entries) < share)
+    keep[:: whole.num_states] = True  # every row has an entry
+    matrix = whole.expand(torch.where(keep, torch.from_numpy(rng.gamma(0.5, size=whole.num_entries) + 1e-3), 0))
+    probs = whole.collect(matrix / matrix.sum(1, keepdim=True)).to(dtype)
+    initial = torch.from_numpy(rng.dirichlet(np.ones(whole.num_states))).log()
+    states = cloned.sample(initial, probs, whole, torch.tensor([length, 0, 1, length + 1]), torch.Generator().manual_seed(1))
+    symbols = states.with_values(whole.symbols[states.values])
+    if share < 0.1:  # a sequence that cannot be, beside those that can
+        symbols = Sequences.cat([symbols, Sequences.from_list([[1, 1, 1, 1]])])
+    symbols = Sequences(symbols.values, symbols.offsets, torch.arange(1.0, len(symbols) + 1))
+    expected = cloned.e_step(initial, probs, whole, None, symbols)
+    pruned = whole.pruned(keep)
+    found = cloned.e_step(initial, probs[keep], pruned, None, symbols)
+    assert torch.equal(found.impossible_step, expected.impossible_step)
+    tolerance = {"rtol": 1e-10, "atol": 1e-10} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
+    np.testing.assert_allclose(found.transition, expected.transition[keep], **tolerance)
+    np.testing.assert_allclose(found.initial, expected.initial, **tolerance)
+    np.testing.assert_allclose(found.log_likelihood, expected.log_likelihood, rtol=tolerance["rtol"])
+    np.testing.assert_allclose(cloned.log_likelihood(initial, probs[keep], pruned, None, symbols), expected.log_likelihood, rtol=tolerance["rtol"])
+    predicted = [cloned.predict_next(initial, part, layout, None, symbols[:4]) for part, layout in ((probs, whole), (probs[keep], pruned))]
+    np.testing.assert_allclose(*predicted, **tolerance)
+
+
 @pytest.mark.parametrize("stored", LAYOUTS)
 def test_rearranged_symbols_against_every_order(stored):
     """The best path of all orders of the symbols within their groups; and with few nodes kept, a path that is possible."""

@@ -15,6 +15,7 @@ import torch
 from lightning_hmm.inference.kernels import cloned_filters as filters
 from lightning_hmm.inference.kernels import cloned_loops as loops
 from lightning_hmm.inference.kernels import cloned_portable
+from lightning_hmm.inference.kernels import cloned_pruned as lists
 from lightning_hmm.inference.kernels.lanes import no_subnormals, run_lanes, workspace
 
 # A message entry below FLUSH is taken as zero; a step that keeps less than COLLAPSE of its mass is not trusted.
@@ -24,6 +25,7 @@ COLLAPSE = {np.dtype(np.float32): 1e-20, np.dtype(np.float64): 1e-200}
 _MESSAGE_BYTES = 1 << 30  # messages of sequences that are worked on together stay below this, except those of a single one
 _ALIGNED = 16  # messages begin at multiples of so many numbers
 _COUNT_LANES = 64
+_WORTH_COPYING = 4  # steps for each pair of symbols from which on the entries of a pruned layout are copied
 _WORTH_PLANNING = 5_000_000  # multiply-adds of a pass from which on two filters are worth their planning
 _MOST_WARM_UP = 24
 _CACHE_BYTES = 1 << 21  # of transitions that fit into a core's cache
@@ -334,10 +336,7 @@ def _messages(layout: Arrays, log_initial, probs, values, evidence, offsets, wei
         arguments = order, local, planned, layout, probs
         lanes = _message_lanes(order.shape[0], work)
         ends = FLUSH[dtype], COLLAPSE[dtype]
-        if symbols_alone and not whole_blocks and not keep:
-            _run(lanes, lambda lane: loops.forward_single_entries(lane, lanes, *arguments, initial, *ends, alpha, log_likelihood, stopped))  # noqa: B023
-        else:
-            _run(lanes, lambda lane: loops.forward_lane(lane, lanes, *arguments, initial, *ends, False, alpha, totals, log_likelihood, stopped))  # noqa: B023
+        _run(lanes, lambda lane: loops.forward_lane(lane, lanes, *arguments, initial, *ends, False, alpha, totals, log_likelihood, stopped))  # noqa: B023
         if np.isnan(log_likelihood).any():
             impossible = _impossible_steps(layout, initial, probs, local, step_entries, log_likelihood)
         kappa, smoothed = np.empty(size if smooth else 0, dtype), np.zeros((steps.shape[0] if per_step and smooth else 0, num_states))
@@ -359,7 +358,11 @@ def e_step(layout: Arrays, log_initial, probs, values, evidence, offsets, weight
         np.zeros((num_steps if per_step else 0, num_states)),
         np.zeros((num_sequences if last else 0, num_states)),
     )
-    for go in _messages(layout, log_initial, probs, values, evidence, offsets, weights, smooth=smooth, per_step=per_step):
+    goes = _messages(layout, log_initial, probs, values, evidence, offsets, weights, smooth=smooth, per_step=per_step)
+    if layout.columns.shape[0] and evidence is None and not per_step and not (values < 0).any():
+        goes = iter(())
+        _e_step_in_lists(layout, np.exp(log_initial).astype(dtype), probs, values, offsets, weights, results, smooth=smooth)
+    for go in goes:
         results.log_likelihood[go.ids] = go.log_likelihood
         results.impossible_step[go.ids] = go.impossible_step
         if per_step:
@@ -382,6 +385,43 @@ def e_step(layout: Arrays, log_initial, probs, values, evidence, offsets, weight
     if collapsed.shape[0]:
         _again(layout, log_initial, probs, values, evidence, offsets, weights, results, collapsed, smooth, per_step, last)
     return results
+
+
+def _e_step_in_lists(layout: Arrays, initial, probs, values, offsets, weights, results: Results, *, smooth: bool) -> None:
+    """Fills the results for symbols alone and a pruned layout; see `cloned_pruned`."""
+    data, dtype, starts = entries(values, None, layout.clones.shape[0]), probs.dtype, layout.starts
+    num_pairs = layout.pair_target.shape[0]
+    stored = blocks = lists.stored_blocks(layout, probs)
+    counts = results.counts
+    if values.shape[0] >= _WORTH_COPYING * num_pairs:
+        blocks, counts = lists.copied_blocks(layout, stored), np.zeros_like(counts)
+    for ids in _goes(layout, offsets, *data[:2], dtype.itemsize) if smooth else [np.argsort(-np.diff(offsets), kind="stable")]:
+        _, local, *step_entries = _gather(ids, offsets, *data)
+        planned, size = plan(layout, local, *step_entries, keep=smooth)
+        symbols, at, order, num_steps = step_entries[1], planned.entry_at, np.flatnonzero(np.diff(local)), int(local[-1])
+        pairs = np.full(num_steps, -1)
+        pairs[planned.task_target] = planned.task_pair
+        clones, alpha, active, totals = np.empty(size, np.int32), np.empty(size, dtype), np.zeros(num_steps, np.int64), np.zeros(num_steps, dtype)
+        log_likelihood, stopped = np.zeros(ids.shape[0]), np.full(ids.shape[0], -1)
+        lanes = _message_lanes(order.shape[0], int(planned.task_pair.shape[0] * (probs.shape[0] // max(num_pairs, 1))))
+        arguments, messages = (lanes, order, local), (clones, alpha, active, totals)
+        ends = FLUSH[dtype], COLLAPSE[dtype]
+        _run(lanes, lambda lane: lists.forward(lane, *arguments, symbols, pairs, at, starts, blocks, initial, *ends, *messages, log_likelihood, stopped))  # noqa: B023
+        results.log_likelihood[ids] = log_likelihood
+        if np.isnan(log_likelihood).any():
+            results.impossible_step[ids] = _impossible_steps(layout, initial, probs, local, step_entries, log_likelihood)
+        if results.last.shape[0]:
+            lists.add_rows(local[1:][order] - 1, ids[order], symbols, at, starts, clones, alpha, active, results.last)
+        if not smooth:
+            continue
+        kappa = np.empty(size, dtype)
+        _run(lanes, lambda lane: lists.backward(lane, *arguments, pairs, at, starts, blocks, weights[ids], *messages, kappa))  # noqa: B023
+        lists.add_rows(local[:-1][order], np.zeros_like(order), symbols, at, starts, clones, kappa, active, results.initial_counts[None])
+        step_first, tasks = loops.sort_by_pair(planned.task_pair, num_pairs)
+        steps, dealt = planned.task_target[tasks], _count_lanes(layout, step_first)
+        _run(len(dealt), lambda lane: lists.count(dealt[lane], step_first, steps, at, starts, blocks, *messages[:3], kappa, counts))  # noqa: B023
+    if smooth and blocks is not stored:
+        lists.put_back(layout, stored, blocks, counts, results.counts)
 
 
 def em_step(layout: Arrays, log_initial, probs, values, offsets, weights) -> np.ndarray | None:

@@ -325,67 +325,6 @@ def forward_lane(lane, lanes, order, offsets, plan, layout, probs, initial, flus
 
 
 @_kernel
-def forward_single_entries(lane, lanes, order, offsets, plan, layout, probs, initial, flush, collapse, alpha, log_likelihood, stopped):
-    """As `forward_lane`, of pruned layouts and symbols alone, and `alpha` gets the message of the last step only.
-
-    A message is a list of the clones that have mass, a handful of thousands: nothing is done with the others.
-    """
-    _, entry_symbol, _, entry_at, first_task, _, _, pair, _ = plan
-    starts, pair_first, pair_source, _, bound_base, bounds, columns = layout
-    flush = alpha.dtype.type(flush)
-    widest = np.max(starts[1:] - starts[:-1])
-    ids, values, found = np.empty(widest, np.int64), np.empty(widest, alpha.dtype), np.empty(widest, np.int64)
-    zero, one = alpha.dtype.type(0.0), alpha.dtype.type(1.0)
-    sums = np.zeros(widest, alpha.dtype)  # zero but for the clones in `found`
-    for n in order[lane::lanes]:
-        product, active = 1.0, 0
-        for s in range(offsets[n], offsets[n + 1]):
-            num_found, total = 0, zero
-            if s == offsets[n]:
-                v = entry_symbol[s]
-                for c in range(starts[v + 1] - starts[v]):
-                    if initial[starts[v] + c] >= flush:
-                        found[num_found], sums[c] = c, initial[starts[v] + c]
-                        num_found += 1
-            elif first_task[s] < first_task[s + 1]:
-                p = pair[first_task[s]]
-                u = pair_source[p]
-                stride, base = pair_first[u + 1] - pair_first[u] + 1, bound_base[u] + p - pair_first[u]
-                for k in range(active):
-                    x, place = values[k], base + ids[k] * stride
-                    for e in range(bounds[place], bounds[place + 1]):
-                        j = columns[e]
-                        before = sums[j]
-                        sums[j] = before + x * probs[e]
-                        if before == 0 and sums[j] != 0:
-                            found[num_found] = j
-                            num_found += 1
-            for k in range(num_found):
-                if sums[found[k]] >= flush:
-                    total += sums[found[k]]
-            if not total > collapse:
-                log_likelihood[n], stopped[n] = np.nan, s - offsets[n]
-                sums[:] = zero
-                break
-            scale, active = one / total, 0
-            for k in range(num_found):
-                x, sums[found[k]] = sums[found[k]], zero
-                if x >= flush and x * scale >= flush:
-                    ids[active], values[active] = found[k], x * scale
-                    active += 1
-            product *= total
-            if product < 1e-100:
-                log_likelihood[n] += np.log(product)
-                product = 1.0
-        log_likelihood[n] += np.log(product)
-        end = offsets[n + 1] - 1
-        v, at = entry_symbol[end], entry_at[end]
-        alpha[at : at + starts[v + 1] - starts[v]] = 0
-        for k in range(active):
-            alpha[at + ids[k]] = values[k]
-
-
-@_kernel
 def backward_lane(lane, lanes, order, offsets, plan, layout, probs, weights, alpha, totals, kappa, smoothed):
     """Smooths what `forward_lane` filtered, and fills `kappa` so that w E[i -> j] = A_ij sum_t alpha_t-1(i) kappa_t(j):
 

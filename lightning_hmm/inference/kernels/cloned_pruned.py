@@ -1,0 +1,201 @@
+"""Messages and counts of pruned layouts, compiled by numba: time follows the entries that are left, and the clones that have mass.
+
+A message is a list of the clones that have mass, of thousands often a handful: ``active[s]`` numbers in `ids`, and as many in
+`alpha` and `kappa`, from ``at[s]`` on. Nothing is done with the others.
+
+A layout stores the row of a state in one piece, as the M-step wants it. A step needs a block, the rows of one pair of symbols, and of
+these a pruned layout has short pieces far apart, so that most of the time would be spent waiting for memory. For long data the entries
+are therefore copied, pair after pair, and the counts put back. `Blocks` are either of the two; the other names are those of `cloned_loops`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from lightning_hmm.inference.kernels.cloned_loops import _kernel, _strict_kernel
+
+_MANY = 16  # a message with more than one in so many clones is sorted
+
+
+class Blocks(NamedTuple):
+    """The entries of clone c in block p are ``bounds[base[p] + c * stride[p]]`` up to the next bound."""
+
+    base: np.ndarray
+    stride: np.ndarray
+    bounds: np.ndarray
+    columns: np.ndarray
+    probs: np.ndarray
+
+
+@_strict_kernel
+def stored_blocks(layout, probs):
+    """The blocks as they are stored."""
+    _, pair_first, pair_source, pair_target, bound_base, bounds, columns = layout
+    base, stride = np.empty(pair_target.shape[0], np.int64), np.empty(pair_target.shape[0], np.int64)
+    for p in range(pair_target.shape[0]):
+        u = pair_source[p]
+        base[p], stride[p] = bound_base[u] + p - pair_first[u], pair_first[u + 1] - pair_first[u] + 1
+    return Blocks(base, stride, bounds, columns, probs)
+
+
+@_strict_kernel
+def copied_blocks(layout, stored):
+    """The blocks one after the other."""
+    clones = layout.starts[layout.pair_source + 1] - layout.starts[layout.pair_source]
+    base, bounds = np.empty_like(stored.base), np.empty(np.sum(clones + 1), np.int64)
+    columns, probs = np.empty_like(stored.columns), np.empty_like(stored.probs)
+    place, entry = 0, 0
+    for p in range(base.shape[0]):
+        base[p] = place
+        for c in range(clones[p]):
+            bounds[place] = entry
+            here = stored.base[p] + c * stored.stride[p]
+            for e in range(stored.bounds[here], stored.bounds[here + 1]):
+                columns[entry], probs[entry] = stored.columns[e], stored.probs[e]
+                entry += 1
+            place += 1
+        bounds[place] = entry
+        place += 1
+    return Blocks(base, np.ones_like(base), bounds, columns, probs)
+
+
+@_strict_kernel
+def put_back(layout, stored, copied, values, out):
+    """Numbers of the copied entries, in the order of the stored ones."""
+    clones = layout.starts[layout.pair_source + 1] - layout.starts[layout.pair_source]
+    for p in range(clones.shape[0]):
+        for c in range(clones[p]):
+            here = stored.bounds[stored.base[p] + c * stored.stride[p]]
+            for e in range(copied.bounds[copied.base[p] + c], copied.bounds[copied.base[p] + c + 1]):
+                out[here] = values[e]
+                here += 1
+
+
+@_kernel
+def forward(lane, lanes, order, offsets, symbols, pairs, at, starts, blocks, initial, flush, collapse, ids, alpha, active, totals, log_likelihood, stopped):
+    """Filters every `lanes`-th sequence of `order`; see `cloned_loops.forward_lane`. A sequence that is given up has no active clones."""
+    base, stride, bounds, columns, probs = blocks
+    flush = alpha.dtype.type(flush)
+    widths = starts[1:] - starts[:-1]
+    widest = np.max(widths)
+    zero, one = alpha.dtype.type(0.0), alpha.dtype.type(1.0)
+    found, sums = np.empty(widest, np.int64), np.zeros(widest, alpha.dtype)  # sums are zero but for the clones in `found`
+    for n in order[lane::lanes]:
+        product = 1.0
+        for s in range(offsets[n], offsets[n + 1]):
+            num_found, total = 0, zero
+            if s == offsets[n]:
+                for c in range(widths[symbols[s]]):
+                    x = initial[starts[symbols[s]] + c]
+                    if x >= flush:
+                        found[num_found], sums[c] = c, x
+                        num_found += 1
+            elif pairs[s] >= 0:
+                p, before = pairs[s], at[s - 1]
+                for k in range(before, before + active[s - 1]):
+                    x, place = alpha[k], base[p] + ids[k] * stride[p]
+                    for e in range(bounds[place], bounds[place + 1]):
+                        j = columns[e]
+                        old = sums[j]
+                        sums[j] = old + x * probs[e]
+                        if old == 0 and sums[j] != 0:
+                            found[num_found] = j
+                            num_found += 1
+            if _MANY * num_found > widths[symbols[s]]:  # in rising order, in which rows are read fastest
+                num_found = 0
+                for c in range(widths[symbols[s]]):
+                    if sums[c] != 0:
+                        found[num_found] = c
+                        num_found += 1
+            for k in range(num_found):
+                if sums[found[k]] >= flush:
+                    total += sums[found[k]]
+            if not total > collapse:
+                log_likelihood[n], stopped[n] = np.nan, s - offsets[n]
+                active[offsets[n] : offsets[n + 1]] = 0
+                sums[:] = zero
+                break
+            scale, here = one / total, at[s]
+            for k in range(num_found):
+                x, sums[found[k]] = sums[found[k]], zero
+                if x >= flush and x * scale >= flush:
+                    ids[here], alpha[here] = found[k], x * scale
+                    here += 1
+            active[s], totals[s] = here - at[s], total
+            product *= total
+            if product < 1e-100:  # one more step keeps it above the smallest float
+                log_likelihood[n] += np.log(product)
+                product = 1.0
+        log_likelihood[n] += np.log(product)
+
+
+@_kernel
+def _spread(first, last, ids, values, row):
+    for k in range(first, last):
+        row[ids[k]] = values[k]
+
+
+@_kernel
+def _clear(first, last, ids, row):
+    for k in range(first, last):
+        row[ids[k]] = 0
+
+
+@_kernel
+def backward(lane, lanes, order, offsets, pairs, at, starts, blocks, weights, ids, alpha, active, totals, kappa):
+    """Fills `kappa` from what `forward` filtered; see `cloned_loops.backward_lane`."""
+    base, stride, bounds, columns, probs = blocks
+    zero, one = alpha.dtype.type(0.0), alpha.dtype.type(1.0)
+    row = np.zeros(np.max(starts[1:] - starts[:-1]), alpha.dtype)
+    for n in order[lane::lanes]:
+        for s in range(offsets[n + 1] - 1, offsets[n] - 1, -1):
+            first, last = at[s], at[s] + active[s]
+            if s == offsets[n + 1] - 1:
+                kappa[first:last] = one
+            else:
+                after, p = at[s + 1], pairs[s + 1]
+                _spread(after, after + active[s + 1], ids, kappa, row)
+                for k in range(first, last):
+                    place, total = base[p] + ids[k] * stride[p], zero
+                    for e in range(bounds[place], bounds[place + 1]):
+                        total += probs[e] * row[columns[e]]
+                    kappa[k] = total
+                _clear(after, after + active[s + 1], ids, row)
+            total = zero
+            for k in range(first, last):
+                total += alpha[k] * kappa[k]
+            share = weights[n] / total if total != 0 else 0.0  # zero where the forward pass gave up
+            if s == offsets[n]:
+                for k in range(first, last):
+                    kappa[k] *= alpha[k] * alpha.dtype.type(share)
+            elif total != 0:
+                scale = alpha.dtype.type(share / totals[s])
+                for k in range(first, last):
+                    kappa[k] *= scale
+
+
+@_kernel
+def count(pair_numbers, step_first, steps, at, starts, blocks, ids, alpha, active, kappa, counts):
+    """counts += A o sum over the steps of each pair of alpha_t-1 kappa_t'; those of pair p are ``steps[step_first[p]:step_first[p + 1]]``."""
+    base, stride, bounds, columns, probs = blocks
+    row = np.zeros(np.max(starts[1:] - starts[:-1]), alpha.dtype)
+    for p in pair_numbers:
+        for s in steps[step_first[p] : step_first[p + 1]]:
+            first, last = at[s], at[s] + active[s]
+            _spread(first, last, ids, kappa, row)
+            for k in range(at[s - 1], at[s - 1] + active[s - 1]):
+                x, place = alpha[k], base[p] + ids[k] * stride[p]
+                for e in range(bounds[place], bounds[place + 1]):
+                    counts[e] += x * probs[e] * row[columns[e]]
+            _clear(first, last, ids, row)
+
+
+@_kernel
+def add_rows(steps, rows, symbols, at, starts, ids, values, active, out):
+    """Adds the messages of these steps to rows of `out`, (rows, states)."""
+    for k in range(steps.shape[0]):
+        s = steps[k]
+        for place in range(at[s], at[s] + active[s]):
+            out[rows[k], starts[symbols[s]] + ids[place]] += values[place]
