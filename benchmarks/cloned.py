@@ -137,7 +137,7 @@ def trainer(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     ):
         data.setup()
         sequences = data.train_sequences[:20] if arguments.quick else data.train_sequences
-        epochs = 2 if arguments.quick else 10 if name.startswith("text") else 200
+        epochs = 2 if arguments.quick else 10 if name.startswith("text") else 1000
 
         def through_trainer(epochs: int, options=options, sequences=sequences, data=data) -> None:
             with warnings.catch_warnings():
