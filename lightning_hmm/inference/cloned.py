@@ -37,7 +37,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_hmm.inference.dense import EStep, Path, Posterior, impossible_message
 from lightning_hmm.inference.kernels import cloned_cpu, cloned_portable
-from lightning_hmm.inference.kernels.cloned_cpu import Arrays, layout_arrays
+from lightning_hmm.inference.kernels.cloned_plan import Arrays, layout_arrays
 from lightning_hmm.inference.kernels.cloned_rearranged import rearranged_path
 from lightning_hmm.inference.kernels.portable import wide_dtype
 from lightning_hmm.sequences import Sequences

@@ -10,7 +10,7 @@ import torch
 
 from lightning_hmm.inference import cloned, dense
 from lightning_hmm.inference.cloned import Layout
-from lightning_hmm.inference.kernels import cloned_cpu, cloned_portable
+from lightning_hmm.inference.kernels import cloned_cpu, cloned_plan, cloned_portable
 from lightning_hmm.inference.kernels import cloned_filters as filters
 from lightning_hmm.sequences import Sequences
 from tests.inference.oracle import Answer, enumerate_next, enumerate_paths, log_space, path_score
@@ -191,7 +191,7 @@ def test_neither_threads_nor_company_change_a_bit(kind, monkeypatch):
         for n in range(7)
     ]
     assert torch.equal(torch.cat(alone), results[0].log_likelihood)
-    monkeypatch.setattr(cloned_cpu, "_MESSAGE_BYTES", 200_000)  # several goes
+    monkeypatch.setattr(cloned_plan, "MESSAGE_BYTES", 200_000)  # several goes
     few = cloned.posterior(*case.arguments)
     assert torch.equal(few.smoothed.values, results[0].smoothed.values)
     torch.testing.assert_close(few.transition_counts, results[0].transition_counts, rtol=1e-12, atol=1e-14)

@@ -14,16 +14,17 @@ import torch
 
 from lightning_hmm.inference.kernels import cloned_filters as filters
 from lightning_hmm.inference.kernels import cloned_loops as loops
-from lightning_hmm.inference.kernels import cloned_portable
+from lightning_hmm.inference.kernels import cloned_online, cloned_portable
+from lightning_hmm.inference.kernels import cloned_paths as paths
+from lightning_hmm.inference.kernels import cloned_plan as planning
 from lightning_hmm.inference.kernels import cloned_pruned as lists
+from lightning_hmm.inference.kernels.cloned_plan import Arrays, Plan, entries, gathered, goes_of, padded, plan, sort_by_pair
 from lightning_hmm.inference.kernels.lanes import no_subnormals, run_lanes, workspace
 
 # A message entry below FLUSH is taken as zero; a step that keeps less than COLLAPSE of its mass is not trusted.
 FLUSH = {np.dtype(np.float32): 1e-30, np.dtype(np.float64): 1e-290}
 COLLAPSE = {np.dtype(np.float32): 1e-20, np.dtype(np.float64): 1e-200}
 
-_MESSAGE_BYTES = 1 << 30  # messages of sequences that are worked on together stay below this, except those of a single one
-_ALIGNED = 16  # messages begin at multiples of so many numbers
 _COUNT_LANES = 64
 _WORTH_COPYING = 4  # steps for each pair of symbols from which on the entries of a pruned layout are copied
 _WORTH_PLANNING = 5_000_000  # multiply-adds of a pass from which on two filters are worth their planning
@@ -32,119 +33,6 @@ _CACHE_BYTES = 1 << 21  # of transitions that fit into a core's cache
 _READING = 8.0  # how much longer it takes to read an entry from memory than to multiply with it
 # Messages that differ by no more, in any entry, are the same but for rounding.
 _SAME = {np.dtype(np.float32): 5e-6, np.dtype(np.float64): 1e-12}
-
-
-class Arrays(NamedTuple):
-    """A layout as the loops take it; see `cloned_loops`."""
-
-    starts: np.ndarray
-    pair_first: np.ndarray
-    pair_source: np.ndarray
-    pair_target: np.ndarray
-    bound_base: np.ndarray
-    bounds: np.ndarray
-    columns: np.ndarray
-
-    @property
-    def clones(self) -> np.ndarray:
-        return np.diff(self.starts)
-
-    @property
-    def row_first(self) -> np.ndarray:
-        """(H + 1,) where the entries of each state begin."""
-        sizes = np.diff(self.pair_first) + 1
-        places = np.concatenate([np.arange(n) * size + base for n, size, base in zip(self.clones, sizes, self.bound_base, strict=True)])
-        return np.append(self.bounds[places], self.bounds[-1])
-
-
-def layout_arrays(clones: np.ndarray, pairs: np.ndarray, bounds: np.ndarray, columns: np.ndarray) -> Arrays:
-    num_symbols = clones.shape[0]
-    pair_first = np.searchsorted(pairs[:, 0], np.arange(num_symbols + 1))
-    widths = clones * (np.diff(pair_first) + 1)
-    base = np.append(0, np.cumsum(widths)[:-1])
-    return Arrays(np.append(0, np.cumsum(clones)), pair_first, np.ascontiguousarray(pairs[:, 0]), np.ascontiguousarray(pairs[:, 1]), base, bounds, columns)
-
-
-def entries(values: np.ndarray, evidence: np.ndarray | None, num_symbols: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The symbols that are possible at each step: where each step's begin (steps + 1,), and symbol and weight of each."""
-    if evidence is None:
-        missing = values < 0
-        if not missing.any():
-            return np.arange(values.shape[0] + 1), values, np.ones(values.shape[0])
-        size = np.where(missing, num_symbols, 1)
-        symbols = np.repeat(values, size)
-        symbols[symbols < 0] = np.tile(np.arange(num_symbols), int(missing.sum()))
-        return np.append(0, np.cumsum(size)), symbols, np.ones(symbols.shape[0])
-    weights = np.where(np.isnan(evidence), 1.0, evidence)
-    steps, symbols = np.nonzero(weights > 0)
-    return np.searchsorted(steps, np.arange(evidence.shape[0] + 1)), symbols, weights[steps, symbols]
-
-
-class Plan(NamedTuple):
-    """What `forward_lane` needs to know of the sequences of one go; see `cloned_loops`."""
-
-    first_entry: np.ndarray
-    entry_symbol: np.ndarray
-    entry_weight: np.ndarray
-    entry_at: np.ndarray
-    first_task: np.ndarray
-    task_source: np.ndarray
-    task_target: np.ndarray
-    task_pair: np.ndarray
-    following: np.ndarray
-
-
-def _padded(layout: Arrays) -> np.ndarray:
-    return -(-layout.clones // _ALIGNED) * _ALIGNED
-
-
-def plan(layout: Arrays, offsets: np.ndarray, first_entry: np.ndarray, symbols: np.ndarray, weights: np.ndarray, *, keep: bool) -> tuple[Plan, int]:
-    """The plan and the size of the messages; without `keep`, only two messages of each sequence have a place of their own."""
-    tasks = loops.plan_tasks(offsets, first_entry, symbols, layout.pair_first, layout.pair_target)
-    ends = np.cumsum(_padded(layout)[symbols])
-    begins = np.append(0, ends)[:-1] if ends.shape[0] else ends
-    size = int(ends[-1]) if ends.shape[0] else 0
-    if not keep and size:
-        step_begins = np.append(begins, size)[first_entry]  # (steps + 1,)
-        sizes = np.diff(step_begins)
-        lengths = np.diff(offsets)
-        largest = int(sizes.max())
-        position = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
-        place = (2 * np.repeat(np.arange(lengths.shape[0]), lengths) + position % 2) * largest
-        begins = begins + np.repeat(place - step_begins[:-1], np.diff(first_entry))
-        size = 2 * lengths.shape[0] * largest
-    first_task, source, target, pair = tasks
-    return Plan(first_entry, symbols, weights, begins, first_task, source, target, pair, np.empty(pair.shape[0], np.int64)), size
-
-
-def _goes(layout: Arrays, offsets: np.ndarray, first_entry: np.ndarray, symbols: np.ndarray, itemsize: int) -> list[np.ndarray]:
-    """The sequences, longest first, in goes whose messages fit into memory."""
-    lengths = np.diff(offsets)
-    order = np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]
-    ends = np.append(0, np.cumsum(_padded(layout)[symbols]))[first_entry]
-    sizes = (ends[offsets[1:]] - ends[offsets[:-1]])[order] * 2 * itemsize
-    if int(sizes.sum()) <= _MESSAGE_BYTES:
-        return [order] if order.shape[0] else []
-    goes, first, total = [], 0, 0
-    for n, size in enumerate(sizes.tolist()):
-        if n > first and total + size > _MESSAGE_BYTES:
-            goes.append(order[first:n])
-            first, total = n, 0
-        total += size
-    return [*goes, order[first:]]
-
-
-def _gather(ids: np.ndarray, offsets: np.ndarray, first_entry: np.ndarray, symbols: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, ...]:
-    """The chosen sequences by themselves: their steps, offsets, and entries."""
-    lengths = np.diff(offsets)[ids]
-    local = np.append(0, np.cumsum(lengths))
-    steps = np.arange(local[-1]) + np.repeat(offsets[ids] - local[:-1], lengths)
-    if steps.shape[0] == offsets[-1] and np.array_equal(ids, np.arange(ids.shape[0])):
-        return steps, local, first_entry, symbols, weights
-    sizes = np.diff(first_entry)[steps]
-    first = np.append(0, np.cumsum(sizes))
-    chosen = np.arange(first[-1]) + np.repeat(first_entry[steps] - first[:-1], sizes)
-    return steps, local, first, symbols[chosen], weights[chosen]
 
 
 def _count_lanes(layout: Arrays, pair_first: np.ndarray) -> list[np.ndarray]:
@@ -205,7 +93,7 @@ def _two_filters(layout: Arrays, initial, probs, offsets, symbols: np.ndarray, p
     pairs[planned.task_target] = planned.task_pair
     totals = np.zeros(num_steps, dtype)
     ways = (False, True) if smooth else (False,)
-    widths = _padded(layout)
+    widths = padded(layout)
     sizes = layout.clones[layout.pair_source] * widths[layout.pair_target], widths[layout.pair_source] * layout.clones[layout.pair_target]
     go = _whole_sequences if max(map(sum, sizes)) * dtype.itemsize <= _CACHE_BYTES else _in_chunks
     messages = go(layout, initial, probs, offsets, symbols, pairs, at, size, ways, totals)
@@ -228,7 +116,7 @@ def _two_filters(layout: Arrays, initial, probs, offsets, symbols: np.ndarray, p
 
 def _whole_sequences(layout: Arrays, initial, probs, offsets, symbols, pairs, at, size: int, ways, totals) -> list[np.ndarray] | None:
     """Messages of small models, forward and backward, sequence after sequence; they are good until the next call."""
-    dtype, widths = probs.dtype, _padded(layout)
+    dtype, widths = probs.dtype, padded(layout)
     sequence_lanes = min(offsets.shape[0] - 1, 16)
     source, target, spare = layout.pair_source, layout.pair_target, 4 * int(widths.max())  # rows are read in fours
     sizes = [layout.clones[target] * widths[source] if backward else layout.clones[source] * widths[target] for backward in ways]
@@ -314,9 +202,9 @@ def _messages(layout: Arrays, log_initial, probs, values, evidence, offsets, wei
     initial = np.exp(log_initial).astype(dtype)
     data = entries(values, evidence, layout.clones.shape[0])
     symbols_alone, whole_blocks = data[1].shape[0] == offsets[-1] and evidence is None, not layout.columns.shape[0]
-    goes = _goes(layout, offsets, *data[:2], dtype.itemsize) if keep else [np.argsort(-np.diff(offsets), kind="stable")]
+    goes = goes_of(layout, offsets, *data[:2], dtype.itemsize) if keep else [np.argsort(-np.diff(offsets), kind="stable")]
     for ids in goes:
-        steps, local, *step_entries = _gather(ids, offsets, *data)
+        steps, local, *step_entries = gathered(ids, offsets, *data)
         planned, size = plan(layout, local, *step_entries, keep=keep)
         order = np.flatnonzero(np.diff(local))
         if not order.shape[0]:
@@ -378,7 +266,7 @@ def e_step(layout: Arrays, log_initial, probs, values, evidence, offsets, weight
         if per_step:
             results.smoothed[go.steps] = go.smoothed
         loops.add_initial(go.order, go.offsets, go.plan, layout.starts, go.kappa, results.initial_counts)
-        pair_first, pair_tasks = loops.sort_by_pair(go.plan.task_pair, layout.pair_target.shape[0])
+        pair_first, pair_tasks = sort_by_pair(go.plan.task_pair, layout.pair_target.shape[0])
         dealt = _count_lanes(layout, pair_first)
         _run(len(dealt), lambda lane: loops.counts_lane(dealt[lane], pair_first, pair_tasks, go.plan, layout, probs, go.alpha, go.kappa, results.counts))  # noqa: B023
     collapsed = np.flatnonzero(np.isnan(results.log_likelihood))
@@ -395,8 +283,8 @@ def _e_step_in_lists(layout: Arrays, initial, probs, values, offsets, weights, r
     counts = results.counts
     if values.shape[0] >= _WORTH_COPYING * num_pairs:
         blocks, counts = lists.copied_blocks(layout, stored), np.zeros_like(counts)
-    for ids in _goes(layout, offsets, *data[:2], dtype.itemsize) if smooth else [np.argsort(-np.diff(offsets), kind="stable")]:
-        _, local, *step_entries = _gather(ids, offsets, *data)
+    for ids in goes_of(layout, offsets, *data[:2], dtype.itemsize) if smooth else [np.argsort(-np.diff(offsets), kind="stable")]:
+        _, local, *step_entries = gathered(ids, offsets, *data)
         planned, size = plan(layout, local, *step_entries, keep=smooth)
         symbols, at, order, num_steps = step_entries[1], planned.entry_at, np.flatnonzero(np.diff(local)), int(local[-1])
         pairs = np.full(num_steps, -1)
@@ -417,7 +305,7 @@ def _e_step_in_lists(layout: Arrays, initial, probs, values, offsets, weights, r
         kappa = np.empty(size, dtype)
         _run(lanes, lambda lane: lists.backward(lane, *arguments, pairs, at, starts, blocks, weights[ids], *messages, kappa))  # noqa: B023
         lists.add_rows(local[:-1][order], np.zeros_like(order), symbols, at, starts, clones, kappa, active, results.initial_counts[None])
-        step_first, tasks = loops.sort_by_pair(planned.task_pair, num_pairs)
+        step_first, tasks = sort_by_pair(planned.task_pair, num_pairs)
         steps, dealt = planned.task_target[tasks], _count_lanes(layout, step_first)
         _run(len(dealt), lambda lane: lists.count(dealt[lane], step_first, steps, at, starts, blocks, *messages[:3], kappa, counts))  # noqa: B023
     if smooth and blocks is not stored:
@@ -428,14 +316,14 @@ def em_step(layout: Arrays, log_initial, probs, values, offsets, weights) -> np.
     """An EM step on the transitions in place, where there are whole blocks and their counts need not be stored; else ``None``."""
     if layout.columns.shape[0] or (values < 0).any():
         return None
-    if not values.shape[0] or 2 * int(_padded(layout)[values].sum()) * probs.dtype.itemsize > _MESSAGE_BYTES:
+    if not values.shape[0] or 2 * int(padded(layout)[values].sum()) * probs.dtype.itemsize > planning.MESSAGE_BYTES:
         return None  # not all at a time
     (go,) = _messages(layout, log_initial, probs, values, None, offsets, weights, smooth=True, per_step=False)
     if np.isnan(go.log_likelihood).any():
         return None
     log_likelihood = np.zeros(offsets.shape[0] - 1)
     log_likelihood[go.ids] = go.log_likelihood
-    step_first, tasks = loops.sort_by_pair(go.plan.task_pair, layout.pair_target.shape[0])
+    step_first, tasks = sort_by_pair(go.plan.task_pair, layout.pair_target.shape[0])
     steps = go.plan.task_target[tasks]
     pieces = np.array([(u, c, min(c + 128, clones)) for u, clones in enumerate(layout.clones.tolist()) for c in range(0, clones, 128)])
     lanes = min(len(pieces), 8)
@@ -446,7 +334,7 @@ def em_step(layout: Arrays, log_initial, probs, values, offsets, weights) -> np.
 def _impossible_steps(layout: Arrays, initial, probs, offsets, step_entries, log_likelihood) -> np.ndarray:
     """For sequences that collapsed: the first step that no state can be at, -1 where there is none."""
     ids = np.flatnonzero(np.isnan(log_likelihood))
-    _, local, *chosen = _gather(ids, offsets, *step_entries)
+    _, local, *chosen = gathered(ids, offsets, *step_entries)
     planned, size = plan(layout, local, *chosen, keep=False)
     found, order = np.full(ids.shape[0], -1), np.argsort(-np.diff(local), kind="stable")
     reached, unused = (initial > 0).astype(probs.dtype), np.zeros(0, probs.dtype)
@@ -495,13 +383,13 @@ def viterbi(layout: Arrays, log_initial, probs, values, evidence, offsets) -> tu
     """Returns the most probable paths, packed, and their log-probabilities."""
     first_entry, symbols, entry_weights = entries(values, evidence, layout.clones.shape[0])
     log_probability, path = np.zeros(offsets.shape[0] - 1), np.full(int(offsets[-1]), -1)
-    for ids in _goes(layout, offsets, first_entry, symbols, 8):
-        steps, local, *step_entries = _gather(ids, offsets, first_entry, symbols, entry_weights)
+    for ids in goes_of(layout, offsets, first_entry, symbols, 8):
+        steps, local, *step_entries = gathered(ids, offsets, first_entry, symbols, entry_weights)
         planned, size = plan(layout, local, *step_entries, keep=True)
         delta, shifts = np.empty(size), np.empty(steps.shape[0])
         found, scores = np.full(steps.shape[0], -1), np.zeros(ids.shape[0])
         lanes = min(ids.shape[0], torch.get_num_threads())
-        _run(lanes, lambda lane: loops.viterbi_lane(lane, lanes, local, planned, layout, probs, log_initial, delta, shifts, found, scores))  # noqa: B023
+        _run(lanes, lambda lane: paths.viterbi_lane(lane, lanes, local, planned, layout, probs, log_initial, delta, shifts, found, scores))  # noqa: B023
         path[steps], log_probability[ids] = found, scores
     lost = np.flatnonzero(log_probability == -np.inf)
     if lost.shape[0]:
@@ -522,14 +410,14 @@ def sample_posterior(layout: Arrays, log_initial, probs, values, evidence, offse
     filtered = e_step(layout, log_initial, probs, values, evidence, offsets, np.ones(offsets.shape[0] - 1), smooth=False, per_step=True).filtered
     states = np.full(uniforms.shape[0], -1)
     symbol_of = np.repeat(np.arange(layout.clones.shape[0]), layout.clones)
-    loops.sample_paths(filtered, offsets, layout, symbol_of, probs, uniforms, states)
+    paths.sample_paths(filtered, offsets, layout, symbol_of, probs, uniforms, states)
     return states
 
 
 def sample(layout: Arrays, initial_probs, probs, offsets, uniforms) -> np.ndarray:
     """State paths of the Markov chain."""
     symbol_of = np.repeat(np.arange(layout.clones.shape[0]), layout.clones)
-    return loops.sample_chains(initial_probs, layout, symbol_of, probs, offsets, uniforms)
+    return paths.sample_chains(initial_probs, layout, symbol_of, probs, offsets, uniforms)
 
 
 def _over_rows(row_first: np.ndarray, work: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -558,8 +446,8 @@ def mark_above(row_first: np.ndarray, probs: np.ndarray, threshold: float, keep:
 
 
 def online_em(*arguments) -> int:
-    """See `cloned_loops.online_em`."""
-    return int(loops.online_em(*arguments))
+    """See `cloned_cloned_online.online_em`."""
+    return int(cloned_online.online_em(*arguments))
 
 
 def pruned(layout: Arrays, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

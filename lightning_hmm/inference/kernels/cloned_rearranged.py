@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from lightning_hmm.inference.kernels.cloned_loops import _strict_kernel, find_pair
+from lightning_hmm.inference.kernels.cloned_loops import _strict_kernel
+from lightning_hmm.inference.kernels.cloned_plan import find_pair
 
 
 @_strict_kernel
