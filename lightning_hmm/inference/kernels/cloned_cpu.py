@@ -1,4 +1,4 @@
-"""Inference in the cloned HMM on a CPU: plans entries, tasks and addresses, and hands them to the compiled loops.
+"""Inference in the cloned HMM on a CPU: hands layouts and sequences, planned by `cloned_plan`, to the compiled loops.
 
 Messages are probabilities. Where a step keeps too little mass for that, it is found out whether the sequence is impossible;
 if it is not, it is done again in float64 or, where it was that already, in log space.

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from lightning_hmm.inference.kernels.blocks import make_message, prefetch
 from lightning_hmm.inference.kernels.cloned_loops import (
     _GROUP,
     _dots_11,
@@ -36,7 +37,7 @@ from lightning_hmm.inference.kernels.cloned_loops import (
     _update_44,
 )
 from lightning_hmm.inference.kernels.dense_loops import _multiply
-from lightning_hmm.inference.kernels.simd import lanes_of, make_message, prefetch
+from lightning_hmm.inference.kernels.simd import lanes_of
 
 _COUNTS_AT_ONCE = 1 << 14  # numbers that stay in the nearest cache
 _message_1, _message_2, _message_3, _message_4 = (make_message(vectors) for vectors in range(1, 5))

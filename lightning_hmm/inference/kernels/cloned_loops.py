@@ -21,7 +21,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from lightning_hmm.inference.kernels.simd import make_dots, make_update
+from lightning_hmm.inference.kernels.blocks import make_dots, make_update
 
 _kernel = njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
 _strict_kernel = njit(nogil=True, cache=True, error_model="numpy")
