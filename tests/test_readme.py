@@ -1,4 +1,4 @@
-"""What the README says can be done, is done here."""
+"""What the README and the guide to cloned HMMs say can be done, is done here."""
 
 from __future__ import annotations
 
@@ -14,14 +14,22 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+def blocks(language: str, text: str = README) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
 def test_the_python_example_runs(capsys):
     (code,) = blocks("python")
     exec(compile(code, "README.md", "exec"), {})
     assert len(capsys.readouterr().out.splitlines()) > 8
+
+
+def test_the_example_of_the_guide_to_cloned_hmms_runs():
+    (code,) = blocks("python", (ROOT / "docs/cloned.md").read_text())
+    names: dict = {}
+    exec(compile(code, "docs/cloned.md", "exec"), names)
+    assert names["safe"].unscramble("the reuslt is a srtnig") == "the result is a string"
+    assert names["model"].layout.is_sparse
 
 
 def test_the_python_example_is_short():
