@@ -145,10 +145,12 @@ class Layout:
         return matrix[rows.to(matrix.device), columns.to(matrix.device)]
 
     def pruned(self, keep: Tensor) -> Layout:
-        """The layout of the entries that `keep`, a mask of the stored ones, says; pairs without any are dropped."""
+        """The layout of the entries that `keep`, a mask of the stored ones, says."""
         if keep.shape != (self.num_entries,):
             raise ValueError(f"`keep` must be a mask of the {self.num_entries} stored transitions, but has shape {tuple(keep.shape)} instead.")
         kept = keep.cpu().numpy()
+        if not kept.any():
+            raise ValueError(f"`keep` must keep some of the {self.num_entries} stored transitions, but keeps none.")
         bounds, columns = cloned_cpu.pruned(self.arrays, kept)
         return Layout(self.clones, self.pairs, torch.from_numpy(bounds), torch.from_numpy(columns))
 
@@ -210,13 +212,14 @@ def _e_step_op(
     single: bool,
     smooth: bool,
     per_step: bool,
+    last_step: bool,
 ) -> _Results:
     arrays = layout_arrays(*(tensor.numpy() for tensor in layout))
     results = cloned_portable.e_step(arrays, initial, transition, values, _or_none(evidence, values), offsets, weights, single=single, smooth=smooth)
     log_likelihood, impossible, initial_counts, counts, smoothed, filtered, last = results
     rows = (smoothed, filtered) if per_step else (smoothed[:0].clone(), filtered[:0].clone())
     counts = counts.to(transition.dtype)
-    return _weighted(log_likelihood, weights), log_likelihood, impossible, initial_counts, counts, *rows, last[:0].clone() if smooth else last
+    return _weighted(log_likelihood, weights), log_likelihood, impossible, initial_counts, counts, *rows, last if last_step else last[:0].clone()
 
 
 def _working(transition: Tensor, single: bool) -> np.ndarray:
@@ -225,29 +228,29 @@ def _working(transition: Tensor, single: bool) -> np.ndarray:
 
 
 @_e_step_op.register_kernel("cpu")
-def _(initial, transition, layout, values, evidence, offsets, weights, single, smooth, per_step):
+def _(initial, transition, layout, values, evidence, offsets, weights, single, smooth, per_step, last_step):
     arrays = layout_arrays(*(tensor.numpy() for tensor in layout))
     log_initial, probs = initial.detach().double().contiguous().numpy(), _working(transition, single)
     rows = _or_none(evidence, values)
     data = values.contiguous().numpy(), None if rows is None else rows.double().contiguous().numpy(), offsets.numpy(), weights.numpy()
-    results = cloned_cpu.e_step(arrays, log_initial, probs, *data, smooth=smooth, per_step=per_step, last=not smooth)
+    results = cloned_cpu.e_step(arrays, log_initial, probs, *data, smooth=smooth, per_step=per_step, last=last_step)
     log_likelihood, impossible, initial_counts, counts, *rest = map(torch.from_numpy, results)
     return _weighted(log_likelihood, weights), log_likelihood, impossible, initial_counts, counts.to(transition.dtype), *rest
 
 
 @_e_step_op.register_fake
-def _(initial, transition, layout, values, evidence, offsets, weights, single, smooth, per_step):
+def _(initial, transition, layout, values, evidence, offsets, weights, single, smooth, per_step, last_step):
     num_sequences, num_states = weights.shape[0], initial.shape[0]
     wide = lambda *shape: weights.new_empty(shape)  # noqa: E731
     steps = values.shape[0] if per_step else 0
     impossible = torch.empty(num_sequences, dtype=torch.int64, device=weights.device)
     counts = transition.new_empty(transition.shape if smooth else 0)
-    rows = wide(steps if smooth else 0, num_states), wide(steps, num_states), wide(0 if smooth else num_sequences, num_states)
+    rows = wide(steps if smooth else 0, num_states), wide(steps, num_states), wide(num_sequences if last_step else 0, num_states)
     return wide(num_sequences), wide(num_sequences), impossible, wide(num_states), counts, *rows
 
 
 def _save(ctx, inputs, output):
-    initial, transition, layout, values, evidence, offsets, weights, single, _, _ = inputs
+    initial, transition, layout, values, evidence, offsets, weights, single, *_ = inputs
     ctx.single, ctx.num_tensors = single, len(layout)
     ctx.save_for_backward(initial, transition, values, evidence, offsets, weights, *layout, output[3], output[4])
     ctx.mark_non_differentiable(*output[1:])  # a gradient through these would be a silent zero
@@ -262,13 +265,13 @@ def _backward(ctx, grad_weighted, *unused):
         # From a sum: one number for all sequences. Its stride says so without reading it.
         scale = grad_weighted[:1]
     else:
-        again = _e_step_op(initial, transition, layout, values, evidence, offsets, weights * grad_weighted, ctx.single, True, False)
+        again = _e_step_op(initial, transition, layout, values, evidence, offsets, weights * grad_weighted, ctx.single, True, False, False)
         (initial_counts, counts), scale = again[3:5], grad_weighted.new_ones(1)
     if grad_weighted.numel() == 0:
         scale = grad_weighted.new_ones(1)
     # The counts of a billion transitions are there once: a second backward through the same graph then is an error.
     scaled = counts.mul_(scale.to(counts.dtype)) if counts.numel() >= _LARGE else counts * scale.to(counts.dtype)
-    return (initial_counts * scale).to(initial.dtype), scaled, [None] * ctx.num_tensors, *[None] * 7
+    return (initial_counts * scale).to(initial.dtype), scaled, [None] * ctx.num_tensors, *[None] * 8
 
 
 _e_step_op.register_autograd(_backward, setup_context=_save)
@@ -335,11 +338,12 @@ def _call(
     single: bool,
     smooth: bool,
     per_step: bool,
+    last_step: bool = False,
 ) -> _Results:
     _check(initial, transition, layout, evidence, sequences)
     if weights is None:
         weights = torch.ones(len(sequences), dtype=wide_dtype(initial.device), device=initial.device)
-    return _e_step_op(initial, transition, layout.tensors, *_data(evidence, sequences), sequences.offsets, weights, single, smooth, per_step)
+    return _e_step_op(initial, transition, layout.tensors, *_data(evidence, sequences), sequences.offsets, weights, single, smooth, per_step, last_step)
 
 
 def _data(evidence: Tensor | None, sequences: Sequences) -> tuple[Tensor, Tensor]:
@@ -424,7 +428,7 @@ def predict_next(initial: Tensor, transition: Tensor, layout: Layout, evidence: 
     else:
         seen = evidence.new_full((int(ends[-1]), layout.num_symbols), torch.nan).index_copy(0, rows.to(evidence.device), evidence)
         extended = Sequences(seen, ends)
-    results = _call(initial, transition, layout, seen, extended, None, False, False, False)
+    results = _call(initial, transition, layout, seen, extended, None, False, False, False, True)
     return torch.where((results[2] >= 0)[:, None], torch.nan, results[7])
 
 

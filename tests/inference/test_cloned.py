@@ -324,7 +324,7 @@ def test_pruned_layouts_keep_what_was_said():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("length", [3, 2000])  # blocks as they are stored, and copied
 @pytest.mark.parametrize("share", [0.02, 0.4])  # of entries that stay: few clones have mass, whose order is that of their finding; and many, sorted
-def test_pruned_layouts_count_like_whole_blocks_with_zeros(share, length, dtype):
+def test_pruned_layouts_count_like_whole_blocks_with_zeros(share, length, dtype, monkeypatch):
     rng = np.random.default_rng(0)
     whole = Layout([60, 1, 40])
     keep = torch.from_numpy(rng.random(whole.num_entries) < share)
@@ -336,7 +336,7 @@ def test_pruned_layouts_count_like_whole_blocks_with_zeros(share, length, dtype)
     symbols = states.with_values(whole.symbols[states.values])
     if share < 0.1:  # a sequence that cannot be, beside those that can
         symbols = Sequences.cat([symbols, Sequences.from_list([[1, 1, 1, 1]])])
-    symbols = Sequences(symbols.values, symbols.offsets, torch.arange(1.0, len(symbols) + 1))
+    symbols = Sequences(symbols.values, symbols.offsets, torch.arange(len(symbols), dtype=torch.float64))  # one does not count
     expected = cloned.e_step(initial, probs, whole, None, symbols)
     pruned = whole.pruned(keep)
     found = cloned.e_step(initial, probs[keep], pruned, None, symbols)
@@ -348,6 +348,15 @@ def test_pruned_layouts_count_like_whole_blocks_with_zeros(share, length, dtype)
     np.testing.assert_allclose(cloned.log_likelihood(initial, probs[keep], pruned, None, symbols), expected.log_likelihood, rtol=tolerance["rtol"])
     predicted = [cloned.predict_next(initial, part, layout, None, symbols[:4]) for part, layout in ((probs, whole), (probs[keep], pruned))]
     np.testing.assert_allclose(*predicted, **tolerance)
+    monkeypatch.setattr(cloned_plan, "MESSAGE_BYTES", 5000)  # in several goes, on one thread: the same bits
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3 - min(threads, 2))
+    again = cloned.e_step(initial, probs[keep], pruned, None, symbols)
+    torch.set_num_threads(threads)
+    assert torch.equal(again.transition, found.transition)
+    assert torch.equal(again.initial, found.initial)
+    with pytest.raises(ValueError, match="keeps none"):
+        whole.pruned(torch.zeros_like(keep))
 
 
 @pytest.mark.parametrize("stored", LAYOUTS)
@@ -393,7 +402,7 @@ def test_bad_input_is_said():
 def test_the_operators_pass_torch_checks():
     case = Case("symbols", "pairs", [2, 1, 2], [5, 3], 0)
     weights = torch.ones(2, dtype=torch.float64)
-    for smooth, per_step in ((True, True), (True, False), (False, False)):
+    for smooth, per_step, last_step in ((True, True, False), (True, False, False), (False, False, True), (False, False, False)):
         arguments = (
             case.initial,
             case.transition,
@@ -404,6 +413,7 @@ def test_the_operators_pass_torch_checks():
             False,
             smooth,
             per_step,
+            last_step,
         )
         torch.library.opcheck(cloned._e_step_op, arguments, test_utils=("test_schema", "test_faketensor"))
 

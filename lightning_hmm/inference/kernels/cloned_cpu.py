@@ -26,7 +26,8 @@ FLUSH = {np.dtype(np.float32): 1e-30, np.dtype(np.float64): 1e-290}
 COLLAPSE = {np.dtype(np.float32): 1e-20, np.dtype(np.float64): 1e-200}
 
 _COUNT_LANES = 64
-_WORTH_COPYING = 4  # steps for each pair of symbols from which on the entries of a pruned layout are copied
+_WORTH_COPYING = 4  # copies pay where a pass reads all entries of a pruned layout so often
+_TRIED = 100  # steps from which it is guessed how many of them a pass reads
 _WORTH_PLANNING = 5_000_000  # multiply-adds of a pass from which on two filters are worth their planning
 _MOST_WARM_UP = 24
 _CACHE_BYTES = 1 << 21  # of transitions that fit into a core's cache
@@ -280,21 +281,35 @@ def _e_step_in_lists(layout: Arrays, initial, probs, values, offsets, weights, r
     data, dtype, starts = entries(values, None, layout.clones.shape[0]), probs.dtype, layout.starts
     num_pairs = layout.pair_target.shape[0]
     stored = blocks = lists.stored_blocks(layout, probs)
-    counts = results.counts
-    if values.shape[0] >= _WORTH_COPYING * num_pairs:
+    counts, ends = results.counts, (FLUSH[dtype], COLLAPSE[dtype])
+
+    def forward(of: lists.Blocks, offsets, symbols, planned: Plan, size: int, lanes: int) -> tuple[np.ndarray, ...]:
+        """Pairs, log-likelihoods and messages: clones, alpha, how many, totals."""
+        num_steps, order = symbols.shape[0], np.flatnonzero(np.diff(offsets))
+        pairs = np.full(num_steps, -1)
+        pairs[planned.task_target] = planned.task_pair
+        messages = np.empty(size, np.int32), np.empty(size, dtype), np.zeros(num_steps, np.int64), np.zeros(num_steps, dtype)
+        log_likelihood, data = np.zeros(offsets.shape[0] - 1), (offsets, symbols, pairs, planned.entry_at, starts)
+        _run(lanes, lambda lane: lists.forward(lane, lanes, order, *data, of, initial, *ends, *messages, log_likelihood))
+        return pairs, log_likelihood, *messages
+
+    def times_read() -> float:
+        """How often a pass would read all entries, by the first steps of the longest sequence."""
+        first = int(offsets[np.diff(offsets).argmax()])
+        few = values[first : first + min(_TRIED, int(np.diff(offsets).max()))]
+        tried = np.array([0, few.shape[0]])
+        planned, size = plan(layout, tried, *entries(few, None, layout.clones.shape[0]), keep=True)
+        active = forward(stored, tried, few, planned, size, 1)[4]
+        return values.shape[0] / num_pairs * float((active / layout.clones[few]).mean())
+
+    if values.shape[0] >= _WORTH_COPYING * num_pairs and times_read() >= _WORTH_COPYING:
         blocks, counts = lists.copied_blocks(layout, stored), np.zeros_like(counts)
     for ids in goes_of(layout, offsets, *data[:2], dtype.itemsize) if smooth else [np.argsort(-np.diff(offsets), kind="stable")]:
         _, local, *step_entries = gathered(ids, offsets, *data)
         planned, size = plan(layout, local, *step_entries, keep=smooth)
-        symbols, at, order, num_steps = step_entries[1], planned.entry_at, np.flatnonzero(np.diff(local)), int(local[-1])
-        pairs = np.full(num_steps, -1)
-        pairs[planned.task_target] = planned.task_pair
-        clones, alpha, active, totals = np.empty(size, np.int32), np.empty(size, dtype), np.zeros(num_steps, np.int64), np.zeros(num_steps, dtype)
-        log_likelihood, stopped = np.zeros(ids.shape[0]), np.full(ids.shape[0], -1)
+        symbols, at, order = step_entries[1], planned.entry_at, np.flatnonzero(np.diff(local))
         lanes = _message_lanes(order.shape[0], int(planned.task_pair.shape[0] * (probs.shape[0] // max(num_pairs, 1))))
-        arguments, messages = (lanes, order, local), (clones, alpha, active, totals)
-        ends = FLUSH[dtype], COLLAPSE[dtype]
-        _run(lanes, lambda lane: lists.forward(lane, *arguments, symbols, pairs, at, starts, blocks, initial, *ends, *messages, log_likelihood, stopped))  # noqa: B023
+        pairs, log_likelihood, clones, alpha, active, totals = forward(blocks, local, symbols, planned, size, lanes)
         results.log_likelihood[ids] = log_likelihood
         if np.isnan(log_likelihood).any():
             results.impossible_step[ids] = _impossible_steps(layout, initial, probs, local, step_entries, log_likelihood)
@@ -303,11 +318,11 @@ def _e_step_in_lists(layout: Arrays, initial, probs, values, offsets, weights, r
         if not smooth:
             continue
         kappa = np.empty(size, dtype)
-        _run(lanes, lambda lane: lists.backward(lane, *arguments, pairs, at, starts, blocks, weights[ids], *messages, kappa))  # noqa: B023
+        _run(lanes, lambda lane: lists.backward(lane, lanes, order, local, pairs, at, starts, blocks, weights[ids], clones, alpha, active, totals, kappa))  # noqa: B023
         lists.add_rows(local[:-1][order], np.zeros_like(order), symbols, at, starts, clones, kappa, active, results.initial_counts[None])
         step_first, tasks = sort_by_pair(planned.task_pair, num_pairs)
         steps, dealt = planned.task_target[tasks], _count_lanes(layout, step_first)
-        _run(len(dealt), lambda lane: lists.count(dealt[lane], step_first, steps, at, starts, blocks, *messages[:3], kappa, counts))  # noqa: B023
+        _run(len(dealt), lambda lane: lists.count(dealt[lane], step_first, steps, at, starts, blocks, clones, alpha, active, kappa, counts))  # noqa: B023
     if smooth and blocks is not stored:
         lists.put_back(layout, stored, blocks, counts, results.counts)
 
@@ -446,7 +461,7 @@ def mark_above(row_first: np.ndarray, probs: np.ndarray, threshold: float, keep:
 
 
 def online_em(*arguments) -> int:
-    """See `cloned_cloned_online.online_em`."""
+    """See `cloned_online.online_em`."""
     return int(cloned_online.online_em(*arguments))
 
 

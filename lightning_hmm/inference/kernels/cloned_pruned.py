@@ -4,8 +4,8 @@ A message is a list of the clones that have mass, of thousands often a handful: 
 `alpha` and `kappa`, from ``at[s]`` on. Nothing is done with the others.
 
 A layout stores the row of a state in one piece, as the M-step wants it. A step needs a block, the rows of one pair of symbols, and of
-these a pruned layout has short pieces far apart, so that most of the time would be spent waiting for memory. For long data the entries
-are therefore copied, pair after pair, and the counts put back. `Blocks` are either of the two; the other names are those of `cloned_loops`.
+these a pruned layout has short pieces far apart, so that most of the time would be spent waiting for memory. Where all of them are read often,
+the entries are therefore copied, pair after pair, and the counts put back. `Blocks` are either of the two; the other names are those of `cloned_loops`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def put_back(layout, stored, copied, values, out):
 
 
 @_kernel
-def forward(lane, lanes, order, offsets, symbols, pairs, at, starts, blocks, initial, flush, collapse, ids, alpha, active, totals, log_likelihood, stopped):
+def forward(lane, lanes, order, offsets, symbols, pairs, at, starts, blocks, initial, flush, collapse, ids, alpha, active, totals, log_likelihood):
     """Filters every `lanes`-th sequence of `order`; see `cloned_loops.forward_lane`. A sequence that is given up has no active clones."""
     base, stride, bounds, columns, probs = blocks
     flush = alpha.dtype.type(flush)
@@ -113,7 +113,7 @@ def forward(lane, lanes, order, offsets, symbols, pairs, at, starts, blocks, ini
                 if sums[found[k]] >= flush:
                     total += sums[found[k]]
             if not total > collapse:
-                log_likelihood[n], stopped[n] = np.nan, s - offsets[n]
+                log_likelihood[n] = np.nan
                 active[offsets[n] : offsets[n + 1]] = 0
                 sums[:] = zero
                 break
