@@ -33,7 +33,7 @@ SIZES: dict[str, Any] = {"num_sequences": 400, "val_fraction": 0.125, "test_frac
 # Chosen on validation data of environment 100: long training, of which each E-step may be rough.
 NEURAL: dict[str, Any] = {"transition_order": 2, "num_particles": 8, "num_paths": 1, "m_steps": 8, "learning_rate": 1e-2}
 EPOCHS = {"neural": 40, "linear": 40}  # of 4 E-steps on 50 trajectories each; of exact EM
-MANY_DIMENSIONS, THEIR_NOISE = 10, {"transition_log_variance": -4.0}  # many dimensions want less noise in each, to start with
+MANY, FOR_MANY = 10, {"transition_log_variance": -4.0, "num_paths": 2}  # many dimensions want less noise in each, to start with, and more paths
 TEST_PARTICLES = 128
 RECURRENT: dict[str, Any] = {"epochs": 600, "patience": 60, "learning_rate": 5e-3, "learning_rate_decay": 0.995}
 NAMES = {
@@ -87,7 +87,7 @@ def recurrent(name: str, latent: int, data: list[MovingTargetDataModule]) -> lis
 
 def neural(latent: int, data: MovingTargetDataModule) -> dict[str, float]:
     """The error of a neural HMM after a fixed number of E-steps."""
-    model = NeuralHMM(latent, data.num_features, seed=data.seed, **NEURAL, **(THEIR_NOISE if latent >= MANY_DIMENSIONS else {}))
+    model = NeuralHMM(latent, data.num_features, seed=data.seed, **NEURAL | (FOR_MANY if latent >= MANY else {}))
     seconds = timed_fit(model, data, EPOCHS["neural"], batch_size=50)
     return {"error": error_of(model, data, num_particles=TEST_PARTICLES), "epochs": EPOCHS["neural"], "seconds": seconds}
 
