@@ -21,7 +21,7 @@ class Pruning(Callback):
     """Drops the transitions of a `ClonedHMM` whose probability is below `threshold`, between epochs, and says what that cost.
 
     What is left is stored entry by entry instead of in blocks, so memory and time follow the entries. Since an entry by itself
-    takes about thirty-five times as long as one in a block, it waits until few enough are left; where memory is short, give a larger `density`.
+    takes about thirty-five times as long as one in a block, it waits until few enough are left; where memory is short, give a larger `density`, up to a third.
 
     Args:
         threshold: of probabilities. The largest of a row always stays.

@@ -304,7 +304,8 @@ def _e_step_in_lists(layout: Arrays, initial, probs, values, offsets, weights, r
 
     if values.shape[0] >= _WORTH_COPYING * num_pairs and times_read() >= _WORTH_COPYING:
         blocks, counts = lists.copied_blocks(layout, stored), np.zeros_like(counts)
-    for ids in goes_of(layout, offsets, *data[:2], dtype.itemsize) if smooth else [np.argsort(-np.diff(offsets), kind="stable")]:
+    width = dtype.itemsize + 2  # with half the number of a clone
+    for ids in goes_of(layout, offsets, *data[:2], width) if smooth else [np.argsort(-np.diff(offsets), kind="stable")]:
         _, local, *step_entries = gathered(ids, offsets, *data)
         planned, size = plan(layout, local, *step_entries, keep=smooth)
         symbols, at, order = step_entries[1], planned.entry_at, np.flatnonzero(np.diff(local))

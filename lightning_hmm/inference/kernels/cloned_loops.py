@@ -12,8 +12,7 @@ entries of consecutive steps whose symbols are a stored pair: one block of the t
 Sequences go forward and backward side by side, and tasks of the same pair are done together: each row of the block is
 read once for up to four messages. States without forward mass are skipped.
 
-Every sum has an order of its own that neither threads nor other sequences change, so results are the same bits whatever
-is done side by side.
+Every sum has an order of its own that threads do not change, so results are the same bits whatever is done side by side.
 """
 
 from __future__ import annotations
