@@ -28,7 +28,7 @@ def test_the_example_of_the_guide_to_cloned_hmms_runs():
     (code,) = blocks("python", (ROOT / "docs/cloned.md").read_text())
     names: dict = {}
     exec(compile(code, "docs/cloned.md", "exec"), names)
-    assert names["safe"].unscramble("the reuslt is a srtnig") == "the result is a string"
+    assert names["safe"].unscramble("a fitncuon of a srtnig") == "a function of a string"
     assert names["model"].layout.is_sparse
 
 
