@@ -247,19 +247,27 @@ def e_step(layout: Arrays, log_initial, probs, values, evidence, offsets, weight
         np.zeros((num_steps if per_step else 0, num_states)),
         np.zeros((num_sequences if last else 0, num_states)),
     )
-    goes = _messages(layout, log_initial, probs, values, evidence, offsets, weights, smooth=smooth, per_step=per_step)
     if layout.columns.shape[0] and evidence is None and not per_step and not (values < 0).any():
-        goes = iter(())
-        _e_step_in_lists(layout, np.exp(log_initial).astype(dtype), probs, values, offsets, weights, results, smooth=smooth)
-    for go in goes:
+        _fill_from_lists(layout, np.exp(log_initial).astype(dtype), probs, values, offsets, weights, results, smooth=smooth)
+    else:
+        _fill_from_rows(layout, log_initial, probs, values, evidence, offsets, weights, results, smooth=smooth, per_step=per_step)
+    collapsed = np.flatnonzero(np.isnan(results.log_likelihood))
+    if collapsed.shape[0]:
+        _again(layout, log_initial, probs, values, evidence, offsets, weights, results, collapsed, smooth, per_step, last)
+    return results
+
+
+def _fill_from_rows(layout: Arrays, log_initial, probs, values, evidence, offsets, weights, results: Results, *, smooth: bool, per_step: bool) -> None:
+    """Fills the results by messages that have a number for each clone."""
+    for go in _messages(layout, log_initial, probs, values, evidence, offsets, weights, smooth=smooth, per_step=per_step):
         results.log_likelihood[go.ids] = go.log_likelihood
         results.impossible_step[go.ids] = go.impossible_step
         if per_step:
-            filtered = np.zeros((go.steps.shape[0], num_states))
+            filtered = np.zeros((go.steps.shape[0], results.initial_counts.shape[0]))
             loops.scatter(np.arange(go.steps.shape[0]), go.plan, layout.starts, go.alpha, filtered)
             results.filtered[go.steps] = filtered
-        if last:
-            rows = np.zeros((go.order.shape[0], num_states))
+        if results.last.shape[0]:
+            rows = np.zeros((go.order.shape[0], results.initial_counts.shape[0]))
             loops.scatter(go.offsets[1:][go.order] - 1, go.plan, layout.starts, go.alpha, rows)
             results.last[go.ids[go.order]] = rows
         if not smooth:
@@ -270,13 +278,9 @@ def e_step(layout: Arrays, log_initial, probs, values, evidence, offsets, weight
         pair_first, pair_tasks = sort_by_pair(go.plan.task_pair, layout.pair_target.shape[0])
         dealt = _count_lanes(layout, pair_first)
         _run(len(dealt), lambda lane: loops.counts_lane(dealt[lane], pair_first, pair_tasks, go.plan, layout, probs, go.alpha, go.kappa, results.counts))  # noqa: B023
-    collapsed = np.flatnonzero(np.isnan(results.log_likelihood))
-    if collapsed.shape[0]:
-        _again(layout, log_initial, probs, values, evidence, offsets, weights, results, collapsed, smooth, per_step, last)
-    return results
 
 
-def _e_step_in_lists(layout: Arrays, initial, probs, values, offsets, weights, results: Results, *, smooth: bool) -> None:
+def _fill_from_lists(layout: Arrays, initial, probs, values, offsets, weights, results: Results, *, smooth: bool) -> None:
     """Fills the results for symbols alone and a pruned layout; see `cloned_pruned`."""
     data, dtype, starts = entries(values, None, layout.clones.shape[0]), probs.dtype, layout.starts
     num_pairs = layout.pair_target.shape[0]
