@@ -230,11 +230,11 @@ class NeuralHMM(InUnits, ParticleEM):
 
     # Questions to ask
 
-    def _pieces(self, sequences: Any, num_particles: int | None = None) -> Iterator[tuple[Sequences, range]]:
-        """The sequences, so many at a time that their particles fit into memory, and their numbers."""
+    def _pieces(self, sequences: Any, num_particles: int | None = None, num_paths: int = 1) -> Iterator[tuple[Sequences, range]]:
+        """The sequences, so many at a time that their particles, and those of a step beside its paths, fit into memory; and their numbers."""
         sequences = self.as_sequences(sequences)
         longest = int(sequences.lengths.max()) if len(sequences) else 0
-        size = max(1, _AT_ONCE // (max(longest, 1) * (num_particles or self.num_particles)))
+        size = max(1, _AT_ONCE // (max(longest, num_paths) * (num_particles or self.num_particles)))
         for first in range(0, len(sequences), size):
             yield sequences[first : first + size], range(first, min(first + size, len(sequences)))
 
@@ -260,19 +260,19 @@ class NeuralHMM(InUnits, ParticleEM):
         return Score(mean, ((runs - 1) / runs * (others - others.mean(0)).square().sum(0)).sqrt())
 
     @torch.no_grad()
-    def decode(self, sequences: Any, num_paths: int | None = None, num_particles: int | None = None) -> Decoded:
-        """Smoothed states: moments and paths, both from `num_paths` draws, 4 times those of training if not given."""
-        num_paths = num_paths or 4 * self.num_paths
+    def decode(self, sequences: Any, num_paths: int = 64, num_particles: int | None = None) -> Decoded:
+        """Smoothed states: moments and paths, both from `num_paths` draws."""
+        check_counts(num_paths=num_paths, num_particles=num_particles)
         sequences, paths = self.as_sequences(sequences), []
-        for piece, numbers in self._pieces(sequences, num_particles):
+        for piece, numbers in self._pieces(sequences, num_particles, num_paths):
             found = self.filter_particles(self.bind(piece), self.streams(numbers, "decode"), num_particles)
             drawn = self.draw_paths(found, self.streams(numbers, "decode", "paths"), num_paths)
             paths.append(piece.packed(drawn.transpose(0, 1)))
         packed = torch.cat(paths) if paths else torch.zeros(0, num_paths, self.latent_dim)
         return Decoded(sequences.with_values(packed.mean(1)), sequences.with_values(packed.var(1, correction=0)), packed)
 
-    def latents(self, sequences: Any, num_particles: int | None = None, lead: int = 0) -> Sequences:
-        """(steps, d) smoothed means of the state, `lead` steps later.
+    def latents(self, sequences: Any, num_particles: int | None = None, lead: int = 0, num_paths: int = 64) -> Sequences:
+        """(steps, d) smoothed means of the state, `lead` steps later: those of `num_paths` paths.
 
         1 is for a transition that reads observations: the state of a step then is mostly what was seen before it, and the next one the first to have read
         the step itself.
@@ -281,16 +281,16 @@ class NeuralHMM(InUnits, ParticleEM):
             raise ValueError(f"`lead` must be a whole number of at least 0, but is {lead} instead.")
         sequences = self.as_sequences(sequences)
         if lead == 0 or len(sequences) == 0:
-            return self.decode(sequences, num_particles=num_particles).mean
+            return self.decode(sequences, num_paths, num_particles).mean
         nothing = sequences.values.new_full((lead, self.num_features), torch.nan)
         longer = Sequences.from_list([torch.cat([sequence, nothing]) for sequence in sequences])
-        return sequences.with_values(torch.cat([mean[lead:] for mean in self.decode(longer, num_particles=num_particles).mean]))
+        return sequences.with_values(torch.cat([mean[lead:] for mean in self.decode(longer, num_paths, num_particles).mean]))
 
-    def cluster_latents(self, sequences: Any, num_clusters: int, num_particles: int | None = None, lead: int = 0) -> Sequences:
+    def cluster_latents(self, sequences: Any, num_clusters: int, num_particles: int | None = None, lead: int = 0, num_paths: int = 64) -> Sequences:
         """The cluster of each step, by k-means of what `latents` gives for all of them."""
         from sklearn.cluster import KMeans  # takes a second to import
 
-        latents = self.latents(sequences, num_particles, lead)
+        latents = self.latents(sequences, num_particles, lead, num_paths)
         if not 1 <= num_clusters <= latents.num_steps:
             raise ValueError(f"`num_clusters` must be from 1 to the number of steps, {latents.num_steps}, but is {num_clusters} instead.")
         found = KMeans(num_clusters, n_init=10, random_state=self.seed).fit_predict(latents.values.double().cpu().numpy())

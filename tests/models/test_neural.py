@@ -65,6 +65,9 @@ def test_linear_networks_agree_with_kalman(rng):
     decoded = model.decode(data, num_paths=1000, num_particles=1000)
     np.testing.assert_allclose(decoded.mean.values, posterior.mean, atol=0.2)
     np.testing.assert_allclose(decoded.variance.values, posterior.cov.diagonal(dim1=1, dim2=2), atol=0.25)
+    model.num_paths = 1  # what training draws is no measure of what an answer needs
+    usual = model.decode(data, num_particles=1000)
+    assert float((usual.mean.values - posterior.mean).square().mean()) < float(posterior.cov.diagonal(dim1=1, dim2=2).mean()) / 32
     mean, cov = kalman.predict_next(exact, standard)
     last = data.offsets[1:] - 1
     ahead = model.predict_next(data, num_particles=4000)
@@ -267,6 +270,16 @@ def test_bad_options_are_said(options, said):
         NeuralHMM(**{**SMALL, **options})
 
 
+def test_answers_in_pieces_are_those_in_one_go(rng, monkeypatch):
+    data = random_vectors(rng, longest=6)
+    model = ready(data)
+    whole = model.decode(data, num_paths=50)
+    monkeypatch.setattr("lightning_hmm.models.neural._AT_ONCE", 2 * 50 * model.num_particles)
+    widths = [len(piece) for piece, _ in model._pieces(data, num_paths=50)]
+    assert max(widths) == 2  # paths count where there are more of them than steps
+    torch.testing.assert_close(model.decode(data, num_paths=50).paths, whole.paths)
+
+
 def test_bad_data_are_said(rng):
     data = random_vectors(rng, longest=6)
     with pytest.raises(ValueError, match="must be trained before it is asked"):
@@ -281,6 +294,8 @@ def test_bad_data_are_said(rng):
         fit(NeuralHMM(**SMALL), data, 1, precision=64)
     with pytest.raises(ValueError, match="`num_clusters` must be from 1 to the number of steps"):
         ready(data).cluster_latents(data, 10_000)
+    with pytest.raises(ValueError, match="`num_paths` must be a whole number of at least 1, but is 0"):
+        ready(data).latents(data, num_paths=0)
     model = ready(data)
     with torch.no_grad():
         model.emission.network.layers[-1].bias[0] = 1e200
