@@ -47,7 +47,7 @@ ROOMS = (0.001, 0.02)  # noise in an anechoic chamber and in a common room, in t
 
 
 class GuitarDataModule(SequenceDataModule):
-    """Sequences of chords, each step the pitch-class profile of a short window: twelve numbers, C to B, that sum to one.
+    """Sequences of chords, each step the pitch-class profile of a short window: twelve numbers, C to B, that sum to one unless `compression` is given.
 
     The spectrum of a window (Hann) is folded into one octave: the energy of each frequency goes to the nearest tone (Fujishima, 1999). Each
     sequence is put together of random recordings, which play for random times; the true states are the chords. Recordings are
@@ -66,6 +66,8 @@ class GuitarDataModule(SequenceDataModule):
         hop: samples from one window to the next.
         min_frequency: in Hz; what lies below does not count.
         max_frequency: in Hz; what lies above does not count.
+        compression: c of log(1 + c p) / log(1 + c), which takes the place of each number p of a profile: soft notes then count beside loud ones.
+            30 serves to tell chords apart; ``None`` leaves the profiles as they are.
         num_sequences: of all parts together.
         chords_per_sequence: how many recordings make a sequence.
         min_duration: seconds that a recording plays at least, if it is that long; ``None`` plays each to its end.
@@ -86,6 +88,7 @@ class GuitarDataModule(SequenceDataModule):
         hop: int = 2048,
         min_frequency: float = 100.0,
         max_frequency: float = 5000.0,
+        compression: float | None = None,
         num_sequences: int = 200,
         chords_per_sequence: int = 5,
         min_duration: float | None = 0.5,
@@ -96,7 +99,7 @@ class GuitarDataModule(SequenceDataModule):
         super().__init__(**kwargs)
         sizes: dict[str, float | None] = {"sample_rate": sample_rate, "window": window, "hop": hop, "min_frequency": min_frequency}
         sizes |= {"num_sequences": num_sequences, "chords_per_sequence": chords_per_sequence, "recordings": recordings}
-        sizes |= {"min_duration": min_duration, "max_duration": max_duration}
+        sizes |= {"min_duration": min_duration, "max_duration": max_duration, "compression": compression}
         for name, size in sizes.items():
             if size is not None and not 0 < size < math.inf:
                 raise ValueError(f"`{name}` must be positive, but is {size} instead.")
@@ -110,7 +113,7 @@ class GuitarDataModule(SequenceDataModule):
         self.num_features = len(PITCHES)
         self.frame_rate = sample_rate / hop
         self.num_sequences, self.chords_per_sequence, self.recordings = num_sequences, chords_per_sequence, recordings
-        self.min_duration, self.max_duration = min_duration, max_duration
+        self.min_duration, self.max_duration, self.compression = min_duration, max_duration, compression
         self.analysis = Analysis(sample_rate, window, hop, min_frequency, max_frequency)
         self._played: dict[str, tuple[Tensor, Tensor]] = {}  # for each part (sequences, chords): which recordings, and how many frames of them
         self._files = None if path is None else _find_recordings(path, self.data_dir)
@@ -128,6 +131,8 @@ class GuitarDataModule(SequenceDataModule):
                 rank_zero_info(metadata["said"])
         table = dataset.with_format("arrow")[:]
         profiles = Sequences.from_arrow(table["values"])
+        if self.compression is not None:
+            profiles = profiles.with_values((self.compression * profiles.values).log1p() / math.log1p(self.compression))
         chords = Sequences.from_arrow(table["states"]).values[profiles.offsets[:-1]]
         recordings = self._split_recordings(chords)
         order = self.split(self.num_sequences)

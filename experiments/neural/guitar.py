@@ -64,8 +64,8 @@ PAPER = {  # Table 2; the scale of its profiles is not known
 }
 
 
-def make_data(path: str | None, run: int) -> GuitarDataModule:
-    data = GuitarDataModule(path, seed=run, **SIZES)
+def make_data(path: str | None, run: int, compression: float | None) -> GuitarDataModule:
+    data = GuitarDataModule(path, seed=run, compression=compression, **SIZES)
     data.setup()
     return data
 
@@ -265,11 +265,13 @@ def main() -> None:
     parser.add_argument("--latent", type=int, nargs="+", default=list(LATENT), help="d_h")
     parser.add_argument("--models", nargs="+", choices=list(NAMES), default=list(NAMES))
     parser.add_argument("--runs", type=int, nargs="+", default=list(range(RUNS)), help="seeds of splits and sequences; settings were chosen on 100 and above")
-    parser.add_argument("--out", type=Path, help="logs/experiments/neural/guitar/<recorded or plucked> if not given")
+    parser.add_argument("--compression", type=float, help="c of profiles log(1 + c p) instead of p")
+    parser.add_argument("--out", type=Path, help="logs/experiments/neural/guitar/<recorded or plucked>[_<compression>] if not given")
     parser.add_argument("--quick", action="store_true", help="one run, few sequences, few steps of training")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    out = args.out or Path("logs/experiments/neural/guitar") / ("plucked" if args.path is None else "recorded")
+    kind = ("plucked" if args.path is None else "recorded") + ("" if args.compression is None else f"_{args.compression:g}")
+    out = args.out or Path("logs/experiments/neural/guitar") / kind
     if args.quick:
         args.latent, args.runs, args.models = [5], [0], ["prediction", "recovery", "lstm"]
         SIZES.update(num_sequences=20, recordings=10)
@@ -278,7 +280,7 @@ def main() -> None:
             options["epochs"] = 2
     records = Records(out / "records.jsonl")
     for run in args.runs:
-        data = make_data(args.path, run)
+        data = make_data(args.path, run, args.compression)
         if not records.has(model="time alone", run=run):
             test = data.test_sequences
             records.add(model="persistence", run=run, error=prediction_error(persistence(test), test))

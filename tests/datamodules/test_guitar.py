@@ -156,6 +156,11 @@ class TestSequences:
         assert not torch.equal(other.train_sequences.lengths, data.train_sequences.lengths)
         torch.testing.assert_close(torch.cat([HEARD.profiles(piece).double() for piece in data.sound("val", 1)]), data.val_sequences[1])
 
+    def test_compression_raises_soft_notes_and_leaves_silence_missing(self):
+        plain, compressed = (ready(**SMALL, compression=compression).test_sequences for compression in (None, 30.0))
+        torch.testing.assert_close(compressed.values, (1 + 30 * plain.values).log() / np.log(31), equal_nan=True)
+        assert compressed.lengths.tolist() == plain.lengths.tolist()
+
     def test_durations(self):
         words = {"recordings": 2, "num_sequences": 300, "chords_per_sequence": 1, "val_fraction": 0.0, "test_fraction": 0.0}
         whole, some = ready(**words, min_duration=None), ready(**words, min_duration=0.3, max_duration=0.6)
@@ -167,6 +172,7 @@ class TestSequences:
     ("words", "message"),
     [
         ({"hop": 0}, "`hop` must be positive, but is 0 instead"),
+        ({"compression": 0}, "`compression` must be positive, but is 0 instead"),
         ({"chords_per_sequence": 0}, "`chords_per_sequence` must be positive, but is 0 instead"),
         ({"max_frequency": 50}, "`max_frequency` must be above the 100 Hz of `min_frequency` and at most 22050, half of `sample_rate`, but is 50 instead"),
         ({"min_duration": 2.0, "max_duration": 1.0}, "`min_duration` must not be longer than `max_duration`, but is 2 and 1 s instead"),
