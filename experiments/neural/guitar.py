@@ -45,7 +45,7 @@ LINEAR_EPOCHS = 40
 COMMON: dict[str, Any] = {"transition_order": 15, "window": "lstm", "num_layers": 2, "num_particles": 32, "num_paths": 2, "m_steps": 4, "learning_rate": 1e-2}
 OPTIONS: dict[str, dict[str, Any]] = {
     "prediction": {"emission_order": 1, "emission": "student", "epochs": 8, **COMMON},
-    "recovery": {"emission_order": 0, "emission_mean": "absolute", "latent_bound": 3.0, "epochs": 8, **COMMON},
+    "recovery": {"emission_order": 0, "emission_mean": "absolute", "latent_bound": 3.0, "transition": "mixture", "epochs": 8, **COMMON},
 }
 NAMES = {
     "prediction": "neural HMM, for prediction",
