@@ -61,6 +61,9 @@ def latents(states: Array, clusters: Array, lengths: Array, max_paths: int = 12)
             label=f"{cluster} ({chosen.mean():.0%})" if few else None,
             zorder=2,
         )
+        if not few:  # colours alone do not tell so many apart
+            plate = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": colours(int(cluster)), "alpha": 0.85}
+            axes.annotate(str(cluster), np.median(points[chosen], 0), ha="center", va="center", fontsize=7, color=_INK, bbox=plate, zorder=3)
     axes.set(xlabel=names[0], ylabel=names[1])
     plots._title(axes, "Smoothed states, by cluster")
     plots._legend(axes, beside=True)
