@@ -45,13 +45,16 @@ class Figures(Callback):
             not given, the epochs double: EM changes most in its first steps.
         max_labels: how many symbols, states or features are labelled on an axis.
         num_clusters: of a continuous state.
+        lead: how many steps later a continuous state is read; see `NeuralHMM.latents`.
     """
 
-    def __init__(self, every_n_epochs: int | None = None, max_labels: int = 40, num_clusters: int = 5) -> None:
+    def __init__(self, every_n_epochs: int | None = None, max_labels: int = 40, num_clusters: int = 5, lead: int = 0) -> None:
         for name, value in {"every_n_epochs": every_n_epochs, "max_labels": max_labels, "num_clusters": num_clusters}.items():
             if value is not None and value < 1:
                 raise ValueError(f"`{name}` must be at least 1, but is {value} instead.")
-        self.every_n_epochs, self.max_labels, self.num_clusters = every_n_epochs, max_labels, num_clusters
+        if lead < 0:
+            raise ValueError(f"`lead` must be at least 0, but is {lead} instead.")
+        self.every_n_epochs, self.max_labels, self.num_clusters, self.lead = every_n_epochs, max_labels, num_clusters, lead
         # By epoch, counted from 1: training log-likelihoods of all restarts, validation log-likelihood of the chosen one.
         self.train: dict[int, list[float]] = {}
         self.val: dict[int, float] = {}
@@ -142,8 +145,8 @@ class Figures(Callback):
             return
         track = model.track(excerpt)
         yield "effective_size", latent_plots.effective_size(track.effective_size.values, excerpt.lengths)
-        clusters = model.cluster_latents(excerpt, min(self.num_clusters, excerpt.num_steps))
-        yield "latents", latent_plots.latents(model.latents(excerpt).values, clusters.values, excerpt.lengths)
+        clusters = model.cluster_latents(excerpt, min(self.num_clusters, excerpt.num_steps), lead=self.lead)
+        yield "latents", latent_plots.latents(model.latents(excerpt, lead=self.lead).values, clusters.values, excerpt.lengths)
         longest = int(excerpt.lengths.argmax())
         mean, half = track.mean[longest], _WITHIN_90 * track.variance[longest].sqrt()
         yield "predictions", latent_plots.predictions(excerpt[longest], mean, mean - half, mean + half, 0.9)

@@ -16,7 +16,7 @@ from matplotlib import pyplot
 from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_hmm import DenseHMM, NeuralHMM, Sequences, StandardHMM, fit
+from lightning_hmm import DenseHMM, NeuralHMM, Sequences, StandardHMM, fit, latent_plots
 from lightning_hmm.callbacks import Figures
 from lightning_hmm.callbacks import figures as figures_module
 from tests.helpers import random_symbols, random_vectors
@@ -152,6 +152,8 @@ def test_names_that_the_font_lacks_are_no_reason_to_warn(rng, tmp_path):
 def test_arguments_are_checked(name):
     with pytest.raises(ValueError, match=f"`{name}` must be at least 1, but is 0 instead"):
         Figures(**{name: 0})
+    with pytest.raises(ValueError, match="`lead` must be at least 0, but is -1 instead"):
+        Figures(lead=-1)
 
 
 # What they show
@@ -338,7 +340,7 @@ def test_latent_states_are_drawn(rng, tmp_path):
     model = fit(NeuralHMM(2, 2, num_particles=8, num_paths=2, width=4), data, 1, 0, callbacks=[Figures(num_clusters=3)], logger=logger(tmp_path))
     assert set(steps(tmp_path)) == {f"figures/{name}" for name in ("convergence", "effective_size", "latents", "predictions")}
     track = model.track(data)
-    callback = Figures(num_clusters=3)
+    callback = Figures(num_clusters=3, lead=1)
     callback._excerpts["training"] = data
     found = dict(callback._figures(model))
     longest = int(data.lengths.argmax())
@@ -347,6 +349,10 @@ def test_latent_states_are_drawn(rng, tmp_path):
     shown = [len(line.get_xdata()) for line in found["latents"].axes[0].lines if str(line.get_label())[0] in "012"]
     assert sum(shown) == data.num_steps
     assert len(shown) == 3
+    joined = next(line for line in found["latents"].axes[0].lines if str(line.get_label())[0] not in "012")
+    np.testing.assert_allclose(np.transpose(joined.get_data()), model.latents(data, lead=1)[0])
+    many = latent_plots.latents(np.arange(40.0).reshape(20, 2), np.arange(20), [20])
+    assert [note.get_text() for note in many.axes[0].texts] == [str(cluster) for cluster in range(20)]  # so many colours are alike
     median = next(line for line in found["effective_size"].axes[0].lines if line.get_label() == "median").get_ydata()
     first = track.effective_size.values[data.offsets[:-1]].squeeze(1)
     assert float(median[0]) == pytest.approx(float(np.median(first)))
