@@ -134,7 +134,7 @@ class LinearGaussianHMM(PredictionErrors):
     def predict_each(self, sequences: Any) -> Sequences:
         """(steps, D) what is expected at each step from those before it."""
         sequences = self.as_sequences(sequences)
-        mean = self._next(sequences)[0]
+        mean = kalman.predict_next(self.parameters_in_units, self._described(sequences))[0] * self.scale.sqrt() + self.centre
         first = sequences.offsets[:-1][sequences.lengths > 0].to(mean.device)
         late = torch.cat([mean[:1], mean[:-1]])  # what is said at one step is about the next
         model = self.parameters_in_units
@@ -145,28 +145,36 @@ class LinearGaussianHMM(PredictionErrors):
         return sequences.with_values(torch.where(base.isnan(), self.first_centre, base + late))
 
     @torch.no_grad()
-    def predict_next(self, sequences: Any) -> GaussianPrediction:
-        """The observation after the end of each sequence; for one without a step, that of a first step."""
-        sequences = self.as_sequences(sequences)
-        mean, variance = self._next(sequences)
-        last = (sequences.offsets[1:] - 1).to(mean.device)
-        empty = (sequences.lengths == 0).to(mean.device).unsqueeze(1)
-        model = self.parameters_in_units
-        cov = model.emission @ model.initial_cov @ model.emission.T + model.emission_cov
-        start = (model.emission @ model.initial_mean + model.emission_offset) * self.scale.sqrt() + self.centre, cov.diagonal() * self.scale
-        if not len(mean):
-            mean, variance = (value.expand(1, -1) for value in start)
-        mean, variance = (torch.where(empty, value, found[last]) for value, found in zip(start, (mean, variance), strict=True))
+    def predict_next(self, sequences: Any, steps: int = 1) -> GaussianPrediction:
+        """The observation `steps` after the end of each sequence, counted from its beginning where there is none."""
+        check_counts(steps=steps)
+        sequences, model = self.as_sequences(sequences), self.parameters_in_units
+        found = self.posterior(sequences)
+        last = (sequences.offsets[1:] - 1).to(self.centre.device)
+        begun = (sequences.lengths > 0).to(self.centre.device)
+        mean, cov = model.initial_mean.repeat(len(last), 1), model.initial_cov.repeat(len(last), 1, 1)
+        mean[begun], cov[begun] = found.filtered_mean[last[begun]], found.filtered_cov[last[begun]]
+        # Increments add up: of their sum, the moments, and the covariance of the state with it.
+        total, variance, shared = mean.new_zeros(()), mean.new_zeros(()), mean.new_zeros(len(last), self.latent_dim, len(self.centre))
+        for step in range(steps):
+            moved = begun if step == 0 else torch.ones_like(begun)
+            mean = torch.where(moved.unsqueeze(1), mean @ model.transition.T + model.transition_offset, mean)
+            cov = torch.where(moved.view(-1, 1, 1), model.transition @ cov @ model.transition.T + model.transition_cov, cov)
+            emitted = mean @ model.emission.T + model.emission_offset
+            own = (model.emission @ cov @ model.emission.T + model.emission_cov).diagonal(dim1=1, dim2=2)
+            if self.of == "positions":
+                total, variance = emitted, own
+                continue
+            shared = model.transition @ shared
+            total, variance = total + emitted, variance + own + 2 * (model.emission @ shared).diagonal(dim1=1, dim2=2)
+            shared = shared + cov @ model.emission.T
+        variance = variance * self.scale
         if self.of == "positions":
-            return GaussianPrediction(mean, variance)
+            return GaussianPrediction(total * self.scale.sqrt() + self.centre, variance)
+        total = total * self.scale.sqrt() + steps * self.centre
         longer = torch.cat([sequences.padded(), self.centre.new_full((len(sequences), 1, len(self.centre)), torch.nan)], 1)
         base = last_seen(longer)[0][torch.arange(len(sequences)), sequences.lengths]
-        return GaussianPrediction(torch.where(base.isnan(), self.first_centre, base + mean), torch.where(base.isnan(), self.first_scale, variance))
-
-    def _next(self, sequences: Sequences) -> tuple[Tensor, Tensor]:
-        """(steps, D) moments of what is described at the step after each, in units of the data."""
-        mean, cov = kalman.predict_next(self.parameters_in_units, self._described(sequences))
-        return mean * self.scale.sqrt() + self.centre, cov.diagonal(dim1=1, dim2=2) * self.scale
+        return GaussianPrediction(torch.where(base.isnan(), self.first_centre, base + total), torch.where(base.isnan(), self.first_scale, variance))
 
     @torch.no_grad()
     def sample(self, num_sequences: int = 1, length: int | Sequence[int] = 100, seed: int = 0, return_states: bool = False) -> Any:

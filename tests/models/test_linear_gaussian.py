@@ -92,6 +92,39 @@ def test_predictions_scores_and_draws(rng, of):
     np.testing.assert_allclose(drawn.values.view(500, 3)[:, 0].mean(), first.mean[0, 0], atol=5 * float(first.variance.max() / 500) ** 0.5)
 
 
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_several_steps_ahead(rng, steps):
+    """Positions against missing steps; increments against a model of positions whose state holds the position too."""
+    data = random_vectors(rng, longest=8)
+    model = fit(LinearGaussianHMM(2, 2), data, 2, 0)
+    later = Sequences.from_list([torch.cat([sequence, sequence.new_full((steps - 1, 2), torch.nan)]) for sequence in data])
+    for found, expected in zip(model.predict_next(data, steps), model.predict_next(later), strict=True):
+        torch.testing.assert_close(found, expected)
+
+    whole = Sequences.from_list([torch.from_numpy(rng.normal(size=(length, 2)).cumsum(0)) for length in (4, 7, 2)])
+    model = fit(LinearGaussianHMM(2, 2, "increments"), whole, 2, 0)
+    inner, unit, none = model.parameters_in_units, torch.eye(2, dtype=torch.float64), torch.zeros(2, 2, dtype=torch.float64)
+    spread = model.scale.sqrt().diag()
+    emission, offset = spread @ inner.emission, spread @ inner.emission_offset + model.centre
+    across = inner.transition_cov @ emission.T
+    noise = emission @ across + spread @ inner.emission_cov @ spread
+    joint = kalman.LinearGaussian(
+        initial_mean=torch.cat([inner.initial_mean, torch.zeros(2, dtype=torch.float64)]),
+        initial_cov=torch.block_diag(inner.initial_cov, 1e4 * unit),
+        transition=torch.cat([torch.cat([inner.transition, none], 1), torch.cat([emission @ inner.transition, unit], 1)]),
+        transition_offset=torch.cat([inner.transition_offset, emission @ inner.transition_offset + offset]),
+        transition_cov=torch.cat([torch.cat([inner.transition_cov, across], 1), torch.cat([across.T, noise], 1)]),
+        emission=torch.cat([none, unit], 1),
+        emission_offset=torch.zeros(2, dtype=torch.float64),
+        emission_cov=1e-9 * unit,
+    )
+    later = Sequences.from_list([torch.cat([sequence, sequence.new_full((steps - 1, 2), torch.nan)]) for sequence in whole])
+    mean, cov = (moment[later.offsets[1:] - 1] for moment in kalman.predict_next(joint, later))
+    found = model.predict_next(whole, steps)
+    torch.testing.assert_close(found.mean, mean, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.variance, cov.diagonal(dim1=1, dim2=2), rtol=1e-5, atol=1e-5)
+
+
 def test_saved_loaded_and_resumed(rng, tmp_path):
     data = random_vectors(rng, longest=8)
 
@@ -105,6 +138,8 @@ def test_saved_loaded_and_resumed(rng, tmp_path):
 
 
 def test_bad_input_is_said():
+    with pytest.raises(ValueError, match="`steps` must be a whole number of at least 1, but is 0"):
+        LinearGaussianHMM(2, 1).predict_next([[[1.0]]], steps=0)
     with pytest.raises(ValueError, match="`of` must be one of positions, increments, but is 'speeds'"):
         LinearGaussianHMM(2, 2, "speeds")
     with pytest.raises(ValueError, match="at least two steps somewhere"):
