@@ -165,8 +165,16 @@ def maximised(model: LinearGaussian, found: Statistics) -> LinearGaussian:
 def predict_next(model: LinearGaussian, sequences: Sequences) -> tuple[Tensor, Tensor]:
     """(steps, D) mean and (steps, D, D) covariance of p(y_{t+1} | y_1:t), for each step t."""
     found = posterior(model, sequences)
-    mean = found.filtered_mean @ model.transition.T + model.transition_offset
-    cov = model.transition @ found.filtered_cov @ model.transition.T + model.transition_cov
+    return emitted(model, *later(model, found.filtered_mean, found.filtered_cov))
+
+
+def later(model: LinearGaussian, mean: Tensor, cov: Tensor) -> tuple[Tensor, Tensor]:
+    """(..., d) mean and (..., d, d) covariance of the state, one step after it has these."""
+    return mean @ model.transition.T + model.transition_offset, model.transition @ cov @ model.transition.T + model.transition_cov
+
+
+def emitted(model: LinearGaussian, mean: Tensor, cov: Tensor) -> tuple[Tensor, Tensor]:
+    """(..., D) mean and (..., D, D) covariance of the observation, where the state has these."""
     return mean @ model.emission.T + model.emission_offset, model.emission @ cov @ model.emission.T + model.emission_cov
 
 
@@ -181,8 +189,7 @@ def _filter(model: LinearGaussian, sequences: Sequences) -> _Filtered:
     predicted, updated = [], []
     for t in range(values.shape[1]):
         if t > 0:
-            mean = mean @ model.transition.T + model.transition_offset
-            cov = model.transition @ cov @ model.transition.T + model.transition_cov
+            mean, cov = later(model, mean, cov)
         predicted.append((mean, cov))
         # A missing entry becomes one of a noise of its own, whose value is its mean: it says nothing, and its density is left out below.
         there = kinds[:, t]

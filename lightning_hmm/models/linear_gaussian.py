@@ -146,27 +146,26 @@ class LinearGaussianHMM(PredictionErrors):
 
     @torch.no_grad()
     def predict_next(self, sequences: Any, steps: int = 1) -> GaussianPrediction:
-        """The observation `steps` after the end of each sequence, counted from its beginning where there is none."""
+        """The observation `steps` after the end of each sequence; of one without a step, the `steps`-th of all."""
         check_counts(steps=steps)
         sequences, model = self.as_sequences(sequences), self.parameters_in_units
         found = self.posterior(sequences)
-        last = (sequences.offsets[1:] - 1).to(self.centre.device)
         begun = (sequences.lengths > 0).to(self.centre.device)
-        mean, cov = model.initial_mean.repeat(len(last), 1), model.initial_cov.repeat(len(last), 1, 1)
-        mean[begun], cov[begun] = found.filtered_mean[last[begun]], found.filtered_cov[last[begun]]
+        last = (sequences.offsets[1:] - 1).to(self.centre.device)[begun]
+        mean, cov = model.initial_mean.repeat(len(begun), 1), model.initial_cov.repeat(len(begun), 1, 1)
+        mean[begun], cov[begun] = kalman.later(model, found.filtered_mean[last], found.filtered_cov[last])
         # Increments add up: of their sum, the moments, and the covariance of the state with it.
-        total, variance, shared = mean.new_zeros(()), mean.new_zeros(()), mean.new_zeros(len(last), self.latent_dim, len(self.centre))
+        total, variance, shared = mean.new_zeros(()), mean.new_zeros(()), mean.new_zeros(len(begun), self.latent_dim, len(self.centre))
         for step in range(steps):
-            moved = begun if step == 0 else torch.ones_like(begun)
-            mean = torch.where(moved.unsqueeze(1), mean @ model.transition.T + model.transition_offset, mean)
-            cov = torch.where(moved.view(-1, 1, 1), model.transition @ cov @ model.transition.T + model.transition_cov, cov)
-            emitted = mean @ model.emission.T + model.emission_offset
-            own = (model.emission @ cov @ model.emission.T + model.emission_cov).diagonal(dim1=1, dim2=2)
+            if step > 0:
+                mean, cov = kalman.later(model, mean, cov)
+            own_mean, own_cov = kalman.emitted(model, mean, cov)
+            own = own_cov.diagonal(dim1=1, dim2=2)
             if self.of == "positions":
-                total, variance = emitted, own
+                total, variance = own_mean, own
                 continue
             shared = model.transition @ shared
-            total, variance = total + emitted, variance + own + 2 * (model.emission @ shared).diagonal(dim1=1, dim2=2)
+            total, variance = total + own_mean, variance + own + 2 * (model.emission @ shared).diagonal(dim1=1, dim2=2)
             shared = shared + cov @ model.emission.T
         variance = variance * self.scale
         if self.of == "positions":
