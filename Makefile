@@ -4,13 +4,22 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: fit test lint format board clean
+.PHONY: fit test test-widths lint format board clean
 
 fit: $(VENV)/installed
 	$(BIN)/python -m lightning_hmm fit --config configs/standard/synthetic.yaml
 
 test: $(VENV)/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
+
+# The tests of the compiled kernels with other vector instructions than those of `make test`, which uses the widest that the processor has.
+SIMD ?= avx2 generic
+
+test-widths: $(VENV)/installed-dev
+	set -e; for simd in $(SIMD); do \
+		echo "LIGHTNING_HMM_SIMD=$$simd"; \
+		LIGHTNING_HMM_SIMD=$$simd OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile tests/inference tests/optim tests/models/test_cloned.py; \
+	done
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

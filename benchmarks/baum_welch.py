@@ -16,7 +16,6 @@ import json
 import math
 import os
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -38,6 +37,10 @@ PEERS = ("hmmlearn", "dynamax", "pomegranate")
 COLUMNS = ("ours float32", "ours float64", "ours fit float32", "ours fit float64", *PEERS)
 TOLERANCE = 1e-4  # between new transition matrices; float32 against float64
 ROUNDS, SLOW_ROUNDS, SLOW = 10, 3, 2.0  # contestants that need SLOW seconds a call get SLOW_ROUNDS
+INTRO = """Seconds of a call in the best round. All data are one batch for every contestant. Ours uses all threads; `em_step` is the bare call, and "fit" is an
+epoch of `lightning_hmm.fit`. hmmlearn is `CategoricalHMM(implementation="scaling")`, its public methods, always float64 on one thread. dynamax and
+pomegranate are float32 on all threads. Where the work is small, as in the first row, our call runs in float64 on one thread in either column.
+[benchmarks/README.md](../../benchmarks/README.md) describes what is timed."""
 BURST = 0.02  # seconds; a faster call is repeated until a round lasts this long
 
 
@@ -462,13 +465,20 @@ def plot_scaling(rows: Sequence[Row], threads: int, file: Path) -> None:
 
 def resident_bytes() -> int:
     """Memory this process holds now."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    return _status_bytes("VmRSS")
 
 
 def peak_bytes() -> int:
-    """The most memory this process ever held."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    """The most memory this process held so far.
+
+    `getrusage` does not give that on Linux: its `ru_maxrss` starts from the peak of the process that started this one.
+    """
+    return _status_bytes("VmHWM")
+
+
+def _status_bytes(name: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
+    return 1024 * int(line.split()[1])
 
 
 def corpus_child(single: bool, num_sequences: int) -> None:
@@ -551,8 +561,37 @@ def machine(options: argparse.Namespace, more: dict[str, str] | None = None) -> 
     return f"\n{processor}, {options.threads} threads; load average before the start {options.load:.2f}. {listed}.\n"
 
 
-def tables(rows: Sequence[Row], off: dict[str, float]) -> str:
-    """The results as markdown: seconds, and in brackets how many times as long as the better of ours."""
+def ratio(seconds: dict[str, float], slower: str, faster: str) -> str:
+    return f"{seconds[slower] / seconds[faster]:.3g}x" if slower in seconds and faster in seconds else "-"
+
+
+def iteration_ratios(rows: Sequence[Row], threads: int) -> str:
+    """Times of the peers divided by ours. Every column names both sides: what was called, precision and threads."""
+    columns = {
+        f"hmmlearn's `fit` (1 thread) / our `em_step` ({threads} threads), both float64": ("hmmlearn", "ours float64"),
+        f"hmmlearn's `fit` (1 thread), float64 / our `em_step` ({threads} threads), float32": ("hmmlearn", "ours float32"),
+        f"hmmlearn's `fit` (1 thread) / an epoch of our `fit` ({threads} threads), both float64": ("hmmlearn", "ours fit float64"),
+        f"dynamax / our `em_step`, both float32, {threads} threads": ("dynamax", "ours float32"),
+        f"pomegranate / our `em_step`, both float32, {threads} threads": ("pomegranate", "ours float32"),
+    }
+    measured = {row.contestant for row in rows}
+    columns = {title: pair for title, pair in columns.items() if measured.issuperset(pair)}
+    lines = []
+    for setting in dict.fromkeys(row.setting for row in rows):
+        seconds = {row.contestant: row.seconds for row in rows if row.setting == setting}
+        lines.append([str(setting), *(ratio(seconds, *pair) for pair in columns.values())])
+    return markdown(["states, symbols, sequences x length", *columns], lines) if columns else ""
+
+
+def fewer_rounds(rows: Sequence[Row]) -> str:
+    """Which times are the best of fewer rounds than the others."""
+    most = max(row.rounds for row in rows)
+    short = [f"{row.rounds} for {row.contestant} at {row.setting}" for row in rows if row.rounds < most]
+    return f"Best of {most} rounds" + (f"; best of {'; of '.join(short)}" if short else "") + "."
+
+
+def tables(rows: Sequence[Row], off: float | None, threads: int) -> str:
+    """The results as markdown: seconds, then ratios whose columns name both sides. `off` is how far pomegranate's transition matrix is off."""
     text = ""
     titles = {"iteration": "One Baum-Welch iteration", "score": "`score`: log-likelihood", "decode": "`decode`: Viterbi"}
     for task, title in titles.items():
@@ -560,18 +599,17 @@ def tables(rows: Sequence[Row], off: dict[str, float]) -> str:
         if not chosen:
             continue
         names = [name for name in COLUMNS if any(row.contestant == name for row in chosen)]
+        against = {} if task == "iteration" else {name: f"hmmlearn, float64, 1 thread / {name}, {threads} threads" for name in names if name not in PEERS}
         lines = []
         for setting in dict.fromkeys(row.setting for row in chosen):
             seconds = {row.contestant: row.seconds for row in chosen if row.setting == setting}
-            ours = min((seconds[name] for name in ("ours float32", "ours float64") if name in seconds), default=math.nan)
-            cells = [str(setting)]
-            for name in names:
-                cell = show(seconds[name]) if name in seconds else "-"
-                cells.append(f"{cell} ({seconds[name] / ours:.1f}x)" if name in PEERS and name in seconds and not math.isnan(ours) else cell)
-            lines.append(cells)
-        text += f"\n## {title}\n\n{markdown(['states, symbols, sequences x length', *names], lines)}"
-        if task == "iteration" and off:
-            text += f"\npomegranate's new transition matrix is off by up to {max(off.values()):.0e}: it has an end state. With rows normalised it agrees.\n"
+            cells = [str(setting), *(show(seconds[name]) if name in seconds else "-" for name in names)]
+            lines.append([*cells, *(ratio(seconds, "hmmlearn", name) for name in against)])
+        text += f"\n## {title}\n\n{fewer_rounds(chosen)}\n\n{markdown(['states, symbols, sequences x length', *names, *against.values()], lines)}"
+        if task == "iteration":
+            text += f"\nHow many times as long as ours:\n\n{iteration_ratios(chosen, threads)}"
+            if off is not None:
+                text += f"\npomegranate's new transition matrix is off by up to {off:.0e}, because it has an end state. With rows normalized it agrees.\n"
     trainer = {row.contestant: row.seconds for row in rows if row.task == "iteration" and row.setting == TRAINER_SETTING}
     lines = []
     for precision in ("float32", "float64"):
@@ -588,8 +626,9 @@ def write(rows: Sequence[Row], off: dict[str, float], options: argparse.Namespac
     options.out.mkdir(parents=True, exist_ok=True)
     write_csv(options.out / "baum_welch.csv", [row.record() for row in rows])
     kind = "A quick run, not for quoting. " if options.quick else ""
-    intro = f"{kind}Seconds of a call, best round of up to {options.rounds}; in brackets how many times as long as the better of ours."
-    (options.out / "baum_welch.md").write_text(f"# Baum-Welch, ours and the peers\n\n{intro}\n{machine(options, versions)}{tables(rows, off)}")
+    (options.out / "baum_welch.md").write_text(
+        f"# Baum-Welch, ours and the peers\n\n{kind}{INTRO}\n{machine(options, versions)}{tables(rows, max(off.values(), default=None), options.threads)}"
+    )
 
 
 def use_threads(threads: int) -> None:
@@ -619,7 +658,7 @@ def main() -> None:
     options.load = os.getloadavg()[0]
     print(f"Load average {options.load:.2f}, {options.threads} threads.")
     if options.load > 0.5:
-        print("WARNING: something else is running on this machine; timings will be too long, and more so for those that use all cores.")
+        print("WARNING: the load average is above 0.5. Other work makes timings too long, most of all for contestants that use all cores.")
     if options.corpus:
         corpus(options)
         return
@@ -646,7 +685,7 @@ def main() -> None:
         rows += scaling(options)
         write(rows, off, options, versions)
         plot_scaling(rows, options.threads, options.out / "scaling.png")
-    print(tables(rows, off))
+    print(tables(rows, max(off.values(), default=None), options.threads))
     print(f"Written to {options.out}: baum_welch.csv, baum_welch.md" + (", scaling.png" if "scaling" in options.parts else "") + ".")
 
 

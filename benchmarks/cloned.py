@@ -6,7 +6,7 @@
 
 The peer is one file of vicariousinc/naturecomm_cscg, which is not on PyPI; without `--peer` it is left out. Both iterate on the same symbols
 from the same start, and their new transitions must agree before anything is timed. Contestants take turns; the best round counts.
-Run it on an idle machine: the load average is printed.
+Run it on an idle machine. The load average before each part, the threads and the rounds are written with the results.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import importlib.util
 import io
 import math
 import os
-import resource
 import tempfile
 import time
 import warnings
@@ -29,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from baum_welch import peak_bytes
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -117,10 +117,12 @@ def iterations(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             if difference > 1e-3:
                 raise RuntimeError(f"The new transitions must agree, but differ by {difference:.2g} with {clones} clones.")
             contestants["peer"], prepare["peer"] = peer.iterate, peer.reset
-        times = race(contestants, 2 if arguments.quick else 7, **prepare)
+        rounds = 2 if arguments.quick else 7
+        times = race(contestants, rounds, **prepare)
         row = {"clones": clones, "steps": steps, **times}
         if peer is not None:
             row["peer / ours"] = times["peer"] / times["ours"]
+        row["rounds"] = rounds
         print(row, flush=True)
         rows.append(row)
     return rows
@@ -129,6 +131,7 @@ def iterations(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 def trainer(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Epochs of `fit` beside the same work without Lightning."""
     rows = []
+    rounds = 1 if arguments.quick else 3
     toy = ToyMachineDataModule(k=3, num_runs=300 if arguments.quick else None)
     text = TextDataModule()
     for name, data, options in (
@@ -162,9 +165,9 @@ def trainer(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         times = {}
         for way, call in (("fit", through_trainer), ("bare", bare)):
             call(1)
-            few, many = (min(seconds(lambda n=n, call=call: call(n)) for _ in range(1 if arguments.quick else 3)) for n in (epochs // 2, epochs))
+            few, many = (min(seconds(lambda n=n, call=call: call(n)) for _ in range(rounds)) for n in (epochs // 2, epochs))
             times[way] = (many - few) / (epochs - epochs // 2)
-        rows.append({"what": name, **times, "fit / bare": times["fit"] / times["bare"]})
+        rows.append({"what": name, **times, "fit / bare": times["fit"] / times["bare"], "rounds": rounds})
         print(rows[-1], flush=True)
     return rows
 
@@ -181,7 +184,7 @@ def trained(arguments: argparse.Namespace, data: TextDataModule) -> ClonedHMM:
 
 @torch.no_grad()
 def forward(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Scoring the test part of a text beside a one-layer LSTM of 256 units that reads it one step at a time."""
+    """Scoring the test part of a text, and a one-layer LSTM of 256 units that reads it one symbol per call and all symbols in one call."""
     data = TextDataModule(arguments.path, val_fraction=0.0)
     data.setup()
     if arguments.checkpoint is not None and arguments.checkpoint.exists():
@@ -200,10 +203,15 @@ def forward(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         for row in embedded:
             _, state = network(row.reshape(1, 1, -1), state)
 
-    times = race({"ours": lambda: model.score(symbols), "LSTM": recurrent}, 1 if arguments.quick else 3)
+    def in_one_call() -> None:
+        network(embedded.unsqueeze(1))
+
+    rounds = 1 if arguments.quick else 3
+    times = race({"ours": lambda: model.score(symbols), "LSTM": recurrent, "LSTM, one call": in_one_call}, rounds)
     bits = -float(model.score(symbols).sum()) / symbols.num_steps / math.log(2)
     row = {"states": model.num_states, "transitions": model.layout.num_entries, "steps": symbols.num_steps, "bits": bits, **times}
-    row["LSTM / ours"] = times["LSTM"] / times["ours"]
+    row |= {f"{name} / ours": times[name] / times["ours"] for name in ("LSTM", "LSTM, one call")}
+    row["rounds"] = rounds
     print(row, flush=True)
     return [row]
 
@@ -223,7 +231,7 @@ def large(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
             spent = time.perf_counter() - self.begin
             density = int(pl_module.above(_NEGLIGIBLE).sum()) / pl_module.num_states**2
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+            peak = peak_bytes() / 2**30
             row = {"epoch": trainer.current_epoch, "seconds": spent, "density": density, "stored": pl_module.layout.density, "GiB": peak}
             bits = trainer.callback_metrics.get("train/bits_per_symbol", torch.tensor(math.nan))  # of the epoch before
             rows.append({**row, "bits before": float(bits)})
@@ -242,10 +250,12 @@ def large(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 PARTS = {"iterations": iterations, "trainer": trainer, "forward": forward, "large": large}
 _WORDS = {
-    "iterations": "Seconds of one EM iteration on the same random symbols, 27 of them, from the same start, as one sequence; `peer`: the authors' public code.",
-    "trainer": "Seconds of an epoch by `fit`, and of the same work in a bare loop.",
-    "forward": "Seconds of the forward pass over the test part of a text, by 30,000 clones of contexts of three letters and these contexts, "
-    "after 60 EM iterations, and by a one-layer LSTM of 256 units that reads it one symbol at a time.",
+    "iterations": "Seconds of one EM iteration on the same random symbols, 27 of them, from the same start, as one sequence. `ours` is "
+    "`inference.cloned.em_step` in float32. `peer` is `learn_em_T` of the authors' public code, in float32, compiled by numba without its parallel mode.",
+    "trainer": "Seconds of an epoch by `fit`, and of the same work in a bare loop, in the same precision and on the same number of threads.",
+    "forward": "Seconds of the forward pass over the test part of a text as one sequence, in float32. `ours` is `ClonedHMM.score` of 30,000 clones of contexts "
+    "of three letters joined with these contexts, after 60 EM iterations; it is not the model of Table 4. `LSTM` is a one-layer `torch.nn.LSTM` of 256 "
+    "untrained units, called once per symbol; most of its time is the cost of the calls. `LSTM, one call` is the same network, called once with all symbols.",
     "large": "Epochs of a large model through the Trainer from a sparse start, pruned as it goes; shares of transitions that are above 1e-4 and that are "
     "stored, the peak resident memory so far, and the bits per symbol of the training text one epoch earlier.",
 }
@@ -253,13 +263,16 @@ _WORDS = {
 
 def tables(folder: Path) -> str:
     """What was measured so far, as Markdown."""
-    parts = ["Speed and memory of the cloned HMM (`benchmarks/cloned.py`)."]
+    parts = [
+        "Speed and memory of the cloned HMM (`benchmarks/cloned.py`). Times are those of the best of the given rounds. `load` is the load average before "
+        "the part."
+    ]
     for part, words in _WORDS.items():
         file = folder / f"cloned_{part}.csv"
         if file.exists():
             names, *rows = csv.reader(file.open(newline=""))
             lines = [f"| {' | '.join(names)} |", "|" + " --- |" * len(names)]
-            parts.append("\n".join([words, "", *lines, *(f"| {' | '.join(map(_short, row))} |" for row in rows)]))
+            parts.append("\n".join([words, "", *lines, *(f"| {' | '.join(_short(cell) or 'not recorded' for cell in row)} |" for row in rows)]))
     return "\n\n".join(parts) + "\n"
 
 
@@ -276,18 +289,18 @@ def main() -> None:
     parser.add_argument("--path", help="a text, for the parts `forward` and `large`")
     parser.add_argument("--epochs", type=int, default=10, help="of the part `large`")
     parser.add_argument("--scratch", help="folder for the checkpoints of the part `large`")
-    parser.add_argument("--out", type=Path, help="folder for the tables: CSV, and all of them in cloned.md")
+    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"), help="folder for the tables: CSV, and all of them in cloned.md")
     arguments = parser.parse_args()
-    print(f"load average {os.getloadavg()[0]:.2f}, torch threads {torch.get_num_threads()}", flush=True)
     for part in arguments.parts:
-        rows = PARTS[part](arguments)
-        if arguments.out is not None and rows:
-            arguments.out.mkdir(parents=True, exist_ok=True)
-            with (arguments.out / f"cloned_{part}.csv").open("w", newline="") as file:
-                writer = csv.DictWriter(file, list(rows[0]))
-                writer.writeheader()
-                writer.writerows(rows)
-            (arguments.out / "cloned.md").write_text(tables(arguments.out))
+        load, threads = os.getloadavg()[0], torch.get_num_threads()
+        print(f"{part}: load average {load:.2f}, {threads} threads", flush=True)
+        rows = [{**row, "threads": threads, "load": round(load, 2)} for row in PARTS[part](arguments)]
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        with (arguments.out / f"cloned_{part}.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+        (arguments.out / "cloned.md").write_text(tables(arguments.out))
 
 
 if __name__ == "__main__":

@@ -4,18 +4,19 @@
     python benchmarks/dmc.py report                                                          # writes the page and the plot anew
     python benchmarks/dmc.py costs selection   # the numbers of `inference.dmc.prefers_dense`; choosing over all pairs against lazily
 
-One thread, float32. Random kept columns with 0.8 of each row's mass. Each contestant runs some rounds on its own, and the best counts. A dense pass over
-2,000 steps of 5,000 states would take a minute a call, so dense routines are timed on two shorter lengths, and the difference gives the time
-of a step; that leaves out their set-up, while ours is timed on the full length with everything. "Dense" in a row is the faster of our dense
-routine and torch's bare product of the same size, without emissions or anything else.
+One thread. Random kept columns with 0.8 of each row's mass. Each contestant runs some rounds on its own, and the best counts. A dense pass over
+2,000 steps of 5,000 states would take a minute per call, so dense routines are timed on two shorter lengths, and the difference gives the time
+of a step; that leaves out their set-up, while ours is timed on the full length with everything. In the rows of the forward pass, "dense" is the faster
+of our dense routine and torch's bare product of the same size, without emissions or anything else. For Viterbi and EM it is our dense routine alone.
+The page names for every row what was called on both sides, its precision and its rounds (`HOW`).
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import os
 import platform
-import resource
 import subprocess
 import sys
 import time
@@ -26,9 +27,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from baum_welch import peak_bytes
 from numba import njit
 
-from lightning_hmm import Sequences
+from lightning_hmm import DMCHMM, Sequences
 from lightning_hmm.inference import dense, dmc, selection
 from lightning_hmm.inference.kernels import cpu, dmc_cpu
 from lightning_hmm.inference.kernels.simd import make_product, padded_size
@@ -46,6 +48,21 @@ WANTED = {  # what each row is held against
     ("EM iteration, choosing each time", 2000): 3, ("EM iteration, choosing every 5th", 2000): 6, ("EM iteration, fixed set", 10000): 10,
     ("score, hmmlearn log", 500): 50, ("Viterbi, hmmlearn log", 500): 50,
 }  # fmt: skip
+HOW = {  # by the beginning of a task: what was called, its precision and its rounds, ours and the other side's
+    "forward": (
+        "the E-step's kernel without its backward pass, float32, full length, best of 10",
+        "dense routine: the same in the dense kernel, float32, time per step from two shorter lengths, best of 3 each; torch's product: float32, best of 5",
+    ),
+    "Viterbi, one sequence": ("the Viterbi kernel, float32, full length, best of 5", "our dense Viterbi without its way back, float32, fewer steps, best of 5"),
+    "EM iteration": (
+        "E-step and M-step of the transitions, float32, full length, best of 2",
+        "our dense E-step alone, float32, time per step from two shorter lengths, best of 3 each",
+    ),
+    "score, hmmlearn": ("the E-step's kernel without its backward pass, called directly, float32, best of 5", "`GaussianHMM.score`, float64"),
+    "Viterbi, hmmlearn": ("the Viterbi kernel, called directly, float32, best of 5", "`GaussianHMM.decode`, float64"),
+    "public score": ("`DMCHMM.score`, float64, best of 5", "`GaussianHMM.score`, float64"),
+    "public decode": ("`DMCHMM.decode`, float64, best of 5", "`GaussianHMM.decode`, float64"),
+}
 
 
 class Problem:
@@ -157,6 +174,7 @@ def dense_viterbi_step(problem: Problem) -> float:
 
 
 Row = dict[str, Any]
+FIELDS = ("task", "states", "kept", "ours", "other", "theirs", "times", "note", "machine", "load")
 
 
 def row(task: str, num_states: int, ours: float, theirs: dict[str, float], note: str = "") -> Row:
@@ -223,7 +241,7 @@ def large() -> list[Row]:
         theirs = {"our dense routine": dense_step(problem, smooth=True) * 10_000}
         return [row("EM iteration, fixed set", 10_000, ours, theirs, f"peak memory of the process: {gigabytes:.2f} GiB")]
     run = em_iteration(Problem(10_000, KEPT, 1, 10_000, gaussian=True), False)
-    print(best(run, 2), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+    print(best(run, 2), peak_bytes() / 2**30)
     sys.exit()
 
 
@@ -232,18 +250,35 @@ def hmmlearn() -> list[Row]:
 
     problem = Problem(500, KEPT, 1, STEPS, gaussian=True)
     data, lengths = problem.part(STEPS)[0], [STEPS]
-    scored, decoded = best(problem.sparse), best(problem.viterbi)
+    model, sequences = public_model(problem), Sequences.from_lengths(torch.from_numpy(data), lengths)
+    score, decode = best(problem.sparse), best(problem.viterbi)
+    public_score, public_decode = best(lambda: model.score(sequences)), best(lambda: model.decode(sequences))
     rows = []
     for implementation in ("log", "scaling"):
         peer = GaussianHMM(500, implementation=implementation)
         peer.startprob_, peer.transmat_ = np.exp(problem.initial), np.exp(problem.full())
         peer.means_, peer.covars_ = problem.means, problem.variances
-        difference = abs(peer.score(data, lengths) - float(problem.sparse(single=False).log_likelihood[0]))
-        if difference > 1e-6 * STEPS:
-            raise SystemExit(f"hmmlearn's score differs by {difference}: they do not do the same work, so nothing is timed.")
-        rows.append(row(f"score, hmmlearn {implementation}", 500, scored, {f"hmmlearn {implementation}": best(lambda p=peer: p.score(data, lengths), 2)}))
-        rows.append(row(f"Viterbi, hmmlearn {implementation}", 500, decoded, {f"hmmlearn {implementation}": best(lambda p=peer: p.decode(data, lengths), 2)}))
+        for found in (problem.sparse(single=False).log_likelihood[0], model.score(sequences)[0]):
+            difference = abs(peer.score(data, lengths) - float(found))
+            if difference > 1e-6 * STEPS:
+                raise SystemExit(f"hmmlearn's score differs by {difference}: they do not do the same work, so nothing is timed.")
+        name = f"hmmlearn {implementation}"
+        their_score, their_decode = best(lambda p=peer: p.score(data, lengths)), best(lambda p=peer: p.decode(data, lengths))
+        note = f"hmmlearn: best of {ROUNDS}"
+        rows += [
+            row(f"score, {name}", 500, score, {name: their_score}, note),
+            row(f"public score, {name}", 500, public_score, {name: their_score}, note),
+            row(f"Viterbi, {name}", 500, decode, {name: their_decode}, note),
+            row(f"public decode, {name}", 500, public_decode, {name: their_decode}, note),
+        ]
     return rows
+
+
+def public_model(problem: Problem) -> DMCHMM:
+    """The model of a problem with Gaussian emissions, in float64."""
+    model = DMCHMM(problem.num_states, KEPT, emission="gaussian", num_features=2)
+    kept = {"indices": problem.indices, "values": np.exp(problem.values)}
+    return model.set_parameters(initial=np.exp(problem.initial), **kept, means=problem.means, variances=problem.variances)
 
 
 def growth() -> list[Row]:
@@ -295,7 +330,7 @@ def compare_selection() -> None:
 
 def machine() -> str:
     model = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), platform.machine())
-    return f"{model}, torch {version('torch')}, numba {version('numba')}, hmmlearn {version('hmmlearn')}; one thread, float32"
+    return f"{model}, torch {version('torch')}, numba {version('numba')}, hmmlearn {version('hmmlearn')}"
 
 
 def report(out: Path) -> None:
@@ -304,8 +339,16 @@ def report(out: Path) -> None:
 
     with (out / "dmc.csv").open() as file:
         rows = list(csv.DictReader(file))
-    lines = ["# Dense, mostly constant transitions: what they save", "", f"{machine()}. Written by `benchmarks/dmc.py`, which says how.", ""]
-    lines += ["| task | N, K | ours, s | the other, s | which | times | wanted | |", "| --- | --- | --- | --- | --- | --- | --- | --- |"]
+    lines = [
+        "# Dense, mostly constant transitions: what they save",
+        "",
+        "One thread on both sides. Written by `benchmarks/dmc.py`, which describes the data.",
+        "",
+    ]
+    lines += [f"- {where}; load average before the start {load or 'not recorded'}" for where, load in sorted({(r["machine"], r["load"]) for r in rows})]
+    lines += ["", "| rows | ours | the other side |", "| --- | --- | --- |"]
+    lines += [f"| {task} | {ours} | {other} |" for task, (ours, other) in HOW.items() if any(entry["task"].startswith(task) for entry in rows)]
+    lines += ["", "| task | N, K | ours, s | the other, s | which | times | wanted | |", "| --- | --- | --- | --- | --- | --- | --- | --- |"]
     for entry in rows:
         if not entry["task"].startswith("growth"):
             wanted = WANTED.get((entry["task"], int(entry["states"])))
@@ -344,13 +387,14 @@ def main() -> None:
             (costs if part == "costs" else compare_selection)()
         if part not in makers:
             continue
-        rows = makers[part]()
+        load = f"{os.getloadavg()[0]:.2f}"
+        rows = [{**entry, "machine": machine(), "load": load} for entry in makers[part]()]
         options.out.mkdir(parents=True, exist_ok=True)
         earlier = list(csv.DictReader(file.open())) if file.exists() else []
         measured = {(entry["task"], str(entry["states"])) for entry in rows}
         kept = [entry for entry in earlier if (entry["task"], entry["states"]) not in measured]
         with file.open("w", newline="") as target:
-            writer = csv.DictWriter(target, ["task", "states", "kept", "ours", "other", "theirs", "times", "note"])
+            writer = csv.DictWriter(target, FIELDS)
             writer.writeheader()
             writer.writerows(kept + rows)
     if (options.out / "dmc.csv").exists():

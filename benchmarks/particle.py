@@ -1,9 +1,11 @@
 """Particle filter and backward simulation: ours beside the package particles, on the same model and data, and how exact they are.
 
-    python benchmarks/particle.py [--out docs/benchmarks]      # about 3 minutes, on an idle machine
+    python benchmarks/particle.py [--out docs/benchmarks]      # about 4 minutes, on an idle machine
+    python benchmarks/particle.py --memory 128                # only the memory of the filter with 128 particles
 
-One thread each. The state has 5 entries and an observation 3; means and scales of transition and emission are networks of three layers of 32
-units with random weights, from which the data are drawn. All sequences are filtered, then paths of each are drawn from the smoothing distribution.
+One thread each. Both sides run the same number of rounds, and the best round of each part counts. Ours takes all sequences in one batch; the package
+particles takes one sequence at a time. The state has 5 entries and an observation 3; means and scales of transition and emission are networks of three
+layers of 32 units with random weights, from which the data are drawn. All sequences are filtered, then paths of each are drawn from the smoothing distribution.
 An EM iteration of a `NeuralHMM` is timed beside its filter alone. Before a ratio is believed, the likelihoods and smoothed means of both must agree
 within what their own randomness allows.
 """
@@ -15,7 +17,6 @@ import json
 import math
 import os
 import platform
-import resource
 import subprocess
 import sys
 import tempfile
@@ -26,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from baum_welch import environment
+from baum_welch import environment, peak_bytes, resident_bytes
 from torch import Tensor
 
 from lightning_hmm import NeuralHMM, Sequences
@@ -113,14 +114,14 @@ def ours(weights: dict[str, np.ndarray], values: np.ndarray, dtype: torch.dtype,
     return {"seconds": seconds, "log_likelihood": torch.stack(log_likelihoods).numpy(), "means": torch.stack(means).transpose(1, 2).numpy()}
 
 
-def peer(weights: dict[str, np.ndarray], values: np.ndarray, num_particles: int, num_paths: int) -> dict[str, Any] | None:
+def peer(weights: dict[str, np.ndarray], values: np.ndarray, num_particles: int, num_paths: int, rounds: int) -> dict[str, Any] | None:
     python = environment("particles")
     if python is None:
         return None
     with tempfile.TemporaryDirectory() as folder:
         problem, results = Path(folder) / "problem.npz", Path(folder) / "results.npz"
         np.savez(problem, values=values, **weights)
-        command = [str(python), str(HERE / "peer_particles.py"), str(problem), str(results), str(num_particles), str(num_paths)]
+        command = [str(python), str(HERE / "peer_particles.py"), str(problem), str(results), str(num_particles), str(num_paths), str(rounds)]
         done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **ONE_THREAD})
         if done.returncode:
             raise RuntimeError(f"particles ended with code {done.returncode}:\n{done.stderr}")
@@ -211,17 +212,44 @@ def errors(num_particles: int, num_sequences: int) -> Tensor:
 
 
 def memory(num_particles: int) -> None:
-    """Prints MiB that the filter's result holds, and MiB by which this process grew at most."""
+    """Prints the MiB that the filter's result holds, and the MiB by which this process grew at most."""
     weights = random_weights(np.random.default_rng(0))
     values = draw(weights, SEQUENCES, STEPS)
     ours(weights, values[:, :3], torch.float64, num_particles, PATHS, 1)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = resident_bytes()
     model = Neural({name: torch.from_numpy(array) for name, array in weights.items()}, torch.from_numpy(values))
     found = particle.filter(model, torch.full((SEQUENCES,), STEPS), num_particles, generator(0))
     particle.backward_simulation(found, PATHS, generator(1))
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10
+    grown = (peak_bytes() - before) / 2**20
     held = [found.states, found.log_weights, found.ancestors, *(part for density in found.transitions for part in (density.mean, density.scale))]
     print(sum(part.untyped_storage().nbytes() for part in {part.data_ptr(): part for part in held}.values()) / 2**20, grown)
+
+
+def table(found: dict[str, Any], theirs: dict[str, Any] | None, load: float, rounds: int, num_sequences: int, num_steps: int) -> list[str]:
+    """Seconds of both sides as lines of markdown. Ratios are to ours in float64, which is the precision of the package particles."""
+    lines = [
+        f"{num_sequences} sequences of {num_steps} steps, {PARTICLES} particles, states of {STATE} and observations of {FEATURES} entries, networks of three "
+        f"layers of {WIDTH} units. One thread on both sides, {platform.machine()}, load average {load:.2f} before the start. Ours: "
+        f"`inference.particle.filter` and `backward_simulation`, all {num_sequences} sequences in one batch, best of {rounds} rounds.",
+    ]
+    if theirs is not None:
+        lines[0] += (
+            f" The package particles: `SMC.run` and the named method of its history, float64, one sequence after the other, best of {theirs['rounds']} rounds."
+        )
+    lines += ["", "| seconds (in brackets: times ours in float64) | filter | paths | together |", "| --- | ---: | ---: | ---: |"]
+    reference = found["float64"]["seconds"]
+
+    def add(what: str, filtering: float, paths: float) -> None:
+        pairs = zip((filtering, paths, filtering + paths), (*reference.values(), sum(reference.values())), strict=True)
+        lines.append(f"| {what} | {' | '.join(f'{spent:.3f} ({spent / base:.2f}x)' for spent, base in pairs)} |")
+
+    for name, answer in found.items():
+        add(f"ours, {name}, {PATHS} paths by backward simulation", answer["seconds"]["filter"], answer["seconds"]["exact"])
+    if theirs is not None:
+        versions = ", ".join(f"{name} {number}" for name, number in theirs["versions"].items())
+        add(f"{versions}, float64: `backward_sampling_ON2`, the same algorithm", theirs["seconds"]["filter"], theirs["seconds"]["exact"])
+        add("the same: `backward_sampling_mcmc`, its cheapest approximation", theirs["seconds"]["filter"], theirs["seconds"]["metropolis"])
+    return lines
 
 
 def main() -> None:
@@ -230,7 +258,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="shows only that everything works")
     parser.add_argument("--ours-only", action="store_true", help="no peer, nothing written")
-    parser.add_argument("--memory", type=int, help=argparse.SUPPRESS)  # the process whose memory is looked at
+    parser.add_argument("--memory", type=int, metavar="PARTICLES", help="only print the MiB that the filter's result holds and that this process grew by")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.memory:
@@ -248,24 +276,9 @@ def main() -> None:
     print({part: round(spent, 3) for part, spent in iteration.items()}, f"{whole / iteration['bare filter']:.2f} bare filters", flush=True)
     if args.ours_only:
         return
-    theirs = peer(weights, values, PARTICLES, PATHS)
-    lines = [
-        f"{num_sequences} sequences of {num_steps} steps, {PARTICLES} particles, states of {STATE} and observations of {FEATURES} entries, networks of three "
-        f"layers of {WIDTH} units. One thread, {platform.machine()}, load average {load:.2f}; ours is the best of {rounds} rounds.\n",
-        "| seconds | filter | paths | together | ratio |",
-        "| --- | ---: | ---: | ---: | ---: |",
-    ]
-    reference = sum(found["float64"]["seconds"].values())
-
-    def add(what: str, filtering: float, paths: float) -> None:
-        lines.append(f"| {what} | {filtering:.3f} | {paths:.3f} | {filtering + paths:.3f} | {(filtering + paths) / reference:.2f} |")
-
-    for name, answer in found.items():
-        add(f"ours, {name}, {PATHS} paths by backward simulation", answer["seconds"]["filter"], answer["seconds"]["exact"])
+    theirs = peer(weights, values, PARTICLES, PATHS, rounds)
+    lines = table(found, theirs, load, rounds, num_sequences, num_steps)
     if theirs is not None:
-        versions = ", ".join(f"{name} {number}" for name, number in theirs["versions"].items())
-        add(f"{versions}: `backward_sampling_ON2`, the same algorithm", theirs["seconds"]["filter"], theirs["seconds"]["exact"])
-        add("the same: `backward_sampling_mcmc`, its cheapest approximation", theirs["seconds"]["filter"], theirs["seconds"]["metropolis"])
         lines.append(f"\nSame model: {check_agreement(found['float64'], theirs)}.")
     parts = ", ".join(f"{part} {spent:.3f}" for part, spent in iteration.items())
     lines.append(

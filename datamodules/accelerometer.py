@@ -15,12 +15,13 @@ import torch
 
 from datamodules.base import PARTS, as_dataset, as_table
 from datamodules.paths import cache_name, find_files, some
+from datamodules.reader import require_different, require_observed
 from datamodules.scaling import ScaledDataModule
 from datamodules.series import ENDINGS, SECOND, as_numbers, as_times, read_table, resample
 from lightning_hmm.loading import generator
 from lightning_hmm.sequences import Sequences
 
-CACHE_VERSION = 1  # raise it whenever the same file and options are read differently
+CACHE_VERSION = 2  # raise it whenever the same file and options are read differently
 
 # A drawn day: between which hours a person goes, with which chance in each minute, from one activity to the other.
 ACTIVITIES = ["sleep", "sitting", "walking", "running"]
@@ -53,7 +54,7 @@ class AccelerometerDataModule(ScaledDataModule):
             Parquet (".parquet"), the former perhaps with ".gz"; ``None`` to draw days.
         time_column: the column of times; the first if not given. Times are dates as in ``2015-03-04 00:01:00``, or numbers of
             seconds, and must rise.
-        time_format: how dates are written if in another way, in the signs of `strptime`: ``"%d/%m/%Y %H:%M:%S"``.
+        time_format: how dates are written if in another way, in the directives of Python's `datetime.strptime`: ``"%d/%m/%Y %H:%M:%S"``.
         columns: the columns of numbers to take; all but `time_column` if not given. An empty cell or NaN is a missing value.
         delimiter: what separates the cells of a CSV file; if not given, a tab for ".tsv" and a comma otherwise.
         skip_rows: lines of a CSV file before the one with the names of the columns.
@@ -105,22 +106,22 @@ class AccelerometerDataModule(ScaledDataModule):
             reader = _Reader(time_column, time_format, columns, delimiter, skip_rows, step, max_gap)
             self._dataset, metadata = self.cached(cache_name([CACHE_VERSION, reader], {"train": files}), lambda: reader.read(files))
         self.step: float = json.loads(metadata["step"])
-        self.columns: list[str] = json.loads(metadata["columns"])
+        names: list[str] = json.loads(metadata["columns"])
+        self.set_columns(names, chosen=columns is not None)
         self._segments: list[int] = json.loads(metadata["segments"])  # of each recording
-        self.num_features = len(self.columns)
+        self.num_features = len(names)
 
     def load_dataset(self) -> dict[str, datasets.Dataset]:
         table = self._dataset.with_format("arrow")[:]
-        values = Sequences.from_arrow(table["values"])
+        values = self.in_order(Sequences.from_arrow(table["values"]))
         states = Sequences.from_arrow(table["states"]) if "states" in table.column_names else None
         part, begins = self._split(values.lengths.numpy())
         training = values.values[torch.from_numpy(part == 0)]
-        for column, name in enumerate(self.columns):
-            seen = training[:, column][~training[:, column].isnan()]
-            if not len(seen) or bool(seen.min() == seen.max()):
-                what = f"is always {seen[0].item():g}" if len(seen) else "has no value"
-                raise ValueError(f"`columns` must vary in the training part, but {name!r} {what} there. Leave it out.")
-        every = self.scaled(values.values, training) if self.standardize else values.values
+        if self.standardize:
+            every = self.scaled(values.values, training)
+        else:
+            self.require_variation(training)
+            every = values.values
         made: dict[str, datasets.Dataset] = {}
         for number, name in enumerate(PARTS):
             here = torch.from_numpy(part == number)
@@ -168,7 +169,7 @@ class _Reader(NamedTuple):
         recordings = [self._read_file(file) for file in files]
         names = recordings[0][2]
         for file, (_, _, others) in zip(files, recordings, strict=True):
-            if others != names:
+            if sorted(others) != sorted(names):
                 raise ValueError(
                     f"All files must have the same columns, but {file} has {some(others)} and {files[0]} has {some(names)}. Choose with `columns`."
                 )
@@ -176,7 +177,8 @@ class _Reader(NamedTuple):
         if self.step is None and not len(intervals):
             raise ValueError(f"`step` must be given where there is one row only, as in {files[0]}.")
         step = int(np.median(intervals)) if self.step is None else max(1, round(self.step * SECOND))
-        sampled = [resample(times, values, step, self.max_gap, str(file)) for file, (times, values, _) in zip(files, recordings, strict=True)]
+        ordered = [(times, values[:, [others.index(name) for name in names]]) for times, values, others in recordings]
+        sampled = [resample(times, values, step, self.max_gap, str(file)) for file, (times, values) in zip(files, ordered, strict=True)]
         sequences = Sequences.from_lengths(np.concatenate([values for values, _, _ in sampled]), np.concatenate([lengths for _, lengths, _ in sampled]))
         metadata = {"step": json.dumps(step / SECOND), "columns": json.dumps(names), "segments": json.dumps([len(lengths) for _, lengths, _ in sampled])}
         return as_table(sequences).replace_schema_metadata(metadata)
@@ -197,6 +199,7 @@ class _Reader(NamedTuple):
             which = "has the same time as" if times[row] == times[row - 1] else "is earlier than"
             raise ValueError(f"Times must rise, but {place(row)} {which} the row before it: {table[time][row].as_py()}. Sort the file, each time once.")
         values = np.stack([as_numbers(table[name].combine_chunks(), name, place) for name in columns], axis=1)
+        require_observed(~np.isnan(values), path, columns)
         return times, values, columns
 
     def _choose(self, names: list[str], path: Path) -> list[str]:
@@ -206,6 +209,7 @@ class _Reader(NamedTuple):
         for option, wanted in (("time_column", [time]), ("columns", columns)):
             if missing := [name for name in wanted if name not in names]:
                 raise ValueError(f"`{option}` must be in the file, but {path} has no column {missing[0]!r}. It has {some(names)}.")
+        require_different([time, *columns], names, path)
         if not columns:
             raise ValueError(f"There must be a column of values beside that of times, but {path} has only {some(names)}. Set `delimiter` or `skip_rows`.")
         if time in columns:

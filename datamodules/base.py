@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 from lightning import LightningDataModule
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -88,6 +88,8 @@ class SequenceDataModule(LightningDataModule, ABC):
         self._sources: dict[Part, tuple[Sequences, Sequences | None, Tensor | None]] = {}
         self._gathered: dict[Part, Sequences] = {}
         self._trains_on_validation = False
+        self._fixed_parts: set[str] = set()
+        self._trains = self._scores_everything = False
 
     @abstractmethod
     def load_dataset(self) -> datasets.Dataset | Mapping[str, datasets.Dataset]:
@@ -103,6 +105,9 @@ class SequenceDataModule(LightningDataModule, ABC):
 
     def setup(self, stage: str | None = None) -> None:
         """Reads the data and splits it, once, whatever the stage."""
+        if stage == "fit":
+            self._trains = True
+            self.score_everything(False)
         if self._sources:
             return
         with no_progress_bars():
@@ -119,6 +124,7 @@ class SequenceDataModule(LightningDataModule, ABC):
         opened = {part: _open(dataset) for part, dataset in given.items()}
         for values, _ in opened.values():
             values.check(self.num_symbols, self.num_features)
+        self._fixed_parts = {part for part in given if part != "train"}
         indices = self.split(len(given["train"]), [part for part in ("val", "test") if part not in given])
         self._sources = {part: (*opened[part], None) if part in given and part != "train" else (*opened["train"], indices[part]) for part in PARTS}
 
@@ -180,7 +186,32 @@ class SequenceDataModule(LightningDataModule, ABC):
             raise RuntimeError(f"The sequences are not read yet. Call `setup()` of the {type(self).__name__} first.")
         if part == "train" and self._trains_on_validation:
             return self._together, None, None
+        if part != "train" and self._scores_everything and part not in self._fixed_parts:
+            return (*self._sources["train"][:2], None)
         return self._sources[part]
+
+    def score_everything(self, yes: bool = True) -> None:
+        """Uses all sequences for validation and test, except where these parts have data of their own.
+
+        This is for a model that was trained on other data. It has no effect once this module has been used for training.
+        """
+        self._scores_everything = yes and not self._trains
+        for part in PARTS[1:]:
+            self._gathered.pop(part, None)
+
+    def part_size(self, part: Part) -> int:
+        """Returns the number of sequences in a part ("train", "val" or "test")."""
+        values, _, indices = self._source(part)
+        return len(values) if indices is None else len(indices)
+
+    def _describe(self, part: Literal["val", "test"]) -> str:
+        """Returns how many sequences the part has, and why."""
+        size, everything = self.part_size(part), len(self._sources["train"][0])
+        if part in self._fixed_parts:
+            return f"the {size} sequences of the {part} part"
+        if self._scores_everything:
+            return f"all {size} sequences, since the model was trained on other data"
+        return f"{size} of {everything} sequences (`{part}_fraction` is {self.val_fraction if part == 'val' else self.test_fraction})"
 
     def train_on_validation(self, yes: bool = True) -> None:
         """From now on training data are the training and the validation part together; or, taken back, the training part alone."""
@@ -207,10 +238,20 @@ class SequenceDataModule(LightningDataModule, ABC):
         return self._loader("train", self.shuffle)
 
     def val_dataloader(self) -> DataLoader[Sequences]:
+        self._announce("val", "validate")
         return self._loader("val")
 
     def test_dataloader(self) -> DataLoader[Sequences]:
+        self._announce("test", "test")
         return self._loader("test")
+
+    def _announce(self, part: Literal["val", "test"], fn: str) -> None:
+        """Reports how many sequences `Trainer.validate` or `Trainer.test` scores. Without any, it would return no metrics; this raises an error."""
+        if self.trainer is None or self.trainer.state.fn != fn:
+            return
+        if not self.part_size(part):
+            raise ValueError(f"`{fn}` needs at least one sequence, but has {self._describe(part)}. Increase the fraction, or use data with more sequences.")
+        rank_zero_info(f"Scoring {self._describe(part)}.")
 
     def predict_dataloader(self) -> DataLoader[Sequences]:
         """All sequences that training, and what was not given a place of its own, are taken from; in the order of the data."""

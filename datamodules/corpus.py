@@ -1,4 +1,4 @@
-"""Texts of any size, read in pieces: where they come from, the paper's cleaning, and what becomes of them, one symbol after the other.
+"""Texts of any size, read in pieces: where they come from, how they are cleaned, and what becomes of them, one symbol after the other.
 
 The text is read once, and its words or characters are numbered as they come; a second pass, over the numbers, makes symbols of them, when it is known
 where the training text ends and which words are rare. Between the passes, and for the symbols, there may be files instead of memory.
@@ -10,12 +10,14 @@ import codecs
 import gzip
 import hashlib
 import json
+import math
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from fractions import Fraction
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import datasets
 import numpy as np
@@ -139,80 +141,123 @@ class Store:
         array: np.ndarray = np.asarray(numbers if isinstance(numbers, np.ndarray) else list(numbers), self.dtype)
         if self.path is None:
             self._pieces.append(array)
-        else:
+        elif len(array):  # an empty file cannot be mapped into memory
             with self.path.open("ab") as file:
                 array.tofile(file)
 
     def array(self) -> np.ndarray:
         """All of them so far."""
-        if self.path is None or not self.path.exists():
+        if self.path is None or not self.path.exists() or not self.path.stat().st_size:  # an empty file cannot be mapped
             return np.concatenate([np.zeros(0, self.dtype), *self._pieces])
         return np.memmap(self.path, self.dtype, "c")
 
 
 class Corpus(NamedTuple):
-    """A text as symbols: the names of the symbols, all symbols, and how many of them are for training."""
+    """A text as symbols.
+
+    Attributes:
+        names: names of the symbols.
+        symbols: the symbols of all parts, one part after the other.
+        sizes: number of symbols in each part: "train", "val", "test" and, where the whole training text is cleaned in another way than
+            its two parts, "whole".
+    """
 
     names: list[str]
     symbols: np.ndarray
-    num_train: int
+    sizes: dict[str, int]
 
 
-def read_letters(pieces: Iterable[str], test_fraction: float, max_train: int, folder: Path | None = None) -> Corpus:
-    """Letters and spaces, as section 4.2 of Dedieu et al. (2019) says."""
+LetterCleaning = Literal["letters", "paper"]
+
+
+def share(fraction: float, size: int) -> int:
+    """The given fraction of `size`, rounded down. It is exact: 0.29 of 100 is 29, whereas ``int(0.29 * 100)`` is 28."""
+    return math.floor(Fraction(str(fraction)) * size)
+
+
+def read_letters(
+    pieces: Iterable[str], test_fraction: float, val_fraction: float, max_train: int, cleaning: LetterCleaning = "letters", folder: Path | None = None
+) -> Corpus:
+    """Letters and spaces; `TextDataModule` describes the two ways of `cleaning`."""
     numbers: dict[str, int] = {}
     store = Store(np.int32, folder and folder / "words")
-    for some_words in _words(pieces):
+    for some_words in _words(pieces, cleaning):
         store.add(numbers.setdefault(word, len(numbers)) for word in some_words)
     words, names = store.array(), list(numbers)
-    # Which words are rare depends on where the training text ends, and that on how long the rare ones become.
-    sizes = np.array([len(name) + 1 for name in names], np.int64)
-    often, first_test, before = np.zeros(len(names), np.int64), 0, -1
-    for block in _in_blocks(words):
-        often += np.bincount(block, minlength=len(names))
-    kept = np.zeros(len(names), bool)
-    for _ in range(10):
-        first_test = _fitting(words, sizes, min((1 - test_fraction) * int(often @ sizes), max_train))
-        if first_test == before:
-            break
-        before = first_test
-        seen = np.zeros(len(names), np.int64)
-        for block in _in_blocks(words[:first_test]):
-            seen += np.bincount(block, minlength=len(names))
-        kept = seen > 1
-        sizes = np.array([len(name) + 1 if keep else len("rare") + 1 for name, keep in zip(names, kept, strict=True)], np.int64)
-    spelled = [name if keep else "rare" for name, keep in zip(names, kept, strict=True)]
+    first_test, kept = _split(words, names, test_fraction, max_train, cleaning)
+    parts = {"train": (words[:first_test], kept), "test": (words[first_test:], kept)}
+    if val_fraction and cleaning == "paper":
+        # The same rule, applied to the training text as if it were the whole text and its last part were the test part.
+        first_val, inner = _split(words[:first_test], names, val_fraction, max_train, cleaning)
+        parts = {"train": (words[:first_val], inner), "val": (words[first_val:first_test], inner), "test": parts["test"], "whole": parts["train"]}
     code = np.zeros(256, np.int64)
     code[np.frombuffer(LETTERS.encode(), np.uint8)] = np.arange(len(LETTERS))
     symbols = Store(np.int64, folder and folder / "symbols")
-    lengths: list[int] = []
-    for part in (words[:first_test], words[first_test:]):
-        length = 0
-        for block in _in_blocks(part):
+    sizes = dict.fromkeys(parts, 0)
+    for part, (there, keeps) in parts.items():
+        spelled = [name if keep else "rare" for name, keep in zip(names, keeps, strict=True)]
+        for block in _in_blocks(there):
             text = " ".join([spelled[word] for word in block.tolist()])
-            text = f" {text}" if length or lengths else text  # the space before the test text is the first of it
+            text = f" {text}" if sizes[part] or part in ("val", "test") else text  # these parts begin with the space after the part before
             symbols.add(code[np.frombuffer(text.encode(), np.uint8)])
-            length += len(text)
-        lengths.append(length)
-    return Corpus(list(LETTERS), symbols.array(), lengths[0])
+            sizes[part] += len(text)
+    return Corpus(list(LETTERS), symbols.array(), sizes if "val" in sizes else _with_validation(sizes["train"], sizes["test"], val_fraction))
 
 
-def _words(pieces: Iterable[str]) -> Iterator[list[str]]:
+def _with_validation(num_train: int, num_test: int, val_fraction: float) -> dict[str, int]:
+    """The sizes of the parts when the last symbols of the training text are the validation part."""
+    validation = share(val_fraction, num_train)
+    return {"train": num_train - validation, "val": validation, "test": num_test}
+
+
+def _split(words: np.ndarray, names: list[str], test_fraction: float, max_train: int, cleaning: LetterCleaning) -> tuple[int, np.ndarray]:
+    """The number of words in the training text, and for each of `names` whether it is kept.
+
+    Which words are rare depends on where the training text ends, and that depends on the lengths of the cleaned words. Both are
+    therefore found by iteration to a fixed point. Where the iteration does not settle within ten rounds, the rare words are those
+    of the last training text.
+    """
+    originals = np.array([len(name) + 1 for name in names], np.int64)
+    sizes, before, kept = originals, -1, np.zeros(len(names), bool)
+    everywhere = _occurrences(words, len(names))
+    for _ in range(10):
+        size = int(everywhere @ sizes)
+        first_test = _fitting(words, sizes, min(math.floor((1 - Fraction(str(test_fraction))) * size), max_train))
+        if first_test == before:
+            break
+        before = first_test
+        in_training = _occurrences(words[:first_test], len(names))
+        kept = in_training > 1 if cleaning == "letters" else (in_training > 0) & (everywhere > 1)
+        sizes = np.where(kept, originals, len("rare") + 1)
+    return first_test, kept
+
+
+def _occurrences(words: np.ndarray, size: int) -> np.ndarray:
+    counts = np.zeros(size, np.int64)
+    for block in _in_blocks(words):
+        counts += np.bincount(block, minlength=size)
+    return counts
+
+
+def _words(pieces: Iterable[str], cleaning: LetterCleaning) -> Iterator[list[str]]:
     """Words of small letters, numbers spelled out; those of a piece at a time."""
     rest = ""
     for piece in chain(pieces, [" "]):
         ready = re.match(r"(.*\s)?", text := rest + piece, re.DOTALL)
         assert ready is not None
         rest = text[ready.end() :]  # a word that may go on in the next piece
-        spelled = re.sub(r"\d+", lambda match: f" {spell(int(match[0]))} ", ready[0])
-        yield [word for word in (re.sub("[^a-z]", "", token) for token in spelled.lower().replace("-", " ").split()) if word]
+        spelled = re.sub(r"\d+", lambda match: f" {spell(match[0])} ", ready[0])
+        if cleaning == "paper":
+            yield re.findall("[a-z]+", spelled.lower())
+        else:
+            yield [word for word in (re.sub("[^a-z]", "", token) for token in spelled.lower().replace("-", " ").split()) if word]
 
 
 def _in_blocks(numbers: np.ndarray) -> Iterator[np.ndarray]:
     return (numbers[first : first + BLOCK] for first in range(0, len(numbers), BLOCK))
 
 
-def _fitting(words: np.ndarray, sizes: np.ndarray, limit: float) -> int:
+def _fitting(words: np.ndarray, sizes: np.ndarray, limit: int) -> int:
     """How many of the first words have at most `limit` symbols together."""
     number, total = 0, 0
     for block in _in_blocks(words):
@@ -224,13 +269,15 @@ def _fitting(words: np.ndarray, sizes: np.ndarray, limit: float) -> int:
     return number
 
 
-def read_characters(pieces: Iterable[str], test_fraction: float, max_train: int, vocabulary: list[str] | None, folder: Path | None = None) -> Corpus:
+def read_characters(
+    pieces: Iterable[str], test_fraction: float, val_fraction: float, max_train: int, vocabulary: list[str] | None, folder: Path | None = None
+) -> Corpus:
     """All characters as they are; those that the training text, or the vocabulary, does not have are unknown."""
     store = Store(np.uint32, folder and folder / "characters")
     for piece in pieces:
         store.add(np.frombuffer(piece.encode("utf-32-le", "surrogatepass"), np.uint32))
     characters = store.array()
-    num_train = min(len(characters) - int(test_fraction * len(characters)), max_train)
+    num_train = min(len(characters) - share(test_fraction, len(characters)), max_train)
     if vocabulary is None:
         found: set[int] = set()
         for block in _in_blocks(characters[:num_train]):
@@ -243,7 +290,7 @@ def read_characters(pieces: Iterable[str], test_fraction: float, max_train: int,
     for block in _in_blocks(characters):
         place = np.minimum(np.searchsorted(known[order], block), len(names) - 1)
         symbols.add(np.where(known[order][place] == block, order[place], 0))
-    return Corpus(names, symbols.array(), num_train)
+    return Corpus(names, symbols.array(), _with_validation(num_train, len(characters) - num_train, val_fraction))
 
 
 _SMALL = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
@@ -252,14 +299,17 @@ _TENS = ["zero", "ten", "twenty", "thirty", "forty", "fifty", "sixty", "seventy"
 _LARGE = ((10**12, "trillion"), (10**9, "billion"), (10**6, "million"), (1000, "thousand"), (100, "hundred"))
 
 
-def spell(number: int) -> str:
-    """A whole number in words; digit by digit where it has more than fifteen."""
-    if number >= 10**15:
-        return " ".join(_SMALL[int(digit)] for digit in str(number))
+def spell(digits: str) -> str:
+    """A whole number, given by its digits, in words; digit by digit where it has more than fifteen."""
+    digits = "".join(str(int(digit)) for digit in digits).lstrip("0") or "0"
+    return " ".join(_SMALL[int(digit)] for digit in digits) if len(digits) > 15 else _in_words(int(digits))
+
+
+def _in_words(number: int) -> str:
     if number < 20:
         return _SMALL[number]
     if number < 100:
         return _TENS[number // 10] + (f" {_SMALL[number % 10]}" if number % 10 else "")
     size, name = next(pair for pair in _LARGE if number >= pair[0])
-    rest = f" {spell(number % size)}" if number % size else ""
-    return f"{spell(number // size)} {name}{rest}"
+    rest = f" {_in_words(number % size)}" if number % size else ""
+    return f"{_in_words(number // size)} {name}{rest}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -21,7 +23,7 @@ Kind = Literal["auto", "symbols", "vectors"]
 Unit = Literal["char", "word", "line-tokens"]
 Per = Literal["line", "file"]
 ENDINGS = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".txt": "text"}
-CACHE_VERSION = 1  # raise it whenever the same file and options are read differently
+CACHE_VERSION = 2  # raise it whenever the same file and options are read differently
 
 
 class FileDataModule(ScaledDataModule):
@@ -33,7 +35,8 @@ class FileDataModule(ScaledDataModule):
 
     Args:
         path: where the training data is, looked up as given and then under `data_dir`; validation and test parts are taken from
-            it too, unless they have a path of their own.
+            it too, unless they have a path of their own. If a checkpoint of a model that was trained on other data is validated or
+            tested, all sequences of `path` are used.
         val_path: where the validation part is.
         test_path: where the test part is.
         format: "csv", "parquet", "jsonl" or "text"; "auto" goes by the ending of the name, before a possible ".gz".
@@ -41,7 +44,8 @@ class FileDataModule(ScaledDataModule):
         sequence_column: the column that says which sequence a row belongs to; its rows need not stand together. Without it a
             file is one sequence.
         columns: one column of names or whole numbers for symbols, one or several of numbers for vectors, or one that holds
-            lists of these; all but `sequence_column` if not given.
+            lists of these; all but `sequence_column` if not given. The columns of several files, and of new data for a trained
+            model, are matched by name. Columns that you choose for new data replace those of training in the given order.
         kind: "symbols" or "vectors"; "auto" takes names and whole numbers in a single column as symbols, the rest as vectors.
         vocabulary: the names of the symbols in the order of their numbers. If not given, the names in the training part, sorted.
             Whole numbers are taken as the symbols' own numbers, unless `vocabulary` or `unknown` is given: then as names.
@@ -51,11 +55,13 @@ class FileDataModule(ScaledDataModule):
             an empty line ends the sequence.
         per: "file" makes each text file one sequence, not each line; for the unit "char" the ends of lines then are symbols too.
             Empty lines of a text make no sequence.
-        missing_token: a cell or symbol that means a missing value, besides empty cells and null; and, for numbers, NaN.
+        missing_token: a cell or symbol that means a missing value, besides empty cells and null; and, for numbers, NaN. Blanks
+            around it do not matter. In tables a number may be written in any way: "-99" also means cells with "-99.0".
         standardize: shift and scale each feature to mean 0 and standard deviation 1 in the training part.
         kwargs: the words of `SequenceDataModule`.
 
     Attributes:
+        columns: the names of the columns that were read, in the order of the features; ``None`` for a text.
         mean: (num_features,) mean of the training part as it was read, if `standardize`, after `setup`.
         std: (num_features,) standard deviation of the same.
     """
@@ -101,15 +107,17 @@ class FileDataModule(ScaledDataModule):
         name = cache_name([CACHE_VERSION, reader], files)
         self._dataset, metadata = self.cached(name, lambda: reader.read(files))
         self._parts: dict[str, int] = json.loads(metadata["parts"])
+        self._names: list[str] | None = json.loads(metadata["names"]) if "names" in metadata else None
         self._lookup: np.ndarray | None = None
+        self.set_columns(json.loads(metadata["columns"]), chosen=columns is not None)
 
         values = self._values()
         self.num_features = values.num_features
         if values.is_discrete:
             if standardize:
                 raise ValueError(f"`standardize` is for vectors, but {files['train'][0]} holds symbols. Leave it out, or set `kind` to 'vectors'.")
-            if "names" in metadata:
-                self.vocabulary = self._encode(json.loads(metadata["names"]), json.loads(metadata["places"]), vocabulary, unknown)
+            if self._names is not None:
+                self.vocabulary = self._encode(self._names, json.loads(metadata["places"]), vocabulary, unknown)
             needed = int(values.values.max()) + 1 if self.vocabulary is None else len(self.vocabulary)
             self.num_symbols = needed if num_symbols is None else num_symbols
             if needed > self.num_symbols or (self.vocabulary is not None and needed != self.num_symbols):
@@ -118,7 +126,7 @@ class FileDataModule(ScaledDataModule):
                 )
 
     def _values(self) -> Sequences:
-        return Sequences.from_arrow(self._dataset.with_format("arrow")[:]["values"])
+        return self.in_order(Sequences.from_arrow(self._dataset.with_format("arrow")[:]["values"]))
 
     def _training(self) -> Sequences:
         """The training part as it was read."""
@@ -146,14 +154,38 @@ class FileDataModule(ScaledDataModule):
             self._lookup = np.array([*lookup, MISSING])  # the last is what the number -1, missing, leads to
         return vocabulary
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identifies the sequences of `path` as they were read, wherever the file is."""
+        values: Sequences = self._values()[: self._parts["train"]]
+        packed, names = values.values.numpy(), []
+        if self._names is not None:  # other names in the validation or test part must not change the numbers
+            seen = np.bincount(packed[packed != MISSING], minlength=len(self._names)) > 0
+            names = sorted(name for name, there in zip(self._names, seen, strict=True) if there)
+            number = {name: i for i, name in enumerate(names)}
+            packed = np.array([*(number.get(name, MISSING) for name in self._names), MISSING])[packed]
+        digest = hashlib.blake2b(json.dumps(names).encode(), digest_size=16)
+        for array in (values.lengths.numpy(), packed):
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "fingerprint": self.fingerprint}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores the units of training. If the model was trained on other data, all sequences are used for validation and test."""
+        trained_on = state_dict.get("fingerprint", self.fingerprint)
+        super().load_state_dict({name: value for name, value in state_dict.items() if name != "fingerprint"})
+        self.score_everything(trained_on != self.fingerprint)
+
     def load_dataset(self) -> dict[str, datasets.Dataset]:
-        dataset = self._dataset
+        dataset, values = self._dataset, self._values()
         if self._lookup is not None:
-            values = self._values()
             dataset = as_dataset(as_table(values.with_values(torch.from_numpy(self._lookup[values.values.numpy()]))))
-        if self.standardize:
-            values = self._values()
+        elif self.standardize:
             dataset = as_dataset(as_table(values.with_values(self.scaled(values.values, self._training().values))))
+        elif self.reordered:
+            dataset = as_dataset(as_table(values))
         ends = np.cumsum(list(self._parts.values())).tolist()
         return {part: dataset.select(range(end - size, end)) for (part, size), end in zip(self._parts.items(), ends, strict=True)}
 

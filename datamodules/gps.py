@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 from lightning.pytorch.utilities import rank_zero_info
+from numba import njit
 
 from datamodules import series
 from datamodules.base import PARTS, as_dataset, as_table
@@ -25,7 +26,7 @@ from lightning_hmm.sequences import MISSING, Sequences
 
 Units = Literal["degrees", "metres"]
 ENDINGS = (".gpx", ".geojson", ".json", *series.ENDINGS)
-CACHE_VERSION = 1  # raise it whenever the same file and options are read differently
+CACHE_VERSION = 2  # raise it whenever the same file and options are read differently
 WIDEST = 60.0  # degrees of longitude from the origin: beyond, metres on a plane mean little
 
 # What columns and properties are called where the user does not say
@@ -69,7 +70,7 @@ class GPSDataModule(ScaledDataModule):
         units: "degrees", or "metres" for positions on a plane.
         time_column: column of times, or a property in GeoJSON; if not given, one called "time", "timestamp", "datetime" or "date".
             Times are dates as in ``2015-03-04 00:01:00``, or numbers of seconds, and must rise along a track.
-        time_format: how dates are written if in another way, in the signs of `strptime`.
+        time_format: how dates are written if in another way, in the directives of Python's `datetime.strptime`.
         track_column: column that says which track a row belongs to; if not given, one called "track", "track_id", "trackid",
             "trajectory" or "trajectory_id", and if there is none, a table is one track.
         label_column: column of what is known to be the state, such as the means of transport; a property in GeoJSON, an
@@ -292,11 +293,14 @@ class _Reader(NamedTuple):
             return self._table(path)
         if self.units == "metres":
             raise ValueError(f"`units` must be 'degrees' for GPX and GeoJSON, but is 'metres', and {path} is one of these.")
-        with pa.input_stream(str(path)) as stream:  # undoes gzip by the ending of the name
-            data = stream.read()
+        try:
+            with pa.input_stream(str(path)) as stream:  # undoes gzip by the ending of the name
+                data = stream.read()
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read: {error}. Copy or download it again.") from None
         try:
             tracks = self._gpx(ElementTree.fromstring(data)) if kind == ".gpx" else self._geojson(json.loads(data))
-        except (ElementTree.ParseError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (ElementTree.ParseError, json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(f"{path} must be {'GPX' if kind == '.gpx' else 'GeoJSON'}, but cannot be read as it: {error}") from None
         if not any(rows for _, rows in tracks):
             wanted = "a `trk` with points" if kind == ".gpx" else "a LineString, MultiLineString or Point with times"
@@ -412,29 +416,40 @@ def _select(track: _Track, rows: np.ndarray) -> _Track:
 
 
 def _reachable(times: np.ndarray, positions: np.ndarray, max_speed: float) -> np.ndarray:
-    """(points,) which to keep so that no two neighbours need more than `max_speed`, and as many as possible.
-
-    Stretches between impossible hops stay or go as wholes; the best chain of them is found by dynamic programming. A wrong first
-    point goes, where comparing each point with the last good one would lose all others.
-    """
-
-    def possible(before: Any, after: Any) -> Any:
-        return np.hypot(*(positions[after] - positions[before]).T) <= max_speed * (times[after] - times[before]) / SECOND
-
-    first = np.flatnonzero(np.append(True, ~possible(np.arange(len(times) - 1), np.arange(1, len(times)))))
-    last = np.append(first[1:], len(times)) - 1
-    best, before = (last - first + 1).astype(np.int64), np.full(len(first), -1)
-    for stretch in range(1, len(first)):
-        totals = np.where(possible(last[:stretch], first[stretch]), best[:stretch], 0)
-        if totals.max() > 0:
-            before[stretch] = int(totals.argmax())
-            best[stretch] += totals.max()
+    """(points,) which to keep so that no two neighbours need more than `max_speed`: as many as possible, and of equal choices the shortest way."""
+    before, last = _longest_chain(times, positions, max_speed)
     kept = np.zeros(len(times), bool)
-    stretch = int(best.argmax())
-    while stretch >= 0:
-        kept[first[stretch] : last[stretch] + 1] = True
-        stretch = int(before[stretch])
+    while last >= 0:
+        kept[last] = True
+        last = before[last]
     return kept
+
+
+@njit(cache=True)
+def _longest_chain(times: np.ndarray, positions: np.ndarray, max_speed: float) -> tuple[np.ndarray, int]:
+    """Dynamic programming over points: the point before each in the longest chain that ends in it, -1 for none; the end of the longest of all.
+
+    The points before are tried from the last to the first, until all earlier chains are shorter than the one found. For a track with few jumps
+    this takes few comparisons for each point; at worst it takes one for each pair of points.
+    """
+    size = len(times)
+    lengths, ways, before = np.ones(size, np.int64), np.zeros(size), np.full(size, -1)  # points and metres of the chain that ends in each point
+    longest = np.ones(size, np.int64)  # points of the longest chain that ends in this point or earlier
+    last = 0
+    for point in range(size):
+        other = point - 1
+        while other >= 0 and longest[other] >= lengths[point] - 1:
+            east, north = positions[point, 0] - positions[other, 0], positions[point, 1] - positions[other, 1]
+            square, limit = east * east + north * north, max_speed * (times[point] - times[other]) / SECOND
+            if square <= limit * limit and lengths[other] >= lengths[point] - 1:
+                way = ways[other] + math.sqrt(square)
+                if lengths[other] >= lengths[point] or way < ways[point]:
+                    lengths[point], ways[point], before[point] = lengths[other] + 1, way, other
+            other -= 1
+        longest[point] = max(lengths[point], longest[point - 1]) if point else 1
+        if lengths[point] > lengths[last] or (lengths[point] == lengths[last] and ways[point] < ways[last]):
+            last = point
+    return before, last
 
 
 def _middle(degrees: np.ndarray) -> list[float]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
+import struct
 import wave
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -273,7 +275,7 @@ def read_signal(path: Path, sample_rate: int) -> tuple[np.ndarray, int, int]:
 def read_wav(path: Path) -> tuple[np.ndarray, int, int]:
     """(samples,) between -1 and 1, the mean of all channels; samples a second; channels."""
     try:
-        with wave.open(str(path), "rb") as file:
+        with wave.open(io.BytesIO(_as_plain_pcm(path.read_bytes())), "rb") as file:
             width, rate, channels = file.getsampwidth(), file.getframerate(), file.getnchannels()
             data = file.readframes(file.getnframes())
     except (wave.Error, EOFError, OSError) as error:
@@ -290,6 +292,18 @@ def read_wav(path: Path) -> tuple[np.ndarray, int, int]:
     else:
         samples = np.frombuffer(data, {2: "<i2", 4: "<i4"}[width]).astype(np.float64)
     return samples.reshape(-1, channels).mean(axis=1) / FULL_SCALE[width], rate, channels
+
+
+def _as_plain_pcm(data: bytes) -> bytes:
+    """A WAV file whose format is WAVE_FORMAT_EXTENSIBLE with PCM samples as one whose format is PCM, which Python 3.11 can read; any other as it is."""
+    start = 12  # after "RIFF", a size and "WAVE"
+    while start + 8 <= len(data):
+        name, size = struct.unpack_from("<4sI", data, start)
+        if name == b"fmt ":
+            extensible = data[start + 8 : start + 10] == b"\xfe\xff" and data[start + 32 : start + 34] == b"\x01\x00"
+            return data[: start + 8] + b"\x01\x00" + data[start + 10 :] if extensible else data
+        start += 8 + size + size % 2
+    return data
 
 
 def pluck_recordings(analysis: Analysis, recordings: int, seed: int) -> pa.Table:

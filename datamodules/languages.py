@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import datasets
 import numpy as np
 import torch
+from scipy.special import xlogy
 
 from datamodules.base import Part, SequenceDataModule, as_dataset, as_table
 from lightning_hmm.loading import generator
@@ -193,12 +194,26 @@ def _toy_machine(k: int, alphas: list[float], shares: list[float]) -> Machine:
 
 
 def _run_length_and_bits(k: int, alphas: list[float], shares: list[float]) -> tuple[float, float]:
-    """The mean length of a run and its entropy: the signal, a bit for each group, and how often the last group came."""
-    times = np.arange(1, 5000)
-    chances = sum(share * alpha ** (times - 1) * (1 - alpha) for alpha, share in zip(alphas, shares, strict=True))
-    repeats = float((chances * times).sum()) - 1
-    entropy = float(-(chances * np.log2(np.where(chances > 0, chances, 1.0))).sum())
-    return 3 * k + 3 * repeats, 1 + k + repeats + entropy
+    """The mean length of a run and its entropy: the signal, a bit for each group, and how often the last group is repeated.
+
+    The number of repeats is a mixture of geometric distributions. Their sum is taken term by term up to where only the one with the largest
+    alpha counts in double precision, and in closed form from there on. A single alpha has the closed form alone.
+    """
+    mixed: dict[float, float] = {}
+    for alpha, share in zip(alphas, shares, strict=True):
+        mixed[alpha] = mixed.get(alpha, 0.0) + share
+    mixed = {alpha: share for alpha, share in mixed.items() if share > 0}
+    largest, share = max(mixed.items())
+    terms = 0
+    for alpha, other in mixed.items():
+        if alpha < largest:
+            logs = math.log(1e-18 * share * (1 - largest) / (other * (1 - alpha)))
+            terms = max(terms, 1 if alpha == 0 else math.ceil(logs / math.log(alpha / largest)))
+    chances = sum(share * (1 - alpha) * alpha ** np.arange(terms) for alpha, share in mixed.items())
+    rest = share * largest**terms  # probability of at least this many repeats
+    entropy = -float(xlogy(chances, chances).sum()) - float(xlogy(rest, share * (1 - largest)) + xlogy(rest * (terms + largest / (1 - largest)), largest))
+    repeats = sum(share * alpha / (1 - alpha) for alpha, share in mixed.items())
+    return 3 * k + 3 * repeats, 1 + k + repeats + entropy / math.log(2)
 
 
 _OPENING, _CLOSING, _END = (0, 2), (1, 3), 4  # ( [ and ) ] and |

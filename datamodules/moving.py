@@ -26,7 +26,7 @@ class MovingTargetDataModule(SequenceDataModule):
         x_t \sim \mathcal{N}(X_{i_t}, \sigma^2 I), \qquad y_{t+1} = y_t + \frac{x_t - y_t}{\|x_t - y_t\|}
 
     (eq. 19 of the paper). The state of a step is the target that it is headed for. Who predicts that a particle stands still errs by 1;
-    `bayes_error` is what the mean of the exact filter with known targets errs.
+    `bayes_error` is the error of the mean of the exact filter, which knows the targets and has followed each particle since before the burn-in.
 
     Args:
         num_features: d, at least 2.
@@ -78,7 +78,8 @@ class MovingTargetDataModule(SequenceDataModule):
         assert self.num_features is not None
         return self.extent * (2 * torch.rand(count, self.num_features, dtype=torch.float64, generator=draw) - 1)
 
-    def load_dataset(self) -> datasets.Dataset:
+    def _trajectories(self) -> tuple[Tensor, Tensor]:
+        """(N, burn_in + length, d) positions and (N, burn_in + length) targets; the same at every call."""
         draw = generator(self.seed, "trajectories")
         position = self._uniform(draw, self.num_sequences)
         target = torch.randint(len(self.targets), (self.num_sequences,), generator=draw)
@@ -90,14 +91,24 @@ class MovingTargetDataModule(SequenceDataModule):
             targets.append(target)
             away = self.targets[target] + self.noise * torch.randn(position.shape, dtype=torch.float64, generator=draw) - position
             position = position + away / away.norm(dim=1, keepdim=True)
+        return torch.stack(positions, dim=1), torch.stack(targets, dim=1)
+
+    def load_dataset(self) -> datasets.Dataset:
+        values, states = (drawn[:, self.burn_in :].flatten(0, 1) for drawn in self._trajectories())
         lengths = [self.length] * self.num_sequences
-        values, states = (torch.stack(kept[self.burn_in :], dim=1).flatten(0, 1) for kept in (positions, targets))
         return as_dataset(as_table(Sequences.from_lengths(values, lengths), Sequences.from_lengths(states, lengths)))
 
     def bayes_error(self, part: Part = "test") -> float:
-        """Mean distance between the next position and its expectation by a filter that knows targets, noise and radius."""
-        positions = self._part(part).values.view(-1, self.length, len(self.targets[0]))
-        return float((positions[:, 1:] - bayes_predictions(positions, self.targets, self.noise, self.radius)[:, :-1]).norm(dim=2).mean())
+        """Mean distance between the next position and its expectation by a filter that knows targets, noise and radius.
+
+        The filter starts where the particles do, before the burn-in. It thus has seen more than the sequences show, and no predictor
+        that reads only the sequences has a smaller expected error.
+        """
+        _, _, indices = self._source(part)
+        positions, _ = self._trajectories()
+        positions = positions if indices is None else positions[indices]
+        predictions = bayes_predictions(positions, self.targets, self.noise, self.radius)
+        return float((positions[:, self.burn_in + 1 :] - predictions[:, self.burn_in : -1]).norm(dim=2).mean())
 
 
 def bayes_predictions(positions: Tensor, targets: Tensor, noise: float, radius: float) -> Tensor:

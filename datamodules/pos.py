@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
-from datamodules.paths import ending, some
+from datamodules.paths import ending
 from datamodules.symbols import SymbolDataModule, Symbols
 from datamodules.synthetic import draw_states, draw_symbols
 from lightning_hmm.loading import generator
@@ -131,14 +131,14 @@ class POSDataModule(SymbolDataModule):
             if self.format == "auto" and ending(file) not in ENDINGS:
                 raise ValueError(f"`format` must be given for {file}, whose ending is none of {', '.join(ENDINGS)}, with or without .gz.")
             new, sizes = read_tags(file, ENDINGS[ending(file)] if self.format == "auto" else self.format, self.column)
+            if new.null_count == len(new):
+                raise ValueError(f"Each file must have some tags, but in column {self.column!r} of {file} all are missing. Set `column` to that of the tags.")
             tags.append(new)
             lengths.append(sizes)
             found += len(sizes)
             if self.num_sequences is not None and found >= self.num_sequences:
                 break
         encoded = pa.concat_arrays(tags).dictionary_encode()
-        if not len(encoded.dictionary):
-            raise ValueError(f"There must be some tags, but all in {some(list(map(str, files)))} are missing. Set `column` to that of the tags.")
         numbers = encoded.indices.fill_null(MISSING).to_numpy().astype(np.int64)
         return Symbols(numbers, np.concatenate(lengths), encoded.dictionary.to_pylist())
 

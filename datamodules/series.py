@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import numpy as np
@@ -13,20 +14,29 @@ import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet
 
+from datamodules.csv_options import parse_options
 from datamodules.paths import ending
 
 ENDINGS = (".csv", ".tsv", ".txt", ".parquet")
 SECOND = 1_000_000  # times are whole microseconds
+NULLS = pa.csv.ConvertOptions().null_values  # marks of a missing number
 MOST_EMPTY = 100  # steps for each row, above which a wrong `step` or a stray time is more likely than a true gap
 
 
 def read_table(path: Path, choose: Callable[[list[str]], list[str]], delimiter: str | None = None, skip_rows: int = 0) -> pa.Table:
     """The columns that `choose` takes from the names of all, those of a CSV file as text; ".gz" is undone."""
+
+    def chosen(names: list[str]) -> list[str]:
+        found = choose(names)
+        if twice := [name for name in found if names.count(name) > 1]:
+            raise ValueError(f"Columns must have different names, but {path} has {names.count(twice[0])} columns {twice[0]!r}. Rename them.")
+        return found
+
     try:
         if ending(path) == ".parquet":
-            table = pa.parquet.read_table(path, columns=choose(pa.parquet.read_schema(path).names))
+            table = pa.parquet.read_table(path, columns=chosen(pa.parquet.read_schema(path).names))
         else:
-            table = _read_csv(path, choose, delimiter, skip_rows)
+            table = _read_csv(path, chosen, delimiter, skip_rows)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} must be a table in CSV or Parquet, but cannot be read as one: {error}") from None
     if not len(table):
@@ -39,39 +49,71 @@ def _read_csv(path: Path, choose: Callable[[list[str]], list[str]], delimiter: s
         data = stream.read_buffer()
     if data.size == 0:
         raise ValueError(f"{path} must not be empty, but is.")
-    parse = pa.csv.ParseOptions(delimiter=delimiter or ("\t" if ending(path) == ".tsv" else ","))
+    parse = parse_options(data, path, delimiter)
     lines = pa.csv.ReadOptions(skip_rows=skip_rows)
     chosen = choose(pa.csv.open_csv(pa.BufferReader(data), read_options=lines, parse_options=parse).schema.names)
-    convert = pa.csv.ConvertOptions(include_columns=chosen, column_types=dict.fromkeys(chosen, pa.large_string()), strings_can_be_null=True)
+    types = dict.fromkeys(chosen, pa.large_string())
+    convert = pa.csv.ConvertOptions(include_columns=chosen, column_types=types, strings_can_be_null=True, null_values=[""])  # "NA" may be a name
     return pa.csv.read_csv(pa.BufferReader(data), read_options=lines, parse_options=parse, convert_options=convert)
 
 
 def as_times(column: pa.Array, name: str, place: Callable[[int], str], time_format: str | None = None) -> np.ndarray:
     """(rows,) microseconds since any moment, from dates or seconds; `place` says for an error where a row was read."""
+    column = _trimmed(column)
     if column.null_count:
         raise ValueError(f"Each row must have a time, but column {name!r} in {place(int(np.argmax(column.is_null())))} is empty.")
-    times = _parse(column, time_format)
+    if time_format is not None and not pa.types.is_temporal(column.type):
+        return _formatted(column, name, place, time_format)
+    times = _parse(column)
     if times is not None:
         return times
-    row = bisect.bisect_left(range(len(column)), True, key=lambda last: _parse(column[: last + 1], time_format) is None)
-    wanted = "dates as 2015-03-04 00:01:00, or seconds" if time_format is None else f"dates as {time_format}"
-    raise ValueError(f"Times must be {wanted}, but column {name!r} in {place(row)} has {column[row].as_py()!r} instead. Set `time_column` or `time_format`.")
+    row = bisect.bisect_left(range(len(column)), True, key=lambda last: _parse(column[: last + 1]) is None)
+    raise ValueError(
+        f"Times must be dates as 2015-03-04 00:01:00, or seconds, but column {name!r} in {place(row)} has {column[row].as_py()!r} instead. "
+        "Set `time_column` or `time_format`."
+    )
 
 
-def _parse(column: pa.Array, time_format: str | None) -> np.ndarray | None:
-    """The same, or ``None`` if one of them is no time."""
+def _formatted(column: pa.Array, name: str, place: Callable[[int], str], time_format: str) -> np.ndarray:
+    """The same from dates in the directives of `datetime.strptime`. Unlike that of Arrow it refuses impossible dates, and reads fractions of a second."""
+    if "%Z" in time_format.replace("%%", ""):
+        raise ValueError(
+            f"`time_format` must not contain %Z, but is {time_format!r}: names of time zones are ambiguous. If all times are in one zone, write its name "
+            "in the place of %Z; otherwise write offsets such as +0200 into the file and use %z."
+        )
+    dates, start = column.dictionary_encode(), datetime(1970, 1, 1, tzinfo=UTC)
+    times = np.empty(len(dates.dictionary), np.int64)
+    for number, text in enumerate(map(str, dates.dictionary.to_pylist())):
+        try:
+            date = datetime.strptime(text, time_format)
+        except ValueError as error:
+            row = int(np.argmax(dates.indices.to_numpy() == number))
+            message = f"Times must be dates as {time_format}, but column {name!r} in {place(row)} has {text!r} instead ({error})."
+            raise ValueError(f"{message} Set `time_column` or `time_format`.") from None
+        times[number] = ((date if date.tzinfo else date.replace(tzinfo=UTC)) - start) // timedelta(microseconds=1)
+    return times[dates.indices.to_numpy()]
+
+
+def _parse(column: pa.Array) -> np.ndarray | None:
+    """(rows,) microseconds, or ``None`` if one of them is no time."""
     with contextlib.suppress(pa.ArrowException):
         if pa.types.is_temporal(column.type):
             return _microseconds(column.cast(pa.timestamp("us", getattr(column.type, "tz", None)), safe=False))
-        if time_format is not None:
-            return _microseconds(pc.strptime(column, time_format, "us"))
         with contextlib.suppress(pa.ArrowException):  # then they are no numbers, but may be dates
             seconds = column.cast(pa.float64()).to_numpy()
             return np.round(seconds * SECOND).astype(np.int64) if np.isfinite(seconds).all() else None
-        zone = "UTC" if pc.any(pc.match_substring_regex(column, r"(Z|[+-]\d\d:?\d\d)$")).as_py() else None
+        zone = "UTC" if pc.any(pc.match_substring_regex(column, r"[T ]\d.*(Z|[+-]\d\d(:?\d\d)?)$")).as_py() else None
         fine = bool(pc.any(pc.match_substring_regex(column, r"\.\d{7}")).as_py())  # these are read as nanoseconds or not at all
         return _microseconds(column.cast(pa.timestamp("ns" if fine else "us", zone)).cast(pa.timestamp("us", zone), safe=False))
     return None
+
+
+def _trimmed(column: pa.Array) -> pa.Array:
+    """Text without the blanks around it, null where nothing is left; any other column as it is."""
+    if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
+        return column
+    column = pc.utf8_trim_whitespace(column)
+    return pc.if_else(pc.equal(column, ""), pa.scalar(None, column.type), column)
 
 
 def _microseconds(dates: pa.Array) -> np.ndarray:
@@ -80,9 +122,10 @@ def _microseconds(dates: pa.Array) -> np.ndarray:
 
 
 def as_numbers(column: pa.Array, name: str, place: Callable[[int], str]) -> np.ndarray:
-    """(rows,) float64, NaN where missing."""
-    if pa.types.is_large_string(column.type):
-        column = pc.utf8_trim_whitespace(column)
+    """(rows,) float64, NaN where missing: where a cell is empty or blank, or holds a mark such as "NA" or "null"."""
+    column = _trimmed(column)
+    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+        column = pc.if_else(pc.is_in(column, pa.array(NULLS, column.type)), pa.scalar(None, column.type), column)
 
     def converted(cells: pa.Array) -> np.ndarray | None:
         try:

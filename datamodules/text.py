@@ -17,7 +17,7 @@ from datamodules.corpus import UNKNOWN, Source, hub_texts, python_help, read_cha
 from datamodules.languages import in_pieces, pieces
 from lightning_hmm.sequences import Sequences, Vocabulary
 
-CACHE_VERSION = 1  # raise it whenever the same text and options are read differently
+CACHE_VERSION = 2  # raise it whenever the same text and options are read differently
 
 
 class TextDataModule(SequenceDataModule):
@@ -32,9 +32,18 @@ class TextDataModule(SequenceDataModule):
         column: which column of it holds the text; a line ends where a row does.
         streaming: for a text that does not fit into memory: it is read in pieces, and its symbols are in a file in ``<data_dir>/cache``,
             which is mapped into memory, and made again only if a file or an option changes.
-        cleaning: "letters" spells numbers out, replaces words that occur once in the training text, or only in the test text,
-            by "rare", and leaves the 26 letters and the space; "none" keeps the characters as they are, and those that the
-            training text does not have are unknown.
+        cleaning: What becomes of the characters.
+
+            - "letters" leaves the 26 letters and the space. It spells numbers out, removes all other characters from the words (hyphens
+              separate words), and replaces words that do not occur at least twice in the training text by "rare".
+            - "paper" does the same with the rules that reproduce the sizes and the n-gram results of Table 4 in Dedieu et al. (2019): every
+              other character separates words ("cat's" becomes "cat s"), and a word is kept if the training text contains it and it
+              occurs at least twice in the training and test text together. A word that occurs once in the training text is thus
+              kept only if the test text contains it too. The same rule is applied to the training text alone, with the
+              validation part in the place of the test part, so that neither the training nor the validation part depends on
+              the test part. The test part is cleaned for a model of the whole training text: before you test, train on all of it
+              with the `Retraining` callback or `val_fraction=0`.
+            - "none" keeps the characters as they are. Those that the training text does not contain are unknown.
         sequence_length: symbols of a training sequence.
         max_train: most symbols to train and validate on; what is beyond them is tested on.
         test_fraction: of the whole text.
@@ -51,7 +60,7 @@ class TextDataModule(SequenceDataModule):
         split: str = "train",
         column: str = "text",
         streaming: bool = False,
-        cleaning: Literal["letters", "none"] = "letters",
+        cleaning: Literal["letters", "paper", "none"] = "letters",
         sequence_length: int = 1000,
         max_train: int = 750_000,
         test_fraction: float = 0.1,
@@ -60,8 +69,8 @@ class TextDataModule(SequenceDataModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(test_fraction=test_fraction, val_fraction=val_fraction, **kwargs)
-        if cleaning not in ("letters", "none"):
-            raise ValueError(f"`cleaning` must be letters or none, but is {cleaning!r} instead.")
+        if cleaning not in ("letters", "paper", "none"):
+            raise ValueError(f"`cleaning` must be letters, paper or none, but is {cleaning!r} instead.")
         if path is not None and dataset is not None:
             raise ValueError(f"One of `path` and `dataset` may be given, but they are {path!r} and {dataset!r}.")
         for name, size in (("sequence_length", sequence_length), ("max_train", max_train)):
@@ -70,7 +79,8 @@ class TextDataModule(SequenceDataModule):
         for character in vocabulary or ():
             if len(character) != 1:
                 raise ValueError(f"`vocabulary` must hold single characters, but holds {character!r}.")
-        self.sequence_length, self.max_train, self.cleaning, self._given = sequence_length, max_train, cleaning, vocabulary
+        self.sequence_length, self.max_train, self._given = sequence_length, max_train, vocabulary
+        self.cleaning: Literal["letters", "paper", "none"] = cleaning
         if dataset is not None:
             source = hub_texts(dataset, dataset_config, split, column, streaming)
         else:
@@ -84,21 +94,19 @@ class TextDataModule(SequenceDataModule):
             table = self._read(source, None)
             self._dataset, metadata = as_dataset(table), metadata_of(table.schema)
         self._parts: dict[str, int] = json.loads(metadata["parts"])
-        self.vocabulary = Vocabulary(json.loads(metadata["names"]), None if cleaning == "letters" else UNKNOWN)
+        self.vocabulary = Vocabulary(json.loads(metadata["names"]), UNKNOWN if cleaning == "none" else None)
         self.num_symbols = len(self.vocabulary)
 
     def _read(self, source: Source, folder: Path | None) -> pa.Table:
         """All parts as a table, with the names of the symbols and the numbers of sequences in its metadata; symbols are in a file where there is a folder."""
-        limits = self.test_fraction, self.max_train
-        if self.cleaning == "letters":
-            corpus = read_letters(source.pieces(), *limits, folder)
-        else:
+        limits = self.test_fraction, self.val_fraction, self.max_train
+        if self.cleaning == "none":
             corpus = read_characters(source.pieces(), *limits, self._given, folder)
-        if not corpus.num_train:
+        else:
+            corpus = read_letters(source.pieces(), *limits, self.cleaning, folder)
+        if not corpus.sizes["train"]:
             raise ValueError(f"`path` or `dataset` must lead to a text to train on, but nothing is left of {source.name} after cleaning ({self.cleaning!r}).")
-        validation = int(self.val_fraction * corpus.num_train)
-        sizes = {"train": corpus.num_train - validation, "val": validation, "test": len(corpus.symbols) - corpus.num_train}
-        lengths = {part: pieces(size, self.sequence_length if part == "train" else max(size, 1)) for part, size in sizes.items()}
+        lengths = {part: pieces(size, self.sequence_length if part in ("train", "whole") else max(size, 1)) for part, size in corpus.sizes.items()}
         sequences = Sequences.from_lengths(torch.from_numpy(corpus.symbols), [length for part in lengths.values() for length in part])
         metadata = {"names": json.dumps(corpus.names), "parts": json.dumps({part: len(there) for part, there in lengths.items()})}
         return as_table(sequences).replace_schema_metadata(metadata)
@@ -114,9 +122,15 @@ class TextDataModule(SequenceDataModule):
     def load_dataset(self) -> dict[str, datasets.Dataset]:
         parts, first = {}, 0
         for part, size in self._parts.items():
-            parts[part] = self._dataset.select(range(first, first + size))
+            parts[part] = self._dataset.select(range(first, first + size) if size else [])
             first += size
+        self._whole = parts.pop("whole", None)
         return parts
+
+    def train_on_validation(self, yes: bool = True) -> None:
+        super().train_on_validation(yes)
+        if yes and self._whole is not None:
+            self._together = Sequences.from_arrow(self._whole.with_format("arrow")[:]["values"])
 
     def as_training(self, sequences: Sequences) -> Sequences:
         return in_pieces(sequences, self.sequence_length)

@@ -7,24 +7,30 @@
 from __future__ import annotations
 
 import os
+import pkgutil
+import shlex
 import shutil
+import signal
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from jsonargparse import ArgumentError
+from jsonargparse import ArgumentError, Namespace
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
 from lightning_hmm.callbacks import Convergence, Figures, PredictionWriter, Retraining
 from lightning_hmm.models import SequenceModel
+from lightning_hmm.runs import claim_version, find_checkpoint, require_local_file, run_folder
 from lightning_hmm.training import quiet_lightning
 
 
@@ -77,17 +83,41 @@ class LastCheckpoint(ModelCheckpoint):
         """Nothing: a resumed run has a folder of its own."""
 
 
-class ResumeHint(Callback):
-    """After Ctrl-C or a signal to end: where the last finished epoch is, and the command that goes on from it."""
+class RunConfig(SaveConfigCallback):
+    """Saves ``config.yaml`` in the folder of the run, beside its checkpoints, whatever logger is used."""
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if not isinstance(exception, KeyboardInterrupt | SIGTERMException) or trainer.state.fn != "fit":
-            return
-        last = next((callback.best_model_path for callback in trainer.checkpoint_callbacks if isinstance(callback, LastCheckpoint)), "")
-        if last:
-            _say(f"Stopped. The last finished epoch is in {last}", "Go on with:", f"  {_command('fit', trainer.log_dir)} --ckpt_path {last}")
-        else:
-            _say("Stopped before the first epoch was finished; nothing was saved.")
+    def __init__(self, parser: LightningArgumentParser, config: Namespace) -> None:
+        super().__init__(parser, config, save_to_log_dir=False)
+
+    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        path = run_folder(trainer) / "config.yaml"
+        given = {Path(config).resolve() for config in self.config.get("config") or []}
+        if path.exists() and (stage != "fit" or path.resolve() in given):
+            return  # the file describes the training, or was written by the user
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.parser.save(self.config, path, skip_none=False, overwrite=True)
+
+
+class SharedVersion(Callback):
+    """Gives the loggers of every rank the version that rank 0 has claimed.
+
+    Args:
+        loggers: Returns the loggers for a version.
+    """
+
+    def __init__(self, loggers: Callable[[Any], list[Logger]]) -> None:
+        self.loggers = loggers
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        version = trainer.strategy.broadcast(trainer.loggers[0].version)
+        if not trainer.is_global_zero:
+            trainer.loggers = self.loggers(version)
+
+
+def default_loggers(folder: str | Path, name: str, version: int | None) -> list[Logger]:
+    """Returns the loggers of a run for which no others were chosen: TensorBoard and a CSV file."""
+    # Flushed often, for who is watching; and an interrupt that hits the writer's lock costs seconds, not minutes.
+    return [TensorBoardLogger(folder, name, version, default_hp_metric=False, flush_secs=5), CSVLogger(folder, name, version)]
 
 
 class Parser(LightningArgumentParser):
@@ -127,6 +157,17 @@ class CommandLine(LightningCLI):
         parser.add_lightning_class_args(Figures, "figures")
         parser.add_lightning_class_args(PredictionWriter, "predictions")
 
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        super().parse_arguments(parser, args)
+        subcommand = self.config.subcommand
+        for group in ("trainer", *self._parser(subcommand).callback_keys):
+            if not isinstance(given := self.config[subcommand].get(group), Namespace):
+                parser.error(f"`{group}` must be a group of options, such as `trainer: {{max_epochs: 50}}`, but is {given!r} instead.")
+        if self.config[subcommand].get("ckpt_path") is not None:
+            # What was typed or is in a given configuration file, without the defaults.
+            given = parser.parse_object(args, defaults=False) if isinstance(args, dict | Namespace) else parser.parse_args(args, defaults=False)
+            self._given = given[subcommand].model
+
     def _parse_ckpt_path(self) -> None:
         config = self.config[self.config.subcommand]
         path = config.get("ckpt_path")
@@ -134,21 +175,37 @@ class CommandLine(LightningCLI):
             if self.config.subcommand != "fit":
                 raise ValueError(f"`--ckpt_path` must say which model to {self.config.subcommand}: without it, that would be one that was never trained.")
             return
-        if path in ("best", "last", "hpc"):
+        if path == "hpc":
             return
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"`--ckpt_path` must be a checkpoint, but there is no file {path}.")
+        checkpoint = find_checkpoint(path, config.get("config") or []) if path in ("best", "last") else require_local_file(path, "--ckpt_path")
+        config.ckpt_path = str(checkpoint)
         try:
-            super()._parse_ckpt_path()
-            trained = torch.load(path, weights_only=True, map_location="cpu")["hyper_parameters"]
-        except (OSError, RuntimeError, EOFError, KeyError, UnpicklingError) as error:
-            raise ValueError(f"`--ckpt_path` must be a checkpoint, but {path} cannot be read as one ({type(error).__name__}).") from error
+            content = torch.load(checkpoint, weights_only=True, map_location="cpu")
+            family, trained = content["lightning_hmm"]["model"], content["hyper_parameters"]
+        except (OSError, RuntimeError, EOFError, KeyError, TypeError, UnpicklingError) as error:
+            raise ValueError(f"`--ckpt_path` must be a checkpoint, but {checkpoint} cannot be read as one ({type(error).__name__}).") from error
+        self._take_options(trained, family, checkpoint)
         # Other data than in training must still mean the same by a symbol.
         options = self.config[self.config.subcommand].data.init_args
         handed_on = {"vocabulary": "symbol_names", "unknown": "unknown_symbol"} if trained.get("symbol_names") else {"num_symbols": "num_symbols"}
         for option, name in handed_on.items():
             if option in options and options[option] is None and trained.get(name) is not None:
                 options[option] = trained[name]
+
+    def _take_options(self, trained: dict[str, Any], family: str, checkpoint: Path) -> None:
+        """Takes the options of the model from a checkpoint. Options that were given must agree with them; defaults need not."""
+        given = self._given.get("init_args") or Namespace()
+        remedy = "Leave the option out of the command and the configuration file, or give another checkpoint."
+        if pkgutil.resolve_name(self._given.class_path).__name__ != family:
+            raise ValueError(f"`model` is {self._given.class_path}, but {checkpoint} holds a {family}. {remedy}")
+        class_path = trained.get("_class_path", self._given.class_path)
+        options = {name: value for name, value in trained.items() if not name.startswith("_")}
+        self.config = self.parser.parse_object({self.config.subcommand: {"model": {"class_path": class_path, "dict_kwargs": options}}}, self.config)
+        taken = self.config[self.config.subcommand].model.init_args
+        others = [name for name, value in vars(given).items() if name in taken and value != taken[name] and not (value is None and name in _LINKED)]
+        if others:
+            listing = "; ".join(f"`model.init_args.{name}` is {given[name]!r}, but {taken[name]!r} in the checkpoint" for name in others)
+            raise ValueError(f"The options of the model must be those of the checkpoint {checkpoint}: {listing}. {remedy}")
 
     def before_instantiate_classes(self) -> None:
         model = self._get(self.config, "model")
@@ -164,20 +221,42 @@ class CommandLine(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         config = self._get(self.config_init, "trainer")
-        if config.get("logger") is None and not config.get("fast_dev_run"):
-            kwargs["logger"] = self._loggers(config.get("default_root_dir") or "logs")
         if config.get("enable_checkpointing") is False:
             # Lightning refuses callbacks that save where nothing is to be saved.
             keys = self._parser(self.subcommand).callback_keys
             keys[:] = [key for key in keys if key not in ("checkpoint", "last_checkpoint")]
-        return super().instantiate_trainer(**kwargs)
-
-    def _loggers(self, folder: str) -> list[Any]:
+        if config.get("logger") is not None or config.get("fast_dev_run"):
+            return super().instantiate_trainer(**kwargs)
         model = type(self.model).__name__.removesuffix("HMM").lower()
         data = type(self.datamodule).__module__.rpartition(".")[2]
-        # Flushed often, for who is watching; and an interrupt that hits the writer's lock costs seconds, not minutes.
-        board = TensorBoardLogger(folder, name=f"{model}/{data}", default_hp_metric=False, flush_secs=5)
-        return [board, CSVLogger(folder, name=f"{model}/{data}", version=board.version)]
+        folder, name = os.path.expanduser(config.get("default_root_dir") or "logs"), f"{model}/{data}"
+        loggers = partial(default_loggers, folder, name)
+        trainer = super().instantiate_trainer(logger=loggers(None), **kwargs)
+        if trainer.is_global_zero:
+            trainer.loggers = loggers(claim_version(Path(folder, name)))
+        trainer.callbacks.insert(0, SharedVersion(loggers))  # type: ignore[attr-defined]
+        return trainer
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        requeued_before = _requeued(self.trainer)
+        try:
+            super()._run_subcommand(subcommand)
+            if self.trainer.received_sigterm:  # after the last check of Lightning's loops
+                raise SIGTERMException
+        except SystemExit as stopped:  # Lightning raises it after SIGTERM and after Ctrl-C
+            if self.trainer.interrupted and self.trainer.state.fn == "fit":
+                self._print_how_to_resume()
+            if isinstance(stopped, SIGTERMException):
+                # SLURM starts a requeued job again. Every other process that SIGTERM ends has failed.
+                stopped.code = 0 if _requeued(self.trainer) > requeued_before else 128 + signal.SIGTERM
+            raise
+
+    def _print_how_to_resume(self) -> None:
+        last = next((callback.best_model_path for callback in self.trainer.checkpoint_callbacks if isinstance(callback, LastCheckpoint)), "")
+        if last:
+            _say(f"Stopped. The last finished epoch is in {last}", "Go on with:", f"  {_command('fit', self.trainer, last)}")
+        else:
+            _say("Stopped before the first epoch was finished; nothing was saved.")
 
     def after_fit(self) -> None:
         """Tests the best model, and says where everything is."""
@@ -186,7 +265,9 @@ class CommandLine(LightningCLI):
         retrained = any(isinstance(callback, Retraining) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
         why = "retrained on training and validation data" if retrained else "no validation data to choose by"
         best = "" if retrained else best
-        logs, epochs = self.trainer.log_dir, self.trainer.current_epoch
+        logs, epochs = run_folder(self.trainer), self.trainer.current_epoch
+        if self.trainer.received_sigterm:  # after the last check of Lightning's loops
+            raise SIGTERMException
         tested = self.trainer.test(self.model, datamodule=self.datamodule, ckpt_path=best or None, verbose=False) if _has_test_data(self.datamodule) else []
         metrics = tested[0] if tested else {}
         width = max(map(len, metrics), default=0)
@@ -195,8 +276,9 @@ class CommandLine(LightningCLI):
             f"Trained {type(self.model).__name__} for {epochs} epoch{'s' if epochs != 1 else ''}.",
             *[f"  {name:<{width}}  {value:.6f}" for name, value in sorted(metrics.items())],
             *([f"Best checkpoint:  {best}"] if best else [f"Last checkpoint:  {last} ({why})"] if last else []),
-            *([f"Logs:             {logs}", f"Look at them:     tensorboard --logdir {logs}"] if logs and self.trainer.loggers else []),
-            *([f"Decode with it:   {_command('predict', logs)} --ckpt_path {best or last}"] if (best or last) and logs else []),
+            *([f"Logs:             {logs}"] if self.trainer.loggers else []),
+            *([f"Look at them:     {shlex.join(['tensorboard', '--logdir', str(logs)])}"] if _on_tensorboard(self.trainer) else []),
+            *([f"Decode with it:   {_command('predict', self.trainer, best or last)}"] if best or last else []),
         )
 
 
@@ -204,8 +286,18 @@ def _has_test_data(datamodule: LightningDataModule) -> bool:
     return len(getattr(datamodule, "test_sequences", ())) > 0
 
 
-def _command(subcommand: str, logs: str | None) -> str:
-    return f"python -m lightning_hmm {subcommand} --config {Path(logs or '.') / 'config.yaml'}"
+def _on_tensorboard(trainer: Trainer) -> bool:
+    return any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers)
+
+
+def _command(subcommand: str, trainer: Trainer, checkpoint: str) -> str:
+    config = str(run_folder(trainer) / "config.yaml")
+    return shlex.join(["python", "-m", "lightning_hmm", subcommand, "--config", config, "--ckpt_path", checkpoint])
+
+
+def _requeued(trainer: Trainer) -> int:
+    """The number of checkpoints that Lightning has saved before it requeued a job with SLURM."""
+    return len(list(Path(trainer.default_root_dir).glob("hpc_ckpt_*.ckpt")))
 
 
 @rank_zero_only
@@ -223,7 +315,7 @@ def main(args: ArgsType = None) -> CommandLine:
             subclass_mode_data=True,
             auto_configure_optimizers=False,
             seed_everything_default=0,
-            save_config_kwargs={"overwrite": True},
+            save_config_callback=RunConfig,
             parser_class=Parser,
             parser_kwargs={"prog": "lightning-hmm", "description": "Trains and uses hidden Markov models."},
             trainer_defaults={
@@ -234,7 +326,6 @@ def main(args: ArgsType = None) -> CommandLine:
                 "use_distributed_sampler": False,
                 "log_every_n_steps": 1,
                 "num_sanity_val_steps": 0,
-                "callbacks": [ResumeHint()],
             },
             args=args,
         )
@@ -242,10 +333,31 @@ def main(args: ArgsType = None) -> CommandLine:
 
 def run() -> None:
     """`main` for a person at a terminal: what they can mend is said in a line, without a traceback."""
+    interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a job in the background of a shell is not
+    if interruptible:
+        signal.signal(signal.SIGINT, _interrupt_once())
     try:
         main()
-    except (ArgumentError, FileNotFoundError, MisconfigurationException, RuntimeError, TypeError, ValueError) as error:
+    except KeyboardInterrupt:  # outside of training, where Lightning handles it and saves
+        sys.exit(130)
+    except (ArgumentError, MisconfigurationException, OSError, RuntimeError, TypeError, ValueError) as error:
         if os.environ.get("LIGHTNING_HMM_DEBUG"):
             raise
         sys.stderr.write(f"error: {_what_is_wrong(str(error))}\n(LIGHTNING_HMM_DEBUG=1 shows where.)\n")
         sys.exit(1)
+    finally:
+        if interruptible:  # everything is saved by now: Ctrl-C may end the process at once, without a traceback
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _interrupt_once() -> Callable[[int, Any], None]:
+    """A handler of Ctrl-C that interrupts the run the first time. Later signals must not disturb the shutdown and are ignored."""
+    interrupted = False
+
+    def handle(signum: int, frame: Any) -> None:
+        nonlocal interrupted
+        if not interrupted:
+            interrupted = True
+            raise KeyboardInterrupt
+
+    return handle

@@ -9,6 +9,7 @@ sequence at all; it then gets an empty batch, which adds nothing.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -120,3 +121,17 @@ def loader(
         persistent_workers=num_workers > 0,
         generator=generator(seed, "workers"),  # a DataLoader draws a number each epoch: not from the global state, which no checkpoint holds
     )
+
+
+def sequence_numbers(loader: DataLoader[Any]) -> Iterator[int]:
+    """Yields the numbers in the data of this rank's sequences, in the order in which `loader` draws them for prediction."""
+    if isinstance(loader.sampler, GlobalBatchSampler) and isinstance(loader.dataset, SequenceDataset):
+        indices = loader.dataset.indices
+        for batch in loader.sampler:
+            yield from batch if indices is None else indices[list(batch)].tolist()
+    elif (seen := getattr(loader.batch_sampler, "seen_batch_indices", None)) is not None:
+        # Lightning wraps the batch sampler of a map-style data set for prediction, and the wrapper records the numbers.
+        for batch_idx in itertools.count():
+            yield from seen[batch_idx]
+    else:
+        yield from itertools.count()

@@ -135,7 +135,8 @@ def gaussian_emissions(
 
     Args:
         means, variances: (K, D) of the states.
-        share: (K,) of the time spent in each state, which weighs the densities; equal if not given.
+        share: (K,) share of time spent in each state. It weights the densities and appears next to each state's name. If it is not given, the
+            densities have equal weights and no share is printed.
         centre, variance: (D,) mean and variance of the data, the units of the heat map; 0 and 1 if not given.
         points: (steps, D) some of the data, drawn behind one or two features.
         max_labels: of states and features.
@@ -143,12 +144,15 @@ def gaussian_emissions(
     centres, spreads = _numpy(means), np.sqrt(_numpy(variances))
     num_states, num_features = centres.shape
     weights = np.full(num_states, 1 / num_states) if share is None else _numpy(share)
+    names = [f"state {state}" if share is None else f"state {state} ({weight:.0%})" for state, weight in enumerate(weights)]
     data = np.empty((0, num_features)) if points is None else _numpy(points)
     data = data[np.isfinite(data).all(1)]
     if num_features == 1:
-        return _densities(centres[:, 0], spreads[:, 0], weights, data[:, 0])
+        figure = _densities(centres[:, 0], spreads[:, 0], weights, names, data[:, 0])
+        figure.axes[0].set_ylabel("density, equal weight for each state" if share is None else "density times share of time")
+        return figure
     if num_features == 2:
-        return _ellipses(centres, spreads, weights, data, max_labels)
+        return _ellipses(centres, spreads, weights, names, data, max_labels)
     offset = np.zeros(num_features) if centre is None else _numpy(centre)
     unit = np.ones(num_features) if variance is None else np.sqrt(_numpy(variance))
     return _means((centres - offset) / unit, max_labels, known_units=variance is not None)
@@ -294,7 +298,7 @@ def stationary_distribution(probs: Array) -> np.ndarray:
 # Gaussian emissions, by the number of features
 
 
-def _densities(means: np.ndarray, spreads: np.ndarray, share: np.ndarray, data: np.ndarray) -> Figure:
+def _densities(means: np.ndarray, spreads: np.ndarray, share: np.ndarray, names: list[str], data: np.ndarray) -> Figure:
     figure, (axes,) = _figure()
     # States that are hardly visited may lie anywhere, and so may a few of the data; they do not set the range.
     visited = share >= min(1e-3, share.max())
@@ -305,14 +309,14 @@ def _densities(means: np.ndarray, spreads: np.ndarray, share: np.ndarray, data: 
     colours, few = _state_colours(len(means))
     for state, (mean, spread, weight) in enumerate(zip(means, spreads, share, strict=True)):
         grid = mean + spread * np.linspace(-4.5, 4.5, 121)
-        label = f"state {state} ({weight:.0%})" if few else None
+        label = names[state] if few else None
         axes.plot(grid, weight * _density(grid, mean, spread), color=colours(state), linewidth=1.8 if few else 1, label=label)
     if len(means) > 1:
         # Finer around each mean, for states that are narrow on the scale of the whole.
         grid = np.sort(np.concatenate([np.linspace(low, high, 400), (means + spreads * np.linspace(-4, 4, 17)[:, None]).ravel()]))
         total = (share * _density(grid[:, None], means, spreads)).sum(1)
         axes.plot(grid, total, color=_INK, linewidth=1, linestyle=(0, (4, 2)), zorder=1.5, label="all states")
-    axes.set(xlabel="value", ylabel="density times share of time", xlim=(low, high), ylim=(0, None))
+    axes.set(xlabel="value", xlim=(low, high), ylim=(0, None))
     _title(axes, "Emission densities")
     _name_states(figure, axes, len(means), few)
     return figure
@@ -323,7 +327,7 @@ def _density(grid: np.ndarray, mean: Any, spread: Any) -> np.ndarray:
     return density
 
 
-def _ellipses(means: np.ndarray, spreads: np.ndarray, share: np.ndarray, data: np.ndarray, max_labels: int) -> Figure:
+def _ellipses(means: np.ndarray, spreads: np.ndarray, share: np.ndarray, names: list[str], data: np.ndarray, max_labels: int) -> Figure:
     figure, (axes,) = _figure()
     if len(data):
         shown = data[:: -(-len(data) // 2000)]
@@ -333,12 +337,12 @@ def _ellipses(means: np.ndarray, spreads: np.ndarray, share: np.ndarray, data: n
     for state, (mean, spread, weight) in enumerate(zip(means, spreads, share, strict=True)):
         colour = colours(state)[:3]
         # Of many states, those that are seldom visited step back.
-        strength = 1.0 if few else 0.2 + 0.8 * weight / share.max()
+        strength = 1.0 if few else 0.2 + 0.8 * (weight / share.max())  # the quotient is at most 1, and so is the sum
         for radius, shade in ((2, 0.1), (1, 0.2)):
             width, height = 2 * radius * spread
             fill = (colour, shade * strength) if labelled else "none"
             axes.add_patch(Ellipse(tuple(mean), width, height, facecolor=fill, edgecolor=(colour, strength), linewidth=1.2 if few else 0.7))
-        label = f"state {state} ({weight:.0%})" if few else None
+        label = names[state] if few else None
         axes.plot(*mean, linestyle="", marker="o", markersize=4 if few else 2.5, color=(colour, strength), label=label)
         if not few and labelled:
             axes.annotate(str(state), mean, xytext=(3, 3), textcoords="offset points", fontsize=7, color=_INK)

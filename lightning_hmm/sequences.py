@@ -7,6 +7,7 @@ vectors are (steps, features) with NaN for a missing entry.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -92,7 +93,7 @@ class Sequences:
             if values.dtype not in (torch.float32, torch.float64):
                 values = values.double()
         elif values.dim() != 1:
-            raise ValueError(f"`values` must be (steps,) for symbols, but has shape {tuple(values.shape)} instead.")
+            raise ValueError(f"`values` must be (steps,) for symbols, but has shape {tuple(values.shape)} instead. Give vectors as floating-point numbers.")
         else:
             values = values.long()
         offsets = offsets.to("cpu", torch.int64)
@@ -116,8 +117,14 @@ class Sequences:
 
     @classmethod
     def from_list(cls, sequences: Sequence[Any], weights: Sequence[float] | None = None) -> Sequences:
-        """From a list of sequences, each a list, array or tensor of symbols, numbers or vectors; ``None`` is missing."""
-        arrays = [_as_array(sequence, index) for index, sequence in enumerate(sequences)]
+        """From a list of sequences, each a list, array or tensor of symbols, numbers or vectors; ``None`` is missing.
+
+        One array or tensor may replace the list. Real numbers of shape (steps, features) are one sequence of vectors. Whole
+        numbers of shape (N, T) are N sequences of T symbols. Whole numbers of shape (n, 1) are refused, because they could be
+        either; use `from_lengths` for them. A pandas DataFrame is one sequence with one step per row: symbols if it has a single
+        column of whole numbers, otherwise vectors. A Series of numbers is one sequence as well.
+        """
+        arrays = [_as_array(sequence, index) for index, sequence in enumerate(as_list(sequences))]
         filled = [array for array in arrays if len(array)]
         if any(array.dtype.kind == "f" for array in filled):
             arrays = [_as_vectors(array) for array in arrays]
@@ -130,20 +137,36 @@ class Sequences:
             for n, array in enumerate(arrays):
                 if len(array) and array.ndim != 1:
                     raise ValueError(f"`sequences` of whole numbers must hold symbols, but sequence {n} holds vectors. Give vectors as floating-point numbers.")
-            values = np.concatenate([np.zeros(0, np.int64), *(np.ma.filled(array, MISSING) for array in filled)])
+            values = np.concatenate([np.zeros(0, np.int64), *map(_filled, filled)])
         else:
             values = next(array for array in arrays if array.ndim == 2)  # no steps, but a number of features
         lengths = torch.tensor([len(array) for array in arrays], dtype=torch.int64)
         return cls.from_lengths(torch.from_numpy(np.ascontiguousarray(values)), lengths, weights)
 
     @classmethod
-    def from_lengths(cls, values: Tensor | np.ndarray, lengths: Tensor | np.ndarray | Sequence[int], weights: Any = None) -> Sequences:
-        """From the packed steps and the length of each sequence, as hmmlearn takes them."""
-        values = _as_tensor(values)
-        lengths = torch.as_tensor(lengths, dtype=torch.int64).cpu()
-        if int(lengths.sum()) != len(values):
-            raise ValueError(f"`lengths` must sum to {len(values)}, the number of steps, but sums to {int(lengths.sum())} instead.")
-        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    def from_lengths(cls, values: Any, lengths: Tensor | np.ndarray | Sequence[int], weights: Any = None) -> Sequences:
+        """From the steps of all sequences, one after another, and the length of each sequence, in the format of hmmlearn.
+
+        Args:
+            values: (steps,) or (steps, 1) whole numbers for symbols, (steps,) or (steps, features) real numbers for vectors; an array,
+                tensor, list, DataFrame or Series.
+            lengths: (N,) number of steps in each sequence.
+            weights: (N,) how often each sequence counts in training; all ones if not given.
+        """
+        values = values if isinstance(values, Tensor) else _as_tensor(_filled(_as_array(_from_pandas(values), 0)))
+        if not values.is_floating_point() and values.dim() == 2 and values.shape[1] == 1:
+            values = values.squeeze(1)
+        sizes = np.asarray(lengths.cpu() if isinstance(lengths, Tensor) else lengths)
+        if sizes.ndim != 1:
+            raise ValueError(f"`lengths` must be a list with the length of each sequence, but has shape {sizes.shape} instead.")
+        if sizes.dtype.kind not in "iu" and len(sizes):
+            raise ValueError(f"`lengths` must hold whole numbers, but holds {sizes.dtype} instead.")
+        if np.any(sizes < 0):
+            n = int(np.argmax(sizes < 0))
+            raise ValueError(f"`lengths` must not be negative, but the length of sequence {n} is {sizes[n]} instead.")
+        if int(sizes.sum()) != len(values):
+            raise ValueError(f"`lengths` must sum to {len(values)}, the number of steps, but sums to {int(sizes.sum())} instead.")
+        offsets = torch.from_numpy(np.append(0, np.cumsum(sizes)).astype(np.int64))
         return cls(values, offsets, None if weights is None else torch.as_tensor(weights, dtype=torch.float64))
 
     @classmethod
@@ -195,6 +218,7 @@ class Sequences:
     @classmethod
     def from_strings(cls, strings: Sequence[Iterable[str]], vocabulary: Vocabulary | Iterable[str], weights: Any = None) -> Sequences:
         """From strings (a symbol is a character) or lists of names (a symbol is a name)."""
+        _refuse_one_string(strings)
         vocabulary = vocabulary if isinstance(vocabulary, Vocabulary) else Vocabulary(vocabulary)
         encoded = []
         for n, string in enumerate(strings):
@@ -275,6 +299,19 @@ class Sequences:
         """(N, ...) -> (steps, ...): each sequence's entry, once for each of its steps."""
         lengths = self.lengths.to(per_sequence.device)
         return per_sequence.repeat_interleave(lengths, dim=0, output_size=self.num_steps)
+
+    def counted(self) -> Sequences:
+        """The sequences of positive weight; all of them where there are no weights."""
+        if self.weights is None or bool((self.weights > 0).all()):
+            return self
+        part: Sequences = self[self.weights > 0]
+        return part
+
+    def weighted(self, per_sequence: Tensor) -> Tensor:
+        """(..., N) numbers times the weights of the sequences; zero where a weight is zero, even if the number is infinite."""
+        if self.weights is None:
+            return per_sequence
+        return torch.where(self.weights == 0, torch.zeros_like(per_sequence), per_sequence * self.weights)
 
     def with_values(self, values: Tensor) -> Sequences:
         """The same sequences with something else at each step: states, posteriors."""
@@ -405,12 +442,70 @@ def _as_tensor(values: Tensor | np.ndarray) -> Tensor:
     return torch.as_tensor(values)
 
 
+def as_list(data: Any) -> Sequence[Any]:
+    """The single sequences in what a user gave for several: a list, or one array, tensor, DataFrame or Series (see `Sequences.from_list`)."""
+    _refuse_one_string(data)
+    given, data = data, _from_pandas(data)
+    if data is not given and data.dtype.kind != "O":
+        return [data]
+    if isinstance(data, Tensor):
+        data = data.detach().cpu().numpy()
+    if not isinstance(data, np.ndarray):
+        return [_from_pandas(sequence) for sequence in data]
+    if data.ndim < 2 and (data.dtype.kind != "O" or any(isinstance(item, str) or not hasattr(item, "__len__") for item in data.flat)):
+        raise ValueError(
+            f"`sequences` must be a list of sequences, but is an array of shape {data.shape} instead. For one sequence give a list of one, `[X]`. "
+            "For names of symbols use `Sequences.from_strings` with a vocabulary."
+        )
+    if data.ndim == 2 and data.dtype.kind == "O" and any(isinstance(item, (float, np.floating)) for item in data.flat):
+        data = _without_none(list(data), 0)
+    if data.ndim == 2 and data.dtype.kind == "f":
+        return [data]
+    if data.ndim == 2 and data.shape[1] == 1:
+        raise ValueError(
+            f"`sequences` must not be a single column of symbols, but has shape {data.shape}, which could be one sequence or {len(data)}. "
+            f"Use `Sequences.from_lengths(X, lengths)` with the length of each sequence, or give shape (1, {len(data)}) for one sequence."
+        )
+    return list(data)
+
+
+def _refuse_one_string(data: Any) -> None:
+    if isinstance(data, str):
+        raise ValueError(f"`sequences` must be a list of sequences, but is the string {data[:20]!r} instead. For one sequence give a list of one.")
+
+
+def _from_pandas(data: Any) -> Any:
+    """A DataFrame or Series as an array of whole numbers, real numbers or, from a Series, other objects; anything else unchanged."""
+    pandas = sys.modules.get("pandas")  # where it is not imported, nothing can be of its types
+    if pandas is None or not isinstance(data, (pandas.DataFrame, pandas.Series)):
+        return data
+    kinds = pandas.api.types
+    table = data.to_frame() if isinstance(data, pandas.Series) else data
+    for name, kind in table.dtypes.items():
+        if not kinds.is_numeric_dtype(kind):
+            if table is not data:
+                return data.to_numpy(object)
+            raise ValueError(
+                f"A DataFrame must hold numbers, but column {name!r} holds {kind} instead. Select the columns of numbers, as in `df[['x', 'y']]`. "
+                f"For names of symbols use `Sequences.from_strings([df[{name!r}]], vocabulary)`."
+            )
+    if table.shape[1] == 1 and (kinds.is_integer_dtype(table.dtypes.iloc[0]) or kinds.is_bool_dtype(table.dtypes.iloc[0])):
+        return table.iloc[:, 0].to_numpy(np.int64, na_value=MISSING)
+    return table.to_numpy(np.float64, na_value=np.nan)
+
+
+def _filled(array: np.ndarray) -> np.ndarray:
+    """Without a mask: -1 or NaN where an entry is masked."""
+    filled: np.ndarray = np.ma.filled(array, np.nan if array.dtype.kind == "f" else MISSING)
+    return filled
+
+
 def _as_array(sequence: Any, index: int) -> np.ndarray:
     """One sequence as an array: int64 (masked where ``None`` stands for a symbol), or real with NaN."""
     if isinstance(sequence, Tensor):
         sequence = sequence.detach().cpu().numpy()
     try:
-        array = np.asarray(sequence)
+        array = sequence if isinstance(sequence, np.ma.MaskedArray) else np.asarray(sequence)
     except ValueError:  # steps of different shapes
         array = np.empty(0, object)
     if array.dtype.kind == "O":
@@ -420,7 +515,13 @@ def _as_array(sequence: Any, index: int) -> np.ndarray:
         raise ValueError(f"`sequences` must hold numbers, but {what}. For names of symbols use `Sequences.from_strings` with a vocabulary.")
     if array.ndim == 0:
         raise ValueError(f"`sequences` must be a list of sequences, but item {index} is a single number. For one sequence give a list of one.")
-    return array if array.dtype.kind == "f" else array.astype(np.int64)
+    if array.ndim > 2:
+        raise ValueError(f"A sequence must have shape (steps,) or (steps, features), but sequence {index} has shape {array.shape} instead.")
+    if array.dtype.kind == "u" and array.size and array.max() > np.iinfo(np.int64).max:
+        raise ValueError(f"`sequences` must hold symbols below 2^63, but sequence {index} holds {array.max()} instead.")
+    if any(stride < 0 for stride in array.strides) or not array.dtype.isnative:  # torch takes neither
+        array = array.astype(array.dtype.newbyteorder("="), order="C")
+    return array if array.dtype.kind == "f" else array.astype(np.int64, copy=False)
 
 
 def _without_none(steps: list[Any], index: int) -> np.ndarray:

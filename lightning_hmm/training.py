@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_hmm.callbacks import Convergence
 from lightning_hmm.loading import loader
 from lightning_hmm.models.sequence_model import SequenceModel
+from lightning_hmm.runs import require_local_file
 from lightning_hmm.sequences import Sequences
 
 Model = TypeVar("Model", bound=SequenceModel)
@@ -29,6 +30,8 @@ _BESIDE_THE_POINT = (
     "exists and is not empty",
     "across ranks is zero",  # a part of the data may be empty
     "sync_dist=True",  # what is logged is already the sum over ranks
+    "your dataloader is not resumable",  # a file from inside an epoch is refused by the model
+    "ModelCheckpoint with manual optimization",  # files hold the parameters after an M-step, as they should
 )
 
 
@@ -104,11 +107,12 @@ def fit(
     tolerance: float = 1e-6,
     precision: str | int | None = None,
     *,
+    lengths: Any = None,
     val_sequences: Any = None,
     batch_size: int | None = None,
     shuffle: bool = False,
     seed: int = 0,
-    ckpt_path: str | None = None,
+    ckpt_path: str | Path | None = None,
     callbacks: Sequence[Callback] = (),
     logger: Any = False,
     enable_checkpointing: bool = False,
@@ -119,18 +123,24 @@ def fit(
 
     Args:
         model: trained in place.
-        sequences: `Sequences`, or a list of sequences that `Sequences.from_list` takes.
+        sequences: `Sequences`, what `Sequences.from_list` takes, or one array of all steps if `lengths` is given.
         max_epochs: passes over the data; in batch EM the number of EM iterations.
         tolerance: stops when an epoch's relative gain of the training likelihood is below it; 0 never stops.
         precision: "64-true" or "32-true" arithmetic of the message passing in this training; the model's own if not given.
+        lengths: (N,) number of steps in each sequence, if `sequences` is one array of all steps; see `Sequences.from_lengths`.
         val_sequences: for choosing among restarts, and for callbacks that watch ``val/bits_per_symbol``.
         batch_size: sequences in a batch; all if not given. Batch EM gives the same model for any.
         shuffle: a new order of the batches each epoch, from `seed`.
-        ckpt_path: a checkpoint to go on from.
+        ckpt_path: Path of a checkpoint file from which training continues. Web addresses and other remote locations are refused.
         callbacks, logger, enable_checkpointing, enable_progress_bar, trainer_options: as `lightning.Trainer` takes them.
     """
+    if hasattr(max_epochs, "__len__"):
+        raise ValueError(f"`max_epochs` must be a number, but is {_short(max_epochs)} instead. Give lengths by name: `fit(model, X, lengths=...)`.")
+    if int(max_epochs) != max_epochs:
+        raise ValueError(f"`max_epochs` must be a whole number, but is {max_epochs} instead.")
     arithmetic = _arithmetic(precision, model.arithmetic)
-    train = model.as_sequences(sequences)
+    checkpoint = None if ckpt_path is None else require_local_file(ckpt_path)
+    train = model.as_sequences(sequences, lengths)
     require_observations(train)
     validation = None if val_sequences is None else model.as_sequences(val_sequences)
     for part in (train, validation):
@@ -140,7 +150,7 @@ def fit(
     model.train()  # a model that was trained before comes back in evaluation mode
     with quiet_lightning(announcements=False):
         trainer = Trainer(
-            max_epochs=max_epochs,
+            max_epochs=int(max_epochs),
             callbacks=[*callbacks] if any(isinstance(callback, Convergence) for callback in callbacks) else [Convergence(tolerance), *callbacks],
             logger=logger,
             enable_checkpointing=enable_checkpointing,
@@ -156,10 +166,15 @@ def fit(
         )
         model.arithmetic, own_arithmetic = arithmetic, model.arithmetic
         try:
-            trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
+            trainer.fit(model, datamodule=data, ckpt_path=checkpoint)
         finally:
             model.arithmetic = own_arithmetic
     return model.eval()
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def require_observations(sequences: Sequences) -> None:
@@ -168,6 +183,8 @@ def require_observations(sequences: Sequences) -> None:
         raise ValueError(f"`sequences` must hold at least one step, but holds {len(sequences)} sequences and {sequences.num_steps} steps instead.")
     if not bool(sequences.observed.any()):
         raise ValueError(f"`sequences` must have something observed, but all {sequences.num_steps} steps are missing.")
+    if not float(sequences.num_observed()) > 0:
+        raise ValueError("`sequences` must have an observed step in a sequence of positive weight, but every sequence with an observed step has weight 0.")
 
 
 def _families(family: type) -> Iterator[type[SequenceModel]]:
@@ -179,9 +196,7 @@ def _families(family: type) -> Iterator[type[SequenceModel]]:
 
 def load(path: str | Path, map_location: Any = "cpu") -> Any:
     """The model in a checkpoint, of whatever family, ready to use. Reads tensors and plain values only."""
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"There is no checkpoint at {path}.")
+    path = require_local_file(path, "path")
     try:
         checkpoint = torch.load(path, map_location=map_location, weights_only=True)
     except Exception as error:

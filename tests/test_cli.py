@@ -5,19 +5,27 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import lightning_hmm
-from lightning_hmm.cli import main, run
+from lightning_hmm.cli import CommandLine, SharedVersion, default_loggers, main, run
+from tests.helpers import random_symbols
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*/*.yaml"))
@@ -29,16 +37,58 @@ def _no_arguments_of_pytest(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["lightning_hmm"])
 
 
+@pytest.fixture(autouse=True)
+def _handlers_of_pytest():
+    """`run` leaves the handler of Ctrl-C in the state that a process needs at its end."""
+    handler = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
+def own_run(folder: Path) -> list[str]:
+    return [f"--config={ROOT / 'configs/standard/synthetic.yaml'}", f"--trainer.default_root_dir={folder}", "--trainer.max_epochs=3", *SMALL]
+
+
 def fit_small(folder: Path, *more: str) -> Path:
     """Trains a small model; returns the log folder."""
-    main(["fit", f"--config={ROOT / 'configs/standard/synthetic.yaml'}", f"--trainer.default_root_dir={folder}", "--trainer.max_epochs=3", *SMALL, *more])
+    main(["fit", *own_run(folder), *more])
     return max((folder / "standard/synthetic").glob("version_*"))
 
 
+# The figures that each family of models must draw, and smaller data for the configs that would take long.
+MATRICES = {"emissions", "state_usage", "transition_matrix"}
+LATENTS = {"convergence", "effective_size", "latents", "predictions"}
+FIGURES = {
+    "cloned": {"convergence", "state_usage"},
+    "dense": MATRICES | {"composition"},
+    "dmc": MATRICES | {"convergence"},
+    "neural": LATENTS,
+    "standard": MATRICES | {"convergence"},
+}
+SMALLER = {
+    "baselines/text": ["--data.init_args.max_train=20000"],
+    "cloned/brackets": ["--data.init_args.length=5000"],
+    "cloned/text": ["--data.init_args.max_train=20000", "--model.init_args.num_states=500"],
+    "neural/gps": ["--data.init_args.visitors=20"],
+    "neural/guitar": ["--data.init_args.num_sequences=10"],
+    "neural/synthetic": ["--data.init_args.num_sequences=50"],
+}
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_every_config_runs_two_steps(path, tmp_path):
+def test_every_config_trains_a_full_epoch_and_draws_its_figures(path, tmp_path):
+    """Also validates, saves and tests. A figure that fails warns, and a warning fails the test."""
     assert path.read_text().startswith(f"# python -m lightning_hmm fit --config {path.relative_to(ROOT)}\n")
-    main(["fit", f"--config={path}", "--trainer.fast_dev_run=2", f"--trainer.default_root_dir={tmp_path}"])
+    options = [f"--trainer.default_root_dir={tmp_path}", "--trainer.max_epochs=1", "--trainer.enable_progress_bar=false"]
+    main(["fit", f"--config={path}", *options, *SMALLER.get(f"{path.parent.name}/{path.stem}", [])])
+    (logs,) = tmp_path.glob("*/*/version_*")
+    drawn = {tag.removeprefix("figures/") for tag in EventAccumulator(str(logs)).Reload().Tags()["images"]}
+    assert FIGURES.get(path.parent.name, {"convergence"}) <= drawn
+
+
+def test_a_dry_run_writes_nothing(tmp_path):
+    main(["fit", f"--config={ROOT / 'configs/standard/synthetic.yaml'}", "--trainer.fast_dev_run=2", f"--trainer.default_root_dir={tmp_path}"])
+    assert not list(tmp_path.iterdir())
 
 
 def test_fit_logs_saves_and_says_where(tmp_path, capsys):
@@ -87,6 +137,61 @@ def test_validate_test_and_predict_use_the_checkpoint(tmp_path, capsys):
     assert [line["log_likelihood"] for line in lines] == pytest.approx(model.score(everything).tolist())
 
 
+def test_last_and_best_are_those_of_the_run_whose_config_is_given(tmp_path):
+    """With more states than the few short sequences can tell apart, the best epoch is not the last."""
+    logs = fit_small(tmp_path, "--model.init_args.num_states=8", "--trainer.max_epochs=40", "--convergence.tolerance=0", "--checkpoint.save_top_k=2")
+    checkpoints = {path: lightning_hmm.load(path) for path in logs.glob("checkpoints/*.ckpt")}
+    validation = main(["validate", f"--config={logs / 'config.yaml'}", "--ckpt_path=last", f"--trainer.default_root_dir={tmp_path}"]).datamodule.val_sequences
+    best = max((path for path in checkpoints if path.stem != "last"), key=lambda path: float(checkpoints[path].score(validation).sum()))
+    last = logs / "checkpoints/last.ckpt"
+    assert len(checkpoints) == 3
+    for subcommand, which, path in (("validate", "best", best), ("test", "best", best), ("test", "last", last), ("predict", "last", last)):
+        used = main([subcommand, f"--config={logs / 'config.yaml'}", f"--ckpt_path={which}", f"--trainer.default_root_dir={tmp_path}"])
+        assert torch.equal(used.model.transition_probs, checkpoints[path].transition_probs), (subcommand, which)
+
+
+@pytest.mark.parametrize("subcommand", ["fit", "validate", "test", "predict"])
+@pytest.mark.parametrize("which", ["last", "best"])
+def test_last_and_best_of_no_run_are_refused(subcommand, which):
+    with pytest.raises(ValueError, match=rf"`--ckpt_path {which}` is looked up in the folder of the run .*, but none of the given `--config` files"):
+        main([subcommand, f"--config={ROOT / 'configs/standard/synthetic.yaml'}", f"--ckpt_path={which}"])
+
+
+def test_the_best_of_a_run_without_validation_data_is_refused(tmp_path):
+    logs = fit_small(tmp_path, "--data.init_args.val_fraction=0")
+    with pytest.raises(FileNotFoundError, match=r"checkpoints holds last\.ckpt\. Without validation data"):
+        main(["test", f"--config={logs / 'config.yaml'}", "--ckpt_path=best"])
+
+
+def test_options_that_disagree_with_the_checkpoint_are_refused(tmp_path):
+    """Those that were typed and those of a configuration file, even if they have the default value; but not defaults that nobody gave."""
+    logs = fit_small(tmp_path, "--model.init_args.num_states=3", "--model.init_args.transition_pseudocount=0.5")
+    shipped, last = ROOT / "configs/standard/synthetic.yaml", f"--ckpt_path={logs / 'checkpoints/last.ckpt'}"
+    for subcommand in ("fit", "validate", "test", "predict"):
+        with pytest.raises(ValueError, match=r"`model\.init_args\.num_states` is 7, but 3 in the checkpoint"):
+            main([subcommand, f"--config={logs / 'config.yaml'}", "--model.init_args.num_states=7", last])
+    with pytest.raises(ValueError, match=r"`model\.init_args\.num_states` is 5, but 3 in the checkpoint"):  # as in the file
+        main(["test", f"--config={shipped}", last])
+    with pytest.raises(ValueError, match=r"`model\.init_args\.transition_pseudocount` is 0\.0, but 0\.5 in the checkpoint"):
+        main(["test", f"--config={logs / 'config.yaml'}", "--model.init_args.transition_pseudocount=0", last])
+    with pytest.raises(ValueError, match=r"`model\.init_args\.num_symbols` is 5, but 12 in the checkpoint"):
+        main(["test", f"--config={logs / 'config.yaml'}", "--model.init_args.num_symbols=5", last])
+    with pytest.raises(ValueError, match=r"`model` is lightning_hmm\.ClonedHMM, but .*last\.ckpt holds a StandardHMM"):
+        main(["test", "--model=ClonedHMM", "--data=datamodules.SyntheticDataModule", last])
+    bare = ["--model=StandardHMM", "--model.init_args.num_states=3", "--data=datamodules.SyntheticDataModule", "--data.init_args.length=20"]
+    tested = main(["test", *bare, "--data.init_args.num_symbols=12", f"--trainer.default_root_dir={tmp_path}", last])
+    assert tested.model.restarts == 8
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_a_checkpoint_of_a_training_in_python_is_used(tmp_path, rng):
+    model = lightning_hmm.StandardHMM(num_states=3, num_symbols=12, transition_pseudocount=0.5)
+    lightning_hmm.fit(model, random_symbols(rng, num_symbols=12), 2, 0, enable_checkpointing=True, callbacks=[ModelCheckpoint(tmp_path, save_last=True)])
+    bare = ["--model=StandardHMM", "--model.init_args.num_states=3", "--data=datamodules.SyntheticDataModule", "--data.init_args.num_symbols=12"]
+    tested = main(["test", *bare, f"--ckpt_path={tmp_path / 'last.ckpt'}", f"--trainer.default_root_dir={tmp_path}"])
+    assert torch.equal(tested.model.transition_probs, model.transition_probs)
+
+
 def test_the_last_checkpoint_is_the_last_epoch_whatever_the_best_is(tmp_path):
     """With more states than the few short sequences can tell apart, validation soon gets worse."""
     logs = fit_small(tmp_path, "--model.init_args.num_states=8", "--trainer.max_epochs=60", "--convergence.tolerance=0")
@@ -103,11 +208,86 @@ def test_without_validation_data_every_epoch_is_kept_as_the_last(tmp_path, capsy
     assert "Decode with it:" in printed
 
 
+def test_without_a_logger_the_given_configuration_file_is_not_overwritten(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.yaml").write_text((ROOT / "configs/standard/synthetic.yaml").read_text())
+    main(["fit", "--config=config.yaml", "--trainer.logger=false", "--trainer.max_epochs=1", *SMALL])
+    assert (tmp_path / "config.yaml").read_text() == (ROOT / "configs/standard/synthetic.yaml").read_text()
+
+
 @pytest.mark.parametrize("option", ["--trainer.enable_checkpointing=false", "--trainer.logger=false"])
 def test_nothing_is_saved_or_logged_where_nothing_is_wanted(tmp_path, option, capsys):
     config = ROOT / "configs/standard/synthetic.yaml"
     main(["fit", f"--config={config}", f"--trainer.default_root_dir={tmp_path}", "--trainer.max_epochs=2", *SMALL, option])
     assert "Trained StandardHMM for 2 epochs." in capsys.readouterr().out
+
+
+# Folders of runs
+
+
+def test_runs_that_start_at_the_same_moment_get_folders_of_their_own(tmp_path, monkeypatch):
+    """The second run is built before the first one trains."""
+    original, folders = CommandLine._run_subcommand, []
+
+    def run_second_first(self, subcommand):
+        if not folders:
+            folders.append(None)
+            fit_small(tmp_path)
+        original(self, subcommand)
+        folders.append(Path(self.trainer.log_dir))
+
+    monkeypatch.setattr(CommandLine, "_run_subcommand", run_second_first)
+    fit_small(tmp_path)
+    assert sorted(path.name for path in folders[1:]) == ["version_0", "version_1"]
+    for folder in folders[1:]:
+        assert (folder / "config.yaml").is_file()
+        assert len(list(folder.glob("checkpoints/*.ckpt"))) == 2
+        assert len((folder / "metrics.csv").read_text().splitlines()) == 1 + 3 + 3 + 1
+
+
+def test_ranks_get_the_version_of_rank_zero(tmp_path):
+    rank_one = SimpleNamespace(loggers=default_loggers(tmp_path, "a/b", None), is_global_zero=False, strategy=SimpleNamespace(broadcast=lambda value: 5))
+    SharedVersion(partial(default_loggers, tmp_path, "a/b")).setup(rank_one, None, "fit")
+    assert [logger.version for logger in rank_one.loggers] == [5, 5]
+    assert list(tmp_path.iterdir()) == []
+
+
+class RemoteLogger(Logger):
+    """A logger that keeps its runs on a server, as MLflow does, or in a folder that all runs share, as W&B does."""
+
+    def __init__(self, run: str, save_dir: str | None = None) -> None:
+        super().__init__()
+        self._run, self._save_dir = run, save_dir
+
+    name = property(lambda self: "project")
+    version = property(lambda self: self._run)
+    save_dir = property(lambda self: self._save_dir)
+    log_dir = None
+
+    def log_metrics(self, metrics, step=None) -> None:
+        pass
+
+    def log_hyperparams(self, params, *args, **kwargs) -> None:
+        pass
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["no folder", "a shared folder"])
+def test_runs_of_other_loggers_keep_their_own_configs_and_checkpoints(tmp_path, shared, capsys):
+    for run_name, states in (("first", 3), ("second", 4)):
+        logger = [f"--trainer.logger={__name__}.RemoteLogger", f"--trainer.logger.init_args.run={run_name}"]
+        logger += [f"--trainer.logger.init_args.save_dir={tmp_path}"] if shared else []
+        main(["fit", *own_run(tmp_path), *logger, f"--model.init_args.num_states={states}"])
+        folder = tmp_path / "project" / run_name
+        printed = capsys.readouterr().out
+        assert f"predict --config {folder / 'config.yaml'} --ckpt_path {folder / 'checkpoints'}" in printed
+        assert "tensorboard" not in printed
+    for run_name, states in (("first", 3), ("second", 4)):
+        folder = tmp_path / "project" / run_name
+        assert yaml.safe_load((folder / "config.yaml").read_text())["model"]["init_args"]["num_states"] == states
+        tested = main(["test", f"--config={folder / 'config.yaml'}", "--ckpt_path=best"])
+        assert tested.model.num_states == states
+    main(["predict", f"--config={folder / 'config.yaml'}", "--ckpt_path=last"])
+    assert len((folder / "predictions.jsonl").read_text().splitlines()) == 40
 
 
 # Own data
@@ -120,6 +300,48 @@ def fit_file(folder: Path, rows: list[str]) -> Path:
     options += ["--data.init_args.columns=[seen]", "--data.init_args.sequence_column=day", f"--data.init_args.data_dir={folder / 'cache'}"]
     main(["fit", *options, "--trainer.max_epochs=3", f"--trainer.default_root_dir={folder}", "--trainer.enable_progress_bar=false"])
     return max(folder.glob("standard/files/version_*"))
+
+
+def test_a_new_file_is_scored_as_a_whole(tmp_path, caplog):
+    """The model was trained on none of it, so there is nothing to hold out; and a copy of the training file is no new file."""
+    logs = fit_file(tmp_path, ["rain", "sun", "cloud"])
+    model = lightning_hmm.load(logs / "checkpoints/last.ckpt")
+    (tmp_path / "new.csv").write_text("day,seen\n" + "\n".join(f"{n // 4},{['sun', 'rain'][n * n % 3 % 2]}" for n in range(12)))
+    (tmp_path / "copy.csv").write_text((tmp_path / "own.csv").read_text())
+    days = [[["sun", "rain"][n * n % 3 % 2] for n in range(4 * day, 4 * day + 4)] for day in range(3)]
+    common = [f"--config={logs / 'config.yaml'}", f"--ckpt_path={logs / 'checkpoints/last.ckpt'}", f"--trainer.default_root_dir={tmp_path}"]
+    for subcommand, part in (("validate", "val"), ("test", "test")):
+        caplog.clear()
+        scored = main([subcommand, *common, f"--data.init_args.path={tmp_path / 'new.csv'}"])
+        assert float(scored.trainer.callback_metrics[f"{part}/log_likelihood"]) == pytest.approx(float(model.score(days).sum()) / 12, rel=1e-10)
+        assert "Scoring all 3 sequences, since the model was trained on other data." in caplog.messages
+        scored = main([subcommand, *common, f"--data.init_args.path={tmp_path / 'copy.csv'}"])
+        assert scored.datamodule.part_size(part) == 2
+        assert f"Scoring 2 of 20 sequences (`{part}_fraction` is 0.1)." in caplog.messages
+
+
+def test_other_validation_data_do_not_make_the_training_file_new(tmp_path):
+    """New names in them shift the numbers of all names."""
+    logs = fit_file(tmp_path, ["rain", "sun"])
+    (tmp_path / "val.csv").write_text("day,seen\n0,fog\n0,rain\n")
+    common = [f"--config={logs / 'config.yaml'}", "--ckpt_path=last", f"--trainer.default_root_dir={tmp_path}"]
+    tested = main(["test", *common, f"--data.init_args.val_path={tmp_path / 'val.csv'}", "--data.init_args.unknown=rain"])
+    assert tested.datamodule.part_size("test") == 2
+
+
+def test_a_file_of_one_sequence_can_be_scored_only_if_it_is_new(tmp_path):
+    """Of the file of training, a tenth of too few sequences is none."""
+    (tmp_path / "own.csv").write_text("day,seen\n" + "\n".join(f"{n // 8},{n * n % 3}" for n in range(24)))
+    (tmp_path / "new.csv").write_text("day,seen\n0,1\n0,0\n")
+    options = ["--model=StandardHMM", "--model.init_args.num_states=2", "--data=datamodules.FileDataModule", "--data.init_args.columns=[seen]"]
+    options += ["--data.init_args.sequence_column=day", f"--data.init_args.data_dir={tmp_path / 'cache'}", f"--trainer.default_root_dir={tmp_path}"]
+    main(["fit", *options, f"--data.init_args.path={tmp_path / 'own.csv'}", "--trainer.max_epochs=2", "--trainer.enable_progress_bar=false"])
+    common = [f"--config={tmp_path / 'standard/files/version_0/config.yaml'}", "--ckpt_path=last"]
+    with pytest.raises(ValueError, match=r"`test` needs at least one sequence, but has 0 of 3 sequences \(`test_fraction` is 0\.1\)"):
+        main(["test", *common])
+    with pytest.raises(ValueError, match=r"`validate` needs at least one sequence, but has 0 of 3 sequences"):
+        main(["validate", *common])
+    assert main(["test", *common, f"--data.init_args.path={tmp_path / 'new.csv'}"]).datamodule.part_size("test") == 1
 
 
 def test_own_data_keep_their_names(tmp_path):
@@ -222,6 +444,21 @@ def test_a_model_that_was_never_trained_is_not_used(subcommand):
         main([subcommand, f"--config={ROOT / 'configs/standard/synthetic.yaml'}"])
 
 
+@pytest.mark.parametrize("path", ["http://localhost/last.ckpt", "s3://bucket/last.ckpt", "file:///tmp/last.ckpt"])
+def test_a_remote_checkpoint_is_refused(path):
+    with pytest.raises(ValueError, match=f"`--ckpt_path` must be the path of a local file, but is '{path}'"):
+        main(["test", f"--config={ROOT / 'configs/standard/synthetic.yaml'}", f"--ckpt_path={path}"])
+
+
+@pytest.mark.parametrize(("group", "value"), [("trainer", "-1"), ("figures", "[]"), ("convergence", "fast")])
+def test_a_value_in_the_place_of_a_group_of_options_is_pointed_at(tmp_path, capsys, group, value):
+    (tmp_path / "wrong.yaml").write_text(f"{group}: {value}\n")
+    with pytest.raises(SystemExit) as stopped:
+        main(["fit", "--model=StandardHMM", "--model.init_args.num_states=2", "--data=datamodules.SyntheticDataModule", f"--config={tmp_path / 'wrong.yaml'}"])
+    assert stopped.value.code == 2
+    assert group in capsys.readouterr().err
+
+
 def test_a_size_that_the_data_contradict_is_refused():
     with pytest.raises(ValueError, match=r"`--model\.init_args\.num_symbols` is what the data say, 12, but 5 was given"):
         main(["fit", f"--config={ROOT / 'configs/standard/synthetic.yaml'}", "--model.init_args.num_symbols=5"])
@@ -266,12 +503,23 @@ def test_an_absent_gpu_is_said_in_a_line(monkeypatch, capsys):
 
 
 @pytest.fixture
-def start():
-    """Starts runs, and ends those that a failing test leaves behind."""
+def start_script():
+    """Starts Python in processes of their own, and ends those that a failing test leaves behind."""
     processes = []
 
-    def start_one(folder: Path, *more: str) -> subprocess.Popen:
-        processes.append(start_process(folder, *more))
+    def start_one(arguments: list[str], **environment: str) -> subprocess.Popen:
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, *arguments],
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
+                # A shell's background job ignores Ctrl-C, and what it starts inherits that.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            )
+        )
         return processes[-1]
 
     yield start_one
@@ -281,29 +529,17 @@ def start():
             process.communicate()
 
 
-def start_process(folder: Path, *more: str) -> subprocess.Popen:
-    options = ["--trainer.max_epochs=60", "--model.init_args.discount=0.9", "--model.init_args.transition_pseudocount=1", "--model.init_args.restarts=2"]
-    options += ["--data.init_args.batch_size=50", "--data.init_args.shuffle=true", "--convergence.tolerance=0", "--trainer.enable_progress_bar=false"]
-    command = [
-        sys.executable,
-        "-m",
-        "lightning_hmm",
-        "fit",
-        "--config=configs/standard/synthetic.yaml",
-        f"--trainer.default_root_dir={folder}",
-        *options,
-        *more,
-    ]
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        # A shell's background job ignores Ctrl-C, and what it starts inherits that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+@pytest.fixture
+def start(start_script):
+    """Starts runs of online EM."""
+
+    def start_one(folder: Path, *more: str, **environment: str) -> subprocess.Popen:
+        options = ["--trainer.max_epochs=60", "--model.init_args.discount=0.9", "--model.init_args.transition_pseudocount=1", "--model.init_args.restarts=2"]
+        options += ["--data.init_args.batch_size=50", "--data.init_args.shuffle=true", "--convergence.tolerance=0", "--trainer.enable_progress_bar=false"]
+        config = ["--config=configs/standard/synthetic.yaml", f"--trainer.default_root_dir={folder}"]
+        return start_script(["-m", "lightning_hmm", "fit", *config, *options, *more], **environment)
+
+    return start_one
 
 
 def wait_for_epochs(process: subprocess.Popen, folder: Path, epochs: int) -> Path:
@@ -343,12 +579,89 @@ def test_killed_and_resumed_equals_never_killed(tmp_path, start):
 
 
 def test_ctrl_c_keeps_the_last_checkpoint_and_says_how_to_go_on(tmp_path, start):
-    process = start(tmp_path, "--trainer.max_epochs=100000")
-    last = wait_for_epochs(process, tmp_path, 2)
+    """On a terminal of 40 columns too, whose lines the progress bar would otherwise break."""
+    folder = tmp_path / "my runs"
+    terminal = {"COLUMNS": "40", "FORCE_COLOR": "1"}
+    process = start(folder, "--trainer.max_epochs=100000", "--trainer.enable_progress_bar=true", **terminal)
+    last = wait_for_epochs(process, folder, 2)
     process.send_signal(signal.SIGINT)
     printed, _ = process.communicate(timeout=60)
     assert process.returncode == 1
     assert f"The last finished epoch is in {last}" in printed
-    assert f"fit --config {tmp_path / 'standard/synthetic/version_0/config.yaml'} --ckpt_path {last}" in printed
+    command = next(line for line in printed.splitlines() if "python -m lightning_hmm fit" in line)
+    config = folder / "standard/synthetic/version_0/config.yaml"
+    assert shlex.split(command) == ["python", "-m", "lightning_hmm", "fit", "--config", str(config), "--ckpt_path", str(last)]
     assert "Traceback" not in printed
     assert torch.load(last, weights_only=True)["epoch"] >= 2
+
+
+class Signals(Callback):
+    """Sends signals to its own process at the end of the first epoch, or of the first batch of a test."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self.numbers = numbers
+
+    def on_train_epoch_end(self, trainer, pl_module) -> None:
+        for number in self.numbers:
+            os.kill(os.getpid(), number)
+
+    def on_test_batch_end(self, trainer, *args) -> None:
+        self.on_train_epoch_end(trainer, None)
+
+
+def signals(*numbers: int) -> list[str]:
+    return [f"--trainer.callbacks={__name__}.Signals", f"--trainer.callbacks.numbers={[int(number) for number in numbers]}"]
+
+
+def test_sigterm_exits_with_143(tmp_path, start_script):
+    process = start_script(["-m", "lightning_hmm", "fit", *own_run(tmp_path), *signals(signal.SIGTERM)])
+    printed, _ = process.communicate(timeout=120)
+    assert process.returncode == 143, printed
+    assert "Traceback" not in printed
+
+
+def test_sigterm_in_the_only_batch_of_a_test_exits_with_143(tmp_path):
+    """Lightning does not look at the signal after the last batch."""
+    logs = fit_small(tmp_path, "--trainer.max_epochs=1", "--data.init_args.test_fraction=0")
+    with pytest.raises(SystemExit) as stopped:
+        main(["test", f"--config={logs / 'config.yaml'}", "--ckpt_path=last", "--data.init_args.test_fraction=0.1", *signals(signal.SIGTERM)])
+    assert stopped.value.code == 143
+
+
+def test_sigterm_exits_with_0_if_slurm_requeues_the_job(tmp_path, monkeypatch):
+    slurm = {"JOB_ID": "7", "JOB_NAME": "train", "NTASKS": "1", "NTASKS_PER_NODE": "1", "PROCID": "0", "LOCALID": "0", "NODEID": "0", "NODELIST": "here"}
+    for name, value in slurm.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" > {tmp_path / "requeued"}\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for numbers, code in (([signal.SIGTERM], 143), ([signal.SIGUSR1, signal.SIGTERM], 0)):
+        with pytest.raises(SystemExit) as stopped:
+            main(["fit", *own_run(tmp_path), *signals(*numbers)])
+        assert stopped.value.code == code
+        assert (tmp_path / "requeued").exists() == (code == 0)
+
+
+def test_further_ctrl_c_print_no_traceback(tmp_path, start_script):
+    """One after Lightning has restored the handlers of the process, one while Python exits."""
+    script = f"""
+import atexit, os, signal, sys
+from lightning.pytorch import Trainer
+from lightning_hmm.cli import run
+
+interrupt = lambda: os.kill(os.getpid(), signal.SIGINT)
+teardown = Trainer._teardown
+def teardown_and_interrupt(self):
+    teardown(self)
+    interrupt()
+Trainer._teardown = teardown_and_interrupt
+atexit.register(interrupt)
+sys.argv[1:] = {["fit", *own_run(tmp_path), *signals(signal.SIGINT)]!r}
+run()
+"""
+    process = start_script(["-c", script])
+    printed, _ = process.communicate(timeout=120)
+    assert "Stopped before the first epoch was finished" in printed
+    assert "Traceback" not in printed
+    assert "KeyboardInterrupt" not in printed.replace("Detected KeyboardInterrupt, attempting graceful shutdown", "")
+    assert process.returncode != 0

@@ -13,8 +13,9 @@ import torch
 from datamodules import MovingTargetDataModule
 from experiments.neural.guitar import cluster_sounds
 from experiments.neural.side_by_side import Stack
+from experiments.neural.training import averages
 from experiments.records import Records
-from lightning_hmm import fit
+from lightning_hmm import Sequences, fit
 from lightning_hmm.metrics import PredictionError
 from lightning_hmm.models import RecurrentNet
 
@@ -92,3 +93,9 @@ def test_records_survive_a_half_written_line(tmp_path):
     again.add(n=2, value=0.5)
     assert [record["value"] for record in Records(path)] == [2.5, 0.5]
     assert Records(path).where(n=2) == [{"n": 2, "value": 0.5}]
+
+
+def test_averages_are_over_the_observed_steps_of_the_window():
+    sequences = Sequences.from_list([torch.tensor([[1.0], [torch.nan], [5.0], [6.0]]), torch.tensor([[2.0]])])
+    expected = torch.tensor([1.0, torch.nan, 5.5, 5.5, 2.0])
+    torch.testing.assert_close(averages(sequences, 3).values[:, 0], expected.to(sequences.values.dtype), equal_nan=True)

@@ -12,6 +12,8 @@ ORDER = [
     "_version",
     "sequences",
     "loading",
+    "observing",
+    "runs",
     "inference",
     "distributions",
     "optim",

@@ -122,6 +122,18 @@ def test_densities_are_weighted_by_the_share_of_time(rng):
     assert integral(*total.get_data()) == pytest.approx(1, rel=1e-2)
 
 
+@pytest.mark.parametrize("num_features", [1, 2])
+def test_no_share_is_printed_where_none_was_given(rng, num_features):
+    means, variances = rng.normal(size=(3, num_features)), np.ones((3, num_features))
+    named = plots.gaussian_emissions(means, variances).axes[0]
+    found = [line.get_label() for line in named.lines]
+    assert found[:3] == ["state 0", "state 1", "state 2"]
+    assert "share" not in named.get_ylabel()
+    share = np.array([0.2, 0.5, 0.3])
+    found = [line.get_label() for line in plots.gaussian_emissions(means, variances, share).axes[0].lines]
+    assert found[:3] == ["state 0 (20%)", "state 1 (50%)", "state 2 (30%)"]
+
+
 def test_ellipses_have_one_and_two_standard_deviations():
     means, variances = np.array([[0.0, 1.0], [5.0, -3.0]]), np.array([[4.0, 9.0], [0.25, 1.0]])
     axes = plots.gaussian_emissions(means, variances, points=np.array([[np.nan, 0.0], [1.0, 2.0]])).axes[0]
@@ -129,6 +141,17 @@ def test_ellipses_have_one_and_two_standard_deviations():
     found = [(*ellipse.center, ellipse.width, ellipse.height) for ellipse in ellipses]
     assert found == [(0, 1, 8, 12), (0, 1, 4, 6), (5, -3, 2, 4), (5, -3, 1, 2)]
     assert axes.lines[0].get_xydata().tolist() == [[1.0, 2.0]]
+
+
+def test_the_most_visited_of_many_states_is_opaque():
+    """``0.8 * share / share`` may be above 0.8 by rounding."""
+    largest = 0.1
+    assert 0.8 * largest / largest > 0.8
+    share = np.full(20, (1 - largest) / 19)
+    share[7] = largest
+    axes = plots.gaussian_emissions(np.zeros((20, 2)), np.ones((20, 2)), share).axes[0]
+    edges = [patch.get_edgecolor()[3] for patch in axes.patches if isinstance(patch, Ellipse)]
+    assert max(edges) == edges[14] == edges[15] == 1
 
 
 def test_means_of_many_features_are_in_units_of_the_data(rng):

@@ -1,4 +1,4 @@
-"""What the README and the guide to cloned HMMs say can be done, is done here."""
+"""Runs the code blocks and the commands of the README and the pages in `docs`, and checks that links and paths in them exist."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from lightning_hmm.cli import main
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+PAGES = {str(page.relative_to(ROOT)): page.read_text() for page in (*ROOT.glob("*.md"), ROOT / "benchmarks/README.md", *sorted(ROOT.glob("docs/**/*.md")))}
+OWN_TESTS = ("README.md", "docs/cloned.md")  # their code blocks are run by tests of their own, which also check results
 
 
 def blocks(language: str, text: str = README) -> list[str]:
@@ -30,6 +32,12 @@ def test_the_example_of_the_guide_to_cloned_hmms_runs():
     exec(compile(code, "docs/cloned.md", "exec"), names)
     assert names["safe"].unscramble("a fitncuon of a srtnig") == "a function of a string"
     assert names["model"].layout.is_sparse
+
+
+@pytest.mark.parametrize("page", [page for page, text in PAGES.items() if blocks("python", text) and page not in OWN_TESTS])
+def test_the_python_blocks_of_a_page_run_in_order(page):
+    code = re.sub(r"max_epochs=\d+", "max_epochs=1", "\n".join(blocks("python", PAGES[page])))
+    exec(compile(code, f"<Python blocks of {page}>", "exec"), {})
 
 
 def test_the_python_example_is_short():
@@ -62,6 +70,24 @@ def test_the_command_for_own_data_runs(tmp_path, monkeypatch):
     assert list(tmp_path.glob("logs/standard/files/version_0/checkpoints/last.ckpt"))
 
 
-def test_links_lead_somewhere():
-    for link in re.findall(r"\]\((?!http)([^)]+)\)", README):
-        assert (ROOT / link).exists(), link
+def anchors(text: str) -> set[str]:
+    """Anchors that GitHub gives to the headings of a page."""
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\((?!http)([^)]+)\)", PAGES[page]):
+        name, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / name if name else ROOT / page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target.read_text()), link
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_and_modules_that_a_page_names_exist(page):
+    text = PAGES[page]
+    for file in re.findall(r"(?<![\w./])(?:benchmarks|configs|datamodules|experiments|lightning_hmm|tests)/[\w/]+\.(?:py|yaml|csv)", text):
+        assert (ROOT / file).exists(), file
+    for module in re.findall(r"python -m (experiments(?:\.\w+)+)(?![\w.{<])", text):
+        assert (ROOT / f"{module.replace('.', '/')}.py").exists(), module

@@ -6,6 +6,7 @@ import pickle
 import warnings
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pytest
 import torch
@@ -90,11 +91,99 @@ class TestFromList:
             Sequences.from_list(given)
 
 
+@pytest.mark.parametrize("kind", [np.asarray, torch.as_tensor], ids=["numpy", "torch"])
+class TestFromOneArray:
+    """An array in the place of the list of sequences."""
+
+    @pytest.mark.parametrize("shape", [(4, 1), (4, 3), (1, 3), (0, 3)])
+    def test_real_numbers_in_two_dimensions_are_one_sequence(self, kind, shape):
+        given = np.arange(shape[0] * shape[1], dtype=float).reshape(shape)
+        batch = Sequences.from_list(kind(given))
+        assert batch.lengths.tolist() == [shape[0]]
+        assert same(batch.values, given)
+
+    def test_whole_numbers_in_two_dimensions_are_a_sequence_for_each_row(self, kind):
+        assert Sequences.from_list(kind(np.arange(6).reshape(2, 3))).tolist() == [[0, 1, 2], [3, 4, 5]]
+
+    @pytest.mark.parametrize("dtype", [np.int64, np.uint8, bool])
+    def test_a_column_of_whole_numbers_is_refused(self, kind, dtype):
+        with pytest.raises(ValueError, match=r"shape \(5, 1\).*Sequences.from_lengths\(X, lengths\).*\(1, 5\)"):
+            Sequences.from_list(kind(np.ones((5, 1), dtype)))
+
+    def test_one_dimension_is_refused(self, kind):
+        for given in (np.arange(3), np.arange(3.0)):
+            with pytest.raises(ValueError, match=r"list of sequences, but is an array of shape \(3,\).*list of one"):
+                Sequences.from_list(kind(given))
+
+    def test_three_dimensions_are_a_sequence_for_each_entry(self, kind):
+        assert Sequences.from_list(kind(np.zeros((2, 3, 4)))).lengths.tolist() == [3, 3]
+
+
+class TestFromObjects:
+    """Arrays of Python objects, and masked arrays."""
+
+    def test_masked_entries_are_missing(self):
+        mask = [[False, True], [False, False]]
+        assert same(Sequences.from_list(np.ma.masked_array([[1.0, 9.0], [2.0, 3.0]], mask)).values, [[1.0, NAN], [2.0, 3.0]])
+        assert Sequences.from_list(np.ma.masked_array([[1, 9], [2, 3]], mask)).tolist() == [[1, -1], [2, 3]]
+        assert Sequences.from_lengths(np.ma.masked_array([1, 9], [False, True]), [2]).tolist() == [[1, -1]]
+
+    def test_real_numbers_are_one_sequence(self):
+        batch = Sequences.from_list(np.array([[1.5, None], [2, 3]], object))
+        assert batch.lengths.tolist() == [2]
+        assert same(batch.values, [[1.5, NAN], [2.0, 3.0]])
+
+    def test_whole_numbers_are_a_sequence_for_each_row(self):
+        assert Sequences.from_list(np.array([[1, None], [2, 3]], object)).tolist() == [[1, -1], [2, 3]]
+        with pytest.raises(ValueError, match="from_lengths"):
+            Sequences.from_list(np.array([[1], [None]], object))
+
+
+class TestFromPandas:
+    TABLE = pd.DataFrame({"x": [1, 2, 3], "y": [0.5, None, 2.5], "word": ["a", "b", "a"]}, index=[7, 8, 9])
+
+    def test_a_table_is_one_sequence_of_vectors(self):
+        batch = Sequences.from_list(self.TABLE[["y", "x"]])
+        assert batch.lengths.tolist() == [3]
+        assert same(batch.values, [[0.5, 1.0], [NAN, 2.0], [2.5, 3.0]])
+        assert same(Sequences.from_list(self.TABLE[["y"]]).values, [[0.5], [NAN], [2.5]])
+        assert Sequences.from_list(pd.DataFrame({"a": [1, 2], "b": [3, 4]})).tolist() == [[[1.0, 3.0], [2.0, 4.0]]]
+
+    def test_one_column_of_whole_numbers_is_one_sequence_of_symbols(self):
+        assert Sequences.from_list(self.TABLE[["x"]]).tolist() == Sequences.from_list(self.TABLE["x"]).tolist() == [[1, 2, 3]]
+        nullable = pd.Series([1, None, 3], dtype="Int64")
+        assert Sequences.from_list(nullable).tolist() == Sequences.from_list(nullable.to_frame()).tolist() == [[1, -1, 3]]
+
+    def test_a_series_of_numbers_is_one_sequence_and_one_of_lists_holds_several(self):
+        assert same(Sequences.from_list(self.TABLE["y"]).values, [[0.5], [NAN], [2.5]])
+        assert Sequences.from_list(pd.Series([[0, 1], [2]], index=[5, 6])).tolist() == [[0, 1], [2]]
+
+    def test_items_of_a_list(self):
+        batch = Sequences.from_list([self.TABLE[["x", "y"]], self.TABLE.iloc[:2][["x", "y"]]])
+        assert same(batch.values, [[1.0, 0.5], [2.0, NAN], [3.0, 2.5], [1.0, 0.5], [2.0, NAN]])
+        assert batch.lengths.tolist() == [3, 2]
+        assert Sequences.from_list([self.TABLE["x"], self.TABLE["x"][1:]]).tolist() == [[1, 2, 3], [2, 3]]
+
+    def test_lengths(self):
+        assert Sequences.from_lengths(self.TABLE["x"], [1, 2]).tolist() == [[1], [2, 3]]
+        assert Sequences.from_lengths(self.TABLE[["x", "y"]], [1, 2]).lengths.tolist() == [1, 2]
+
+    @pytest.mark.parametrize(("given", "message"), [(TABLE, "column 'word' .* numbers"), (TABLE[["word"]], "column 'word'"), (TABLE["word"], "from_strings")])
+    def test_names_are_refused(self, given, message):
+        with pytest.raises(ValueError, match=message):
+            Sequences.from_list(given)
+
+
 class TestFromLengths:
     def test_as_hmmlearn_takes_them(self):
         batch = Sequences.from_lengths(np.arange(5), [2, 0, 3])
         assert batch.tolist() == [[0, 1], [], [2, 3, 4]]
         assert Sequences.from_lengths(torch.ones(2, 3), torch.tensor([2])).num_features == 3
+        for column in (np.arange(5)[:, None], torch.arange(5)[:, None], [[0], [1], [2], [3], [4]]):
+            assert Sequences.from_lengths(column, [2, 0, 3]).tolist() == batch.tolist()
+
+    def test_lists_keep_their_digits(self):
+        assert same(Sequences.from_lengths([0.1, 0.2], [2]).values, [[0.1], [0.2]])
 
     def test_shares_memory(self):
         values = np.arange(6.0).reshape(3, 2)
@@ -112,10 +201,32 @@ class TestFromLengths:
             finally:
                 torch.set_warn_always(False)
 
-    @pytest.mark.parametrize(("lengths", "message"), [([2, 2], "`lengths` must sum to 5.*sums to 4"), ([6, -1], "must rise from 0 to 5.*6, 5")])
+    @pytest.mark.parametrize(
+        ("lengths", "message"),
+        [
+            ([2, 2], "`lengths` must sum to 5.*sums to 4"),
+            ([6, -1], "`lengths` must not be negative, but the length of sequence 1 is -1"),
+            ([2.5, 2.5], "`lengths` must hold whole numbers, but holds float64"),
+            (5, r"`lengths` must be a list .* but has shape \(\)"),
+            ([[2, 3]], r"`lengths` must be a list .* but has shape \(1, 2\)"),
+        ],
+    )
     def test_errors(self, lengths, message):
+        for given in (lengths, torch.from_numpy(np.asarray(lengths))):
+            with pytest.raises(ValueError, match=message):
+                Sequences.from_lengths(np.arange(5), given)
+
+    @pytest.mark.parametrize(
+        ("values", "message"),
+        [
+            (np.zeros((5, 2), int), r"\(steps,\) for symbols.*\(5, 2\).*floating-point"),
+            (np.zeros((5, 2, 2)), r"\(steps, features\).*\(5, 2, 2\)"),
+            (list("abcde"), "hold numbers.*from_strings"),
+        ],
+    )
+    def test_wrong_values(self, values, message):
         with pytest.raises(ValueError, match=message):
-            Sequences.from_lengths(np.arange(5), lengths)
+            Sequences.from_lengths(values, [5])
 
 
 class TestConstructor:
@@ -246,6 +357,8 @@ class TestVocabulary:
         assert Sequences.from_strings(["axb"], vocabulary).tolist() == [[0, 2, 1]]
         with pytest.raises(ValueError, match=r"Sequence 1: .*'x', found at position 2"):
             Sequences.from_strings(["ab", "abx"], "ab")
+        with pytest.raises(ValueError, match=r"must be a list of sequences, but is the string 'abba' instead. For one sequence give a list of one"):
+            Sequences.from_strings("abba", "ab")
 
     def test_from_data(self):
         assert Vocabulary.from_data(["cab", "a"]).names == ["a", "b", "c"]
@@ -463,3 +576,24 @@ def test_padded_and_back():
     assert torch.equal(vectors.packed(padded[..., :1].unsqueeze(3))[:, 0, 0], vectors.values[:, 0])
     assert Sequences.from_list([[3, 4], [5]]).padded().tolist() == [[3, 4], [5, -1]]
     assert Sequences.from_lengths(np.zeros((0, 2)), []).padded().shape == (0, 0, 2)
+
+
+def test_arrays_that_torch_does_not_take_are_converted():
+    steps = np.arange(6)
+    for array in (steps[::-1], steps.astype(">i8")):
+        assert Sequences.from_lengths(array, [6]).values.tolist() == array.tolist()
+        assert Sequences.from_list([array]).values.tolist() == array.tolist()
+    backwards = np.linspace(0, 1, 6).reshape(3, 2)[::-1].astype(">f8")
+    assert np.array_equal(Sequences.from_lengths(backwards, [3]).values, backwards)
+
+
+@pytest.mark.parametrize(
+    ("sequence", "message"),
+    [
+        (np.zeros((2, 3, 4)), r"sequence 0 has shape \(2, 3, 4\)"),
+        (np.array([2**64 - 1], np.uint64), "symbols below 2\\^63, but sequence 0 holds 18446744073709551615"),
+    ],
+)
+def test_what_would_be_read_as_something_else_is_refused(sequence, message):
+    with pytest.raises(ValueError, match=message):
+        Sequences.from_list([sequence])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 
 import hmmlearn.hmm
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from lightning.pytorch import Trainer
@@ -14,9 +16,10 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import lightning_hmm
-from lightning_hmm import Sequences, StandardHMM, fit
-from lightning_hmm.callbacks import Convergence
+from lightning_hmm import DMCHMM, ClonedHMM, DenseHMM, Sequences, StandardHMM, fit
+from lightning_hmm.callbacks import Convergence, Pruning
 from lightning_hmm.loading import loader
+from lightning_hmm.models.baselines import RecurrentNet
 from tests.helpers import assert_identical_parameters, assert_same_parameters, random_symbols, random_vectors
 
 PRIORS = {"initial_pseudocount": 0.3, "transition_pseudocount": 0.5, "emission_pseudocount": 0.1}
@@ -59,6 +62,62 @@ def test_twenty_gaussian_steps_equal_hmmlearn(rng):
     np.testing.assert_allclose(model.transition_probs, peer.transmat_, rtol=1e-8, atol=1e-14)
 
 
+# Data in the format of hmmlearn
+
+
+@pytest.mark.parametrize("kind", [np.asarray, torch.as_tensor, pd.DataFrame, list], ids=["numpy", "torch", "pandas", "list"])
+def test_fit_takes_lengths(rng, kind):
+    symbols = random_symbols(rng, missing=0.0)
+    column = symbols.values.numpy()[:, None]
+    assert_same_parameters(fit(categorical(), kind(column), 5, 0, lengths=symbols.lengths.tolist()), fit(categorical(), symbols, 5, 0))
+    vectors = random_vectors(rng)
+    models = [StandardHMM(num_states=2, emission="gaussian", num_features=2) for _ in range(2)]
+    assert_same_parameters(fit(models[0], kind(vectors.values.numpy()), 5, 0, lengths=vectors.lengths), fit(models[1], vectors, 5, 0))
+
+
+def test_lengths_of_names():
+    models = [categorical(num_symbols=2, symbol_names=["a", "b"]) for _ in range(2)]
+    assert_same_parameters(fit(models[0], list("abbaa"), 5, 0, lengths=[2, 3]), fit(models[1], ["ab", "baa"], 5, 0))
+
+
+def test_a_table_of_real_numbers_is_one_sequence_everywhere(rng):
+    values = rng.normal(size=(30, 1))
+    given = [values, torch.as_tensor(values), pd.DataFrame(values)]
+    models = [fit(StandardHMM(num_states=2, emission="gaussian", num_features=1), data, 5, 0) for data in ([values], *given)]
+    for model, data in zip(models[1:], given, strict=True):
+        assert_same_parameters(model, models[0])
+        assert torch.equal(model.score(data), models[0].score([values]))
+        assert model.decode(data).tolist() == models[0].decode([values]).tolist()
+
+
+@pytest.mark.parametrize("call", [lambda model, data: fit(model, data, 1), StandardHMM.score, StandardHMM.decode], ids=["fit", "score", "decode"])
+@pytest.mark.parametrize("names", [None, ["a", "b", "c", "d", "e"]])
+def test_a_column_of_symbols_is_refused_everywhere(call, names):
+    for column in (np.zeros((4, 1), int), torch.zeros(4, 1, dtype=torch.int64), np.array([["a"]] * 4)):
+        with pytest.raises(ValueError, match=r"shape \(4, 1\).* Use `Sequences.from_lengths\(X, lengths\)`"):
+            call(categorical(symbol_names=names), column)
+
+
+@pytest.mark.parametrize("lengths", [[2, 3], (2, 3), np.array([2, 3]), torch.tensor([2, 3])])
+def test_lengths_in_the_place_of_max_epochs_are_refused(lengths):
+    with pytest.raises(ValueError, match=r"`max_epochs` must be a number, but is .*2, 3.* `fit\(model, X, lengths=...\)`"):
+        fit(categorical(), np.zeros((5, 1), int), lengths)
+
+
+def test_max_epochs_is_a_whole_number_of_any_type(rng):
+    sequences = random_symbols(rng)
+    assert fit(categorical(), sequences, np.int64(2), 0).trainer.current_epoch == fit(categorical(), sequences, 2.0, 0).trainer.current_epoch == 2
+    with pytest.raises(ValueError, match=r"`max_epochs` must be a whole number, but is 2\.5"):
+        fit(categorical(), sequences, 2.5)
+
+
+def test_lengths_of_sequences_are_refused():
+    with pytest.raises(ValueError, match="`lengths` must be given with one array of all steps, but the data are `Sequences`"):
+        fit(categorical(), Sequences.from_list([[0, 1]]), lengths=[2])
+    with pytest.raises(ValueError, match="`lengths` must sum to 5, the number of steps, but sums to 4"):
+        fit(categorical(), np.zeros((5, 1), int), lengths=[2, 2])
+
+
 # Laws
 
 
@@ -74,15 +133,6 @@ def test_batch_em_does_not_depend_on_the_batches(rng, emission, options):
             lambda: StandardHMM(num_states=2, emission="gaussian", num_features=2, variance_prior=0.1, transition_pseudocount=0.5),
         )
     assert_same_parameters(fit(make(), sequences, 8, 0), fit(make(), sequences, 8, 0, **options))
-
-
-def test_accumulating_batches_is_one_larger_batch_online(rng):
-    """The prior is not blind to the scale of the counts."""
-    sequences = random_symbols(rng, 16)
-    options = {"discount": 0.8, **PRIORS}
-    whole = fit(categorical(**options), sequences, 3, 0, batch_size=8)
-    parts = fit(categorical(**options), sequences, 3, 0, batch_size=4, accumulate_grad_batches=2)
-    assert_same_parameters(whole, parts)
 
 
 def test_many_updates_in_a_batch_equal_one_update_a_batch(rng):
@@ -164,11 +214,26 @@ def test_restarts_are_the_separate_runs_and_the_best_is_chosen(rng):
 
 
 def test_without_validation_data_training_data_choose(rng):
+    """By the likelihood under the parameters that are returned, not under those before the last update."""
+    sequences, differ = random_symbols(rng), 0
+    for seed in range(8):
+        model = fit(categorical(restarts=5, seed=seed), sequences, 1 if seed % 2 else 2, 1.0, batch_size=5)  # tolerance 1 ends training after two epochs
+        before, chosen = int(model.epoch_log_likelihood.argmax()), int(model.chosen)
+        scores = []
+        for restart in range(5):
+            model.chosen.fill_(restart)
+            scores.append(float(model.score(sequences).sum()))
+        assert chosen == int(np.argmax(scores))
+        differ += chosen != before
+    assert differ  # or choosing by the likelihood before the last update would pass
+
+
+def test_the_checkpoint_of_the_last_epoch_has_the_restart_that_is_returned(rng, tmp_path):
     sequences = random_symbols(rng)
-    model = fit(categorical(restarts=5), sequences, 10, 0)
-    # By the likelihood that the last epoch's batches met.
-    assert int(model.chosen) == int(model.epoch_log_likelihood.argmax())
-    assert len(set(model.epoch_log_likelihood.tolist())) == 5
+    for seed in range(4):
+        saving = {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(tmp_path / str(seed), save_last=True)]}
+        model = fit(categorical(restarts=5, seed=seed), sequences, 1, 0, **saving)
+        assert int(lightning_hmm.load(tmp_path / str(seed) / "last.ckpt").chosen) == int(model.chosen)
 
 
 def test_where_validation_rules_all_out_training_chooses(rng):
@@ -182,6 +247,11 @@ def test_where_validation_rules_all_out_training_chooses(rng):
 
 
 # Starting
+
+
+def test_sequences_that_all_have_weight_zero_are_refused():
+    with pytest.raises(ValueError, match="every sequence with an observed step has weight 0"):
+        fit(categorical(), Sequences.from_list([[0, 1], [-1, -1]], weights=[0.0, 1.0]))
 
 
 def test_a_gaussian_start_heeds_weights(rng):
@@ -230,21 +300,20 @@ def test_a_fall_is_no_convergence():
         def compute(self):
             return torch.tensor([next(self.values)])
 
-    model, trainer, callback = Falling(), Trainer(logger=False, accelerator="cpu"), Convergence(1e-3)
+    model, callback = Falling(), Convergence(1e-3)
+    trainer = SimpleNamespace(is_last_batch=True, should_stop=False, current_epoch=0)
     model.train_likelihood = model
     stopped = []
     for _ in range(5):
-        callback.on_train_epoch_end(trainer, model)
+        callback.on_train_batch_end(trainer, model, None, None, 0)
         stopped.append(trainer.should_stop)
     assert stopped == [False, False, False, False, True]
 
 
-def test_batch_em_leaves_the_trainers_accumulation_as_it_was(rng):
-    sequences = random_symbols(rng)
-    trainer = quiet_trainer(accelerator="cpu", max_epochs=1, accumulate_grad_batches=3)
-    trainer.fit(categorical(), loader(sequences, 5))
-    assert trainer.accumulate_grad_batches == 3
-    assert trainer.global_step == 1
+def test_a_plain_trainer_makes_one_step_per_epoch(rng):
+    trainer = quiet_trainer(accelerator="cpu", max_epochs=3)
+    trainer.fit(categorical(), loader(random_symbols(rng), 5))
+    assert trainer.global_step == 3
 
 
 def test_other_options_than_the_checkpoints_are_refused(tmp_path, rng):
@@ -329,7 +398,8 @@ def test_bad_vectors_are_named(data, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"gradient_clip_val": 1.0}, "`trainer.gradient_clip_val` must not be set for EM"),
+        ({"gradient_clip_val": 1.0}, r"Remove `Trainer\(gradient_clip_val=1.0\)`"),
+        ({"accumulate_grad_batches": 2}, r"Remove `Trainer\(accumulate_grad_batches=2\)`"),
         ({"precision": "bf16-mixed"}, "`trainer.precision` must be 32-true or 64-true"),
         ({"precision": "bf16-true"}, "`trainer.precision` must be 32-true or 64-true"),
     ],
@@ -395,6 +465,13 @@ def test_a_checkpoint_loads_with_weights_only(checkpoint, rng):
     assert torch.equal(StandardHMM.load_from_checkpoint(path).transition_probs, model.transition_probs)
 
 
+def test_names_are_not_taken_for_the_numbers_of_training(tmp_path, rng):
+    saving = {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(tmp_path, save_last=True)]}
+    fit(categorical(), random_symbols(rng), 1, **saving)
+    with pytest.raises(ValueError, match=r"must have numbers as symbols, .* but have the names 'a', 'b'"):
+        fit(categorical(symbol_names=list("abcde")), random_symbols(rng), 2, ckpt_path=str(tmp_path / "last.ckpt"), **saving)
+
+
 def test_unreadable_and_foreign_checkpoints_are_named(checkpoint, tmp_path):
     (tmp_path / "torn.ckpt").write_bytes(b"PK\x03\x04 not really")
     with pytest.raises(ValueError, match=r"torn\.ckpt is not a checkpoint that can be read"):
@@ -402,13 +479,35 @@ def test_unreadable_and_foreign_checkpoints_are_named(checkpoint, tmp_path):
     torch.save({"state_dict": {}}, tmp_path / "foreign.ckpt")
     with pytest.raises(ValueError, match=r"foreign\.ckpt holds no model of lightning_hmm"):
         lightning_hmm.load(tmp_path / "foreign.ckpt")
-    with pytest.raises(FileNotFoundError, match="There is no checkpoint at"):
+    with pytest.raises(FileNotFoundError, match=r"`path` must be a checkpoint, but there is no file .*none\.ckpt"):
         lightning_hmm.load(tmp_path / "none.ckpt")
     content = torch.load(checkpoint[1], weights_only=True)
     content["lightning_hmm"]["model"] = "OtherHMM"
     torch.save(content, tmp_path / "other.ckpt")
     with pytest.raises(ValueError, match="must hold a StandardHMM, but holds a OtherHMM"):
         StandardHMM.load_from_checkpoint(tmp_path / "other.ckpt")
+
+
+@pytest.mark.parametrize("path", ["http://localhost:1/last.ckpt", "s3://bucket/last.ckpt", "file:///tmp/last.ckpt"])
+def test_remote_checkpoints_are_refused(path):
+    with pytest.raises(ValueError, match=f"`ckpt_path` must be the path of a local file, but is '{path}'"):
+        fit(categorical(), [[0, 1]], 1, ckpt_path=path)
+    with pytest.raises(ValueError, match=f"`path` must be the path of a local file, but is '{path}'"):
+        lightning_hmm.load(path)
+
+
+def test_a_local_checkpoint_whose_path_begins_with_http_is_not_downloaded(tmp_path, monkeypatch, rng):
+    monkeypatch.chdir(tmp_path)
+    sequences = random_symbols(rng)
+    for epochs, path in ((2, None), (4, "http_runs/last.ckpt")):
+        saving = {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(tmp_path / "http_runs", save_last=True)]}
+        model = fit(categorical(), sequences, epochs, 0, ckpt_path=path, **saving)
+    assert model.trainer.global_step == 4
+
+
+def test_a_word_in_the_place_of_a_checkpoint_is_refused():
+    with pytest.raises(FileNotFoundError, match="`ckpt_path` must be a checkpoint, but there is no file last"):
+        fit(categorical(), [[0, 1]], 1, ckpt_path="last")
 
 
 @pytest.mark.parametrize("options", [{}, {"discount": 0.9, "transition_pseudocount": 1.0}, {"discount": 0.9, "sequences_per_update": 2}, {"restarts": 3}])
@@ -423,6 +522,68 @@ def test_resumed_equals_never_stopped(tmp_path, rng, options):
     assert_identical_parameters(whole, resumed)
     assert torch.equal(whole.chosen, resumed.chosen)
     assert torch.equal(whole.epoch_log_likelihood, resumed.epoch_log_likelihood)
+
+
+@pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint.*")
+@pytest.mark.parametrize(
+    "make",
+    [
+        categorical,
+        lambda: categorical(restarts=2, **PRIORS),
+        lambda: categorical(discount=0.9, transition_pseudocount=1.0),
+        lambda: DMCHMM(6, 2, num_symbols=5, reselect_every=2),
+        lambda: DenseHMM(3, 5, 2, objective="em"),
+        lambda: ClonedHMM(10, 5, pairs="all"),
+        lambda: ClonedHMM(10, 5, pairs="all", discount=0.9, online_epochs=2, transition_pseudocount=1e-6),
+        lambda: RecurrentNet(4, 5, learning_rate_decay=0.5),
+    ],
+    ids=["batch", "restarts", "online", "DMC", "dense", "cloned", "cloned, online then batch", "recurrent"],
+)
+def test_every_checkpoint_resumes_exactly_or_is_refused(tmp_path, rng, make):
+    """Lightning writes files at the last batch, too, and calls no hook for the start of the epoch that is resumed from one."""
+    sequences, common = random_symbols(rng), {"batch_size": 5, "shuffle": True}
+    files = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{epoch}-{step}")
+    convergence = Convergence(1e-300)
+    whole = fit(make(), sequences, 3, 0, callbacks=[files, convergence], enable_checkpointing=True, **common)
+    resumed_from = []
+    for path in sorted(tmp_path.glob("*.ckpt")):
+        again = Convergence(1e-300)
+        try:
+            resumed = fit(make(), sequences, 3, 0, ckpt_path=str(path), callbacks=[again], **common)
+        except ValueError as error:
+            assert "saved in the middle of an epoch" in str(error)  # noqa: PT017
+            continue
+        resumed_from.append(path.name)
+        assert_identical_parameters(whole, resumed)
+        assert torch.equal(whole.chosen, resumed.chosen)
+        assert again.previous == convergence.previous
+        assert resumed.trainer.global_step == whole.trainer.global_step
+    assert len(resumed_from) == 3
+
+
+def test_a_checkpoint_of_the_last_batch_holds_the_pruned_model(tmp_path, rng):
+    sequences, options = random_symbols(rng, missing=0), {"pairs": "all", "start_concentration": 0.1, "transition_pseudocount": 1e-9}
+    files = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{epoch}")
+    whole = fit(ClonedHMM(15, 5, **options), sequences, 2, 0, batch_size=5, callbacks=[files, Pruning(1e-3, density=0.9)], enable_checkpointing=True)
+    assert whole.layout.is_sparse
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*callbacks used to create the checkpoint.*")
+        resumed = fit(
+            ClonedHMM(15, 5, **options), sequences, 2, 0, batch_size=5, callbacks=[Pruning(1e-3, density=0.9)], ckpt_path=str(tmp_path / "epoch=0.ckpt")
+        )
+    assert resumed.layout == whole.layout
+    assert_identical_parameters(whole, resumed)
+
+
+def test_a_converged_run_is_not_trained_on(tmp_path, rng):
+    sequences, saving = random_symbols(rng), {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(tmp_path, save_last=True)]}
+    whole = fit(categorical(), sequences, 100, 1e-3, **saving)
+    epochs = whole.trainer.current_epoch
+    assert epochs < 100
+    again = fit(categorical(), sequences, 100, 1e-3, ckpt_path=str(tmp_path / "last.ckpt"), **saving)
+    assert again.trainer.current_epoch == epochs
+    assert_identical_parameters(whole, again)
+    assert fit(categorical(), sequences, epochs + 3, 1e-9, ckpt_path=str(tmp_path / "last.ckpt"), **saving).trainer.current_epoch == epochs + 3
 
 
 def test_a_checkpoint_from_the_middle_of_an_epoch_is_refused(tmp_path, rng):

@@ -4,7 +4,7 @@
 
 For each number of states n and vector length l, and each of 10 runs with data or splits of their own: the standard HMM, the one with
 the DenseHMM's degrees of freedom, and the DenseHMM by each of its objectives; each from 4 starts, of which the best on the training data
-is tested. Medians and quartiles over the runs.
+is tested. Medians and quartiles over the runs. For real data the deviations of the training half's own pairs and of independent symbols are printed too.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from datamodules.base import SequenceDataModule
 from experiments.records import Records, markdown_table
 from lightning_hmm import HMM, DenseHMM, StandardHMM
 from lightning_hmm.callbacks import CooccurrenceReport
+from lightning_hmm.inference.cooccurrence import pair_counts
 from lightning_hmm.models import fair_num_states
 from lightning_hmm.plots import COLOURS
 from lightning_hmm.training import quiet_lightning
@@ -77,6 +78,15 @@ def measure(model: HMM, data: SequenceDataModule, epochs: int) -> dict[str, floa
         seconds = time.process_time() - begin
         (found,) = trainer.test(model, datamodule=data, verbose=False)
     return {name: found[f"test/{name}"] for name in MEASURES} | {"seconds": round(seconds, 2)}
+
+
+def levels(data: SequenceDataModule) -> dict[str, float]:
+    """Deviations from the pair frequencies of the test half: of the training half's pairs, and of pairs of independent symbols with its frequencies."""
+    assert data.num_symbols is not None
+    train, test = (pair_counts(part, data.num_symbols) for part in (data.train_sequences, data.test_sequences))
+    train, test = train / train.sum(), test / test.sum()
+    pairs = {"training half": train, "independent symbols": torch.outer(train.sum(1), train.sum(0))}
+    return {name: float((frequencies - test).abs().mean()) for name, frequencies in pairs.items()}
 
 
 def settings_of(name: str, kind: str, num_states: int, length: int, num_symbols: int) -> dict[str, Any]:
@@ -136,12 +146,19 @@ def main() -> None:
         data = make_data(args.data, n, 1000 * length + run if args.data == "synthetic" else run, args.path, options)
         assert data.num_symbols is not None
         num_symbols[n] = data.num_symbols
+        if args.data != "synthetic" and not records.has(run=run, model="training half"):
+            data.setup()
+            for name, deviation in levels(data).items():
+                records.add(run=run, model=name, m=data.num_symbols, cooccurrence_mad_analytic=deviation)
         for name in models:
             settings = settings_of(name, args.data, n, length, data.num_symbols)
             if not records.has(run=run, **settings):
                 model = make_model(name, args.data, n, length, data.num_symbols, run)
                 records.add(run=run, **settings, **measure(model, data, EPOCHS[name]))
         print(f"run {run}, n = {n}, l = {length}: done", flush=True)
+    for name in ("training half", "independent symbols"):
+        if found := [record["cooccurrence_mad_analytic"] for record in records.where(model=name)]:
+            print(f"{name}: median deviation {np.median(found):.6f}")
     for measure_name in MEASURES:
         rows = []
         for n, lengths in grid.items():

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import numpy as np
+import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 from scipy.optimize import linear_sum_assignment
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from datamodules.base import SequenceDataModule
 from lightning_hmm.metrics import PredictionError
+from lightning_hmm.models.neural_starts import moving_sum
 from lightning_hmm.sequences import Sequences
 from lightning_hmm.training import fit, quiet_lightning
 
@@ -34,6 +36,17 @@ class KeepBest(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         pl_module.load_state_dict(self.state)
+
+
+def averages(sequences: Sequences, window: int) -> Sequences:
+    """Means over the observed steps among the `window` steps around each step; missing where the step itself is."""
+    missing = sequences.values.isnan().any(1, keepdim=True)
+    values, counts = (
+        sequences.with_values(part).padded().nan_to_num().transpose(0, 1)
+        for part in (sequences.values.masked_fill(missing, 0), (~missing).to(sequences.values))
+    )
+    means = moving_sum(values, window) / moving_sum(counts, window).clamp(min=1)
+    return sequences.with_values(sequences.packed(means.transpose(0, 1)).masked_fill(missing, torch.nan))
 
 
 def train(model: Any, data: SequenceDataModule, epochs: int, patience: int) -> dict[str, float]:

@@ -22,16 +22,14 @@ from sklearn.cluster import KMeans
 from torch import Tensor
 
 from datamodules import GPSDataModule
-from experiments.neural.training import agreement, mean_and_spread, timed_fit
+from experiments.neural.training import agreement, averages, mean_and_spread, timed_fit
 from experiments.records import Records, markdown_table
 from lightning_hmm import NeuralHMM, StandardHMM, fit
-from lightning_hmm.models.neural_starts import moving_sum
 from lightning_hmm.plots import COLOURS
 from lightning_hmm.sequences import Sequences
 
 RUNS = 5
 SHORTEST = 1.0  # m, added to step lengths before their logarithm is taken
-AVERAGED = 31  # steps that the control which knows what the model starts from averages over
 TRAINING: dict[str, Any] = {"num_paths": 2, "m_steps": 8, "learning_rate": 1e-2, "transition_mean": "residual", "latent_bound": 2.0}
 OPTIONS: dict[str, dict[str, Any]] = {
     # A state that cannot but be slow, started from averages over five minutes. What the step before tells is given to the emission, so that the state
@@ -43,7 +41,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "num_components": 3,
         "emission_log_variance": -1.0,
         "transition_log_variance": -8.0,
-        "start_window": AVERAGED,
+        "start_window": 31,
         "num_particles": 96,
         "epochs": 10,
         **TRAINING,
@@ -67,7 +65,7 @@ NAMES = {
     "position": "k-means on position",
     "speed": "k-means on speed",
     "log speed": "k-means on log step length",
-    "average": f"k-means on log step length, mean over {AVERAGED} steps",
+    "average": "k-means on log step length, mean over {} steps",
     "gaussian": "Gaussian HMM, 2 states, on log step length",
 }
 
@@ -103,13 +101,6 @@ def two_means(train: Tensor, test: Tensor, seed: int) -> np.ndarray:
     return clusters
 
 
-def averages(sequences: Sequences) -> Tensor:
-    """(steps, 1) means over the steps around each."""
-    padded, ones = sequences.padded().transpose(0, 1), sequences.with_values(torch.ones_like(sequences.values)).padded().transpose(0, 1)
-    found = moving_sum(padded.nan_to_num(), AVERAGED) / moving_sum(ones.nan_to_num(), AVERAGED).clamp(min=1)
-    return sequences.packed(found.transpose(0, 1))
-
-
 def gaussian_hmm(train: Sequences, test: Sequences, seed: int) -> np.ndarray:
     model = StandardHMM(2, emission="gaussian", num_features=1, seed=seed, restarts=3)
     return fit(model, train, max_epochs=100, val_sequences=train).decode(test).values.numpy()
@@ -125,8 +116,8 @@ def neural(data: GPSDataModule, options: dict[str, Any]) -> tuple[np.ndarray, fl
     return two_means(train, test, data.seed), seconds
 
 
-def controls(data: GPSDataModule, seed: int) -> dict[str, np.ndarray]:
-    """(steps of the test part,) clusters by what is not a neural HMM."""
+def controls(data: GPSDataModule, seed: int, window: int) -> dict[str, np.ndarray]:
+    """(steps of the test part,) clusters by what is not a neural HMM. One of them clusters means over `window` steps, from which the model starts."""
     train, test = data.train_sequences, data.test_sequences
     lengths, test_lengths = step_lengths(data, train), step_lengths(data, test)
     logs, test_logs = (sequences.with_values((sequences.values + SHORTEST).log()) for sequences in (lengths, test_lengths))
@@ -134,7 +125,7 @@ def controls(data: GPSDataModule, seed: int) -> dict[str, np.ndarray]:
         "position": two_means(train.values, test.values, seed),
         "speed": two_means(lengths.values, test_lengths.values, seed),
         "log speed": two_means(logs.values, test_logs.values, seed),
-        "average": two_means(averages(logs), averages(test_logs), seed),
+        "average": two_means(averages(logs, window).values, averages(test_logs, window).values, seed),
         "gaussian": gaussian_hmm(logs, test_logs, seed),
     }
 
@@ -205,7 +196,7 @@ def main() -> None:
         args.runs, options, visitors = [0], options | {"epochs": 2}, 12
     else:
         visitors = 200
-    records = Records(out / "records.jsonl")
+    records, names = Records(out / "records.jsonl"), {name: words.format(options["start_window"]) for name, words in NAMES.items()}
     for run in args.runs:
         if all(records.has(model=name, run=run) for name in NAMES):
             continue
@@ -213,15 +204,15 @@ def main() -> None:
         truth = data.true_states("test").values.numpy()  # type: ignore[union-attr]
         truth = np.where(data.test_sequences.values.isnan().any(1).numpy(), -1, truth)  # the same steps for all
         latents, seconds = neural(data, options)
-        found = {"neural": latents, **controls(data, run)}
+        found = {"neural": latents, **controls(data, run, options["start_window"])}
         for name, clusters in found.items():
             if not records.has(model=name, run=run):
                 records.add(model=name, run=run, **agreement(clusters, truth), **({"seconds": seconds} if name == "neural" else {}))
         if run == args.runs[0]:
             draw = figure_map if args.data == "museum" else figure_tracks
             draw(data, in_order(found["neural"], truth), truth).savefig(out / "figure.png", dpi=150)
-        print(f"run {run}: " + "; ".join(f"{NAMES[name]} ARI {records.where(model=name, run=run)[0]['ari']:.3f}" for name in NAMES), flush=True)
-    rows = [[NAMES[name], *(mean_and_spread([r[measure] for r in records.where(model=name)]) for measure in ("ari", "purity", "accuracy"))] for name in NAMES]
+        print(f"run {run}: " + "; ".join(f"{names[name]} ARI {records.where(model=name, run=run)[0]['ari']:.3f}" for name in NAMES), flush=True)
+    rows = [[names[name], *(mean_and_spread([r[measure] for r in records.where(model=name)]) for measure in ("ari", "purity", "accuracy"))] for name in NAMES]
     table = markdown_table(["", "ARI", "purity", "accuracy"], rows)
     (out / "agreement.md").write_text(table)
     print(table)

@@ -35,10 +35,10 @@ class Convergence(Callback):
         if stage == "fit":  # what a checkpoint to go on from remembers is loaded after this
             self.previous, self.calm_epochs, self.stopping_reason = None, 0, None
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Callbacks run before the module's own hook, which publishes this epoch's value; the metric has it already.
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+        # Not at the end of the epoch: a checkpoint of its last batch must hold what this epoch brought.
         metric: Any = pl_module.train_likelihood
-        if not metric.update_called:  # an epoch that was resumed from its very end
+        if not trainer.is_last_batch or not metric.update_called:  # not every objective is a likelihood
             return
         current = metric.compute().reshape(-1).tolist()
         previous, self.previous = self.previous, current
@@ -67,8 +67,15 @@ class Convergence(Callback):
         no_prior = not any(value for options in getattr(pl_module, "priors", {}).values() for value in options.values())
         return getattr(pl_module, "discount", 0.0) is None and no_prior and getattr(pl_module, "arithmetic", "") == "float64"
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.tolerance > 0 and self.calm_epochs >= self.patience:
+            trainer.should_stop = True
+            self.stopping_reason = f"Training had converged before the checkpoint was saved, within the tolerance of {self.tolerance:g}."
+            rank_zero_info(self.stopping_reason)
+
     def state_dict(self) -> dict[str, Any]:
-        return {"previous": self.previous, "calm_epochs": self.calm_epochs}
+        return {"previous": self.previous, "calm_epochs": self.calm_epochs, "tolerance": self.tolerance}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.previous, self.calm_epochs = state_dict["previous"], state_dict["calm_epochs"]
+        self.previous = state_dict["previous"]
+        self.calm_epochs = state_dict["calm_epochs"] if state_dict["tolerance"] == self.tolerance else 0

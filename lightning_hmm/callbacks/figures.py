@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from lightning_hmm import latent_plots, plots
+from lightning_hmm.observing import reporting
 from lightning_hmm.sequences import Sequences
 
 _MAX_SEQUENCES = 256
@@ -38,7 +40,8 @@ class Figures(Callback):
     - ``figures/effective_size``, ``figures/latents`` and ``figures/predictions``: where particles stand for a continuous state, how many of them count, the
       smoothed states of some data by cluster, and one sequence beside what was expected of it.
 
-    A figure that a model has no numbers for is left out. The step is the number of EM updates.
+    A figure that a model has no numbers for is left out. The step is the number of EM updates. A figure that cannot be drawn or
+    written is reported by a warning, once for each kind of figure, and training continues.
 
     Args:
         every_n_epochs: about half a second is spent on each set of figures, which may be far more than an epoch takes. If
@@ -60,10 +63,11 @@ class Figures(Callback):
         self.val: dict[int, float] = {}
         self._excerpts: dict[str, Sequences] = {}
         self._drawn_epoch = 0
+        self._reported: set[str] = set()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
-            self._excerpts, self._drawn_epoch = {}, 0
+            self._excerpts, self._drawn_epoch, self._reported = {}, 0, set()
             if trainer.current_epoch == 0:
                 # Another run with the same callback; a checkpoint to go on from is loaded after this.
                 self.train, self.val = {}, {}
@@ -77,8 +81,9 @@ class Figures(Callback):
 
     def _keep(self, part: str, trainer: Trainer, model: Any, batch: Any) -> None:
         """The first batch, which then serves all figures of the run: they differ by the model alone."""
-        if part not in self._excerpts and isinstance(batch, Sequences) and _writers(trainer):
-            self._excerpts[part] = _excerpt(batch, max(1, _MAX_POSTERIOR // getattr(model, "num_states", 1)))
+        with reporting(f"Keeping some {part} data for figures", self._reported):
+            if part not in self._excerpts and isinstance(batch, Sequences) and _writers(trainer):
+                self._excerpts[part] = _excerpt(batch, max(1, _MAX_POSTERIOR // getattr(model, "num_states", 1)))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         value = trainer.callback_metrics.get("val/log_likelihood")
@@ -98,58 +103,58 @@ class Figures(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.current_epoch > self._drawn_epoch:
             self._draw(trainer, pl_module, trainer.current_epoch)
-        for name, vectors in getattr(pl_module, "embeddings", {}).items():
-            names = _symbol_names(pl_module) if name == "V" else None
-            for writer in _writers(trainer):
-                writer.add_embedding(vectors, names or [str(row) for row in range(len(vectors))], tag=name, global_step=trainer.global_step)
+        with reporting("Writing vectors for the projector", self._reported):
+            for name, vectors in getattr(pl_module, "embeddings", {}).items():
+                names = _symbol_names(pl_module) if name == "V" else None
+                for writer in _writers(trainer):
+                    writer.add_embedding(vectors, names or [str(row) for row in range(len(vectors))], tag=name, global_step=trainer.global_step)
 
     def _draw(self, trainer: Trainer, model: Any, epoch: int) -> None:
         self._drawn_epoch = epoch
-        writers = _writers(trainer)
-        if not writers:
-            return
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), reporting("Drawing figures", self._reported):
             # Names in scripts that the font lacks are drawn as boxes, which the reader sees without a warning.
             warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-            for name, figure in self._figures(model):
-                for writer in writers:
-                    writer.add_figure(f"figures/{name}", figure, trainer.global_step)
+            writers = _writers(trainer)
+            for name, draw in self._figures(model) if writers else ():
+                with reporting(f"The figure {name}", self._reported):
+                    figure = draw()
+                    for writer in writers if figure is not None else ():
+                        writer.add_figure(f"figures/{name}", figure, trainer.global_step)
 
-    def _figures(self, model: Any) -> Iterator[tuple[str, Figure]]:
+    def _figures(self, model: Any) -> Iterator[tuple[str, Callable[[], Figure | None]]]:
+        """The name of each figure and the function that draws it, or returns ``None`` where the model has no numbers for it."""
         transition = _matrix(model, "transition_probs")
-        share, source = self._share(model, transition)
+        share_of_time = functools.cache(lambda: self._share(model, transition))
         if transition is not None:
-            yield "transition_matrix", plots.transition_matrix(transition, self.max_labels)
-        emissions = self._emissions(model, share)
-        if emissions is not None:
-            yield "emissions", emissions
-        if share is not None or transition is not None:
-            yield "state_usage", plots.state_usage(share, None if transition is None else plots.expected_dwell(transition), source)
+            yield "transition_matrix", lambda: plots.transition_matrix(transition, self.max_labels)
+        yield "emissions", lambda: self._emissions(model, share_of_time()[0])
+        yield "state_usage", lambda: _state_usage(*share_of_time(), transition)
         if hasattr(model, "embeddings"):
-            yield "composition", plots.composition(_composition(model.at_start()), _composition(model), _symbol_names(model), self.max_labels)
+            yield "composition", lambda: plots.composition(_composition(model.at_start()), _composition(model), _symbol_names(model), self.max_labels)
         target = getattr(model, "target_cooccurrences", None)
         if target is not None and len(target) <= _MAX_PAIRED:
-            yield "cooccurrences", plots.cooccurrences(target, model.cooccurrences, _symbol_names(model), self.max_labels)
+            yield "cooccurrences", lambda: plots.cooccurrences(target, model.cooccurrences, _symbol_names(model), self.max_labels)
         if hasattr(model, "track"):
             yield from self._latent_figures(model)
         epochs = sorted(self.train.keys() | self.val.keys())
         if epochs:
             unknown = [np.nan] * model.restarts
             train, val = [self.train.get(epoch, unknown) for epoch in epochs], [self.val.get(epoch, np.nan) for epoch in epochs]
-            yield "convergence", plots.convergence(epochs, train, val, int(model.chosen))
+            yield "convergence", lambda: plots.convergence(epochs, train, val, int(model.chosen))
 
-    def _latent_figures(self, model: Any) -> Iterator[tuple[str, Figure]]:
+    def _latent_figures(self, model: Any) -> Iterator[tuple[str, Callable[[], Figure | None]]]:
         excerpt = self._excerpts.get("validation", self._excerpts.get("training"))
-        excerpt = None if excerpt is None else excerpt[:_MAX_TRACKS]
-        if excerpt is None or not excerpt.num_steps:
+        if excerpt is None or not excerpt[:_MAX_TRACKS].num_steps:
             return
-        track = model.track(excerpt)
-        yield "effective_size", latent_plots.effective_size(track.effective_size.values, excerpt.lengths)
-        clusters = model.cluster_latents(excerpt, min(self.num_clusters, excerpt.num_steps), lead=self.lead)
-        yield "latents", latent_plots.latents(model.latents(excerpt, lead=self.lead).values, clusters.values, excerpt.lengths)
-        longest = int(excerpt.lengths.argmax())
-        mean, half = track.mean[longest], _WITHIN_90 * track.variance[longest].sqrt()
-        yield "predictions", latent_plots.predictions(excerpt[longest], mean, mean - half, mean + half, 0.9)
+        data = excerpt[:_MAX_TRACKS]
+        track = functools.cache(lambda: model.track(data))
+        yield "effective_size", lambda: latent_plots.effective_size(track().effective_size.values, data.lengths)
+        yield "latents", lambda: self._latents(model, data)
+        yield "predictions", lambda: _predictions(data, track())
+
+    def _latents(self, model: Any, data: Sequences) -> Figure:
+        clusters = model.cluster_latents(data, min(self.num_clusters, data.num_steps), lead=self.lead)
+        return latent_plots.latents(model.latents(data, lead=self.lead).values, clusters.values, data.lengths)
 
     def _emissions(self, model: Any, share: np.ndarray | None) -> Figure | None:
         probs = _matrix(model, "emission_probs")
@@ -175,7 +180,7 @@ class Figures(Callback):
         for part in ("validation", "training"):
             if part in self._excerpts and hasattr(model, "posterior"):
                 visits = _expected_visits(model, self._excerpts[part])
-                if visits.sum() > 0:
+                if visits is not None and visits.sum() > 0:
                     return visits / visits.sum(), f"{self._excerpts[part].num_steps:,} steps of {part} data"
         if transition is not None and len(transition) <= _MAX_STATIONARY:
             return plots.stationary_distribution(transition), "stationary distribution"
@@ -191,6 +196,19 @@ class Figures(Callback):
 def _writers(trainer: Trainer) -> list[Any]:
     """Where figures go: nowhere on other ranks than the first."""
     return [logger.experiment for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)] if trainer.is_global_zero else []
+
+
+def _state_usage(share: np.ndarray | None, source: str, transition: np.ndarray | None) -> Figure | None:
+    if share is None and transition is None:
+        return None
+    return plots.state_usage(share, None if transition is None else plots.expected_dwell(transition), source)
+
+
+def _predictions(data: Sequences, track: Any) -> Figure:
+    """The longest sequence and what was expected of it."""
+    longest = int(data.lengths.argmax())
+    mean, half = track.mean[longest], _WITHIN_90 * track.variance[longest].sqrt()
+    return latent_plots.predictions(data[longest], mean, mean - half, mean + half, 0.9)
 
 
 def _matrix(model: Any, name: str) -> np.ndarray | None:
@@ -216,9 +234,12 @@ def _excerpt(batch: Sequences, max_steps: int) -> Sequences:
     return Sequences(values, offsets, None if batch.weights is None else batch.weights[: len(offsets) - 1].to("cpu", copy=True))
 
 
-def _expected_visits(model: Any, sequences: Sequences) -> np.ndarray:
-    """(K,) expected steps in each state, each times its sequence's weight; impossible sequences have none."""
-    smoothed = model.posterior(sequences).smoothed.values.cpu()
+def _expected_visits(model: Any, sequences: Sequences) -> np.ndarray | None:
+    """(K,) expected steps in each state, each times its sequence's weight; impossible sequences have none. ``None`` for a continuous state."""
+    posterior = model.posterior(sequences)
+    if not hasattr(posterior, "smoothed"):
+        return None
+    smoothed = posterior.smoothed.values.cpu()
     weights = torch.ones(len(smoothed)) if sequences.weights is None else sequences.repeat_interleave(sequences.weights)
     visits: np.ndarray = (smoothed * weights[:, None]).sum(0).double().numpy()
     return visits

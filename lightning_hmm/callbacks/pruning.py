@@ -18,7 +18,7 @@ from lightning_hmm.sequences import Sequences
 
 
 class Pruning(Callback):
-    """Drops the transitions of a `ClonedHMM` whose probability is below `threshold`, between epochs, and says what that cost.
+    """Drops the transitions of a `ClonedHMM` whose probability is below `threshold`, after the last update of an epoch, and logs what that cost.
 
     What is left is stored entry by entry instead of in blocks, so memory and time follow the entries. Since an entry by itself
     takes about thirty-five times as long as one in a block, it waits until few enough are left; where memory is short, give a larger `density`, up to a third.
@@ -44,8 +44,9 @@ class Pruning(Callback):
         if not isinstance(pl_module, ClonedHMM):
             raise TypeError(f"Pruning is for a ClonedHMM, but the model is a {type(pl_module).__name__} instead.")
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
-        if (trainer.current_epoch + 1) % self.every_n_epochs:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        # Not at the end of the epoch: a checkpoint of its last batch must hold the pruned model.
+        if not trainer.is_last_batch or (trainer.current_epoch + 1) % self.every_n_epochs:
             return
         before = pl_module.layout.num_entries
         keep = pl_module.above(self.threshold)
@@ -53,7 +54,7 @@ class Pruning(Callback):
         # A layout of single entries only ever loses some; it is made anew where that saves a tenth.
         if kept > (0.9 if pl_module.layout.is_sparse else self.density) * before:
             return
-        data = _some(getattr(getattr(trainer, "datamodule", None), "train_sequences", None), self.max_steps)
+        data = _first_steps(getattr(getattr(trainer, "datamodule", None), "train_sequences", None), self.max_steps)
         cost = ""
         if data is not None:
             bits = _bits(pl_module, data, *pl_module.pruned(keep)) - _bits(pl_module, data, pl_module.layout, pl_module.transition.probs.detach())
@@ -93,16 +94,21 @@ def renewed_optimizer(trainer: Trainer, model: ClonedHMM) -> Any:
     return optimizer
 
 
-def _some(sequences: Any, max_steps: int | None) -> Sequences | None:
-    """The sequences up to so many steps, the last one cut."""
-    if not isinstance(sequences, Sequences) or max_steps is None:
-        return sequences if isinstance(sequences, Sequences) else None
-    offsets = sequences.offsets.clamp(max=max_steps).unique()
-    return Sequences(sequences.values[: int(offsets[-1])], offsets)
+def _first_steps(sequences: Any, max_steps: int | None) -> Sequences | None:
+    """The first `max_steps` steps of the sequences that count; the last sequence that has some is cut, later ones are empty."""
+    if not isinstance(sequences, Sequences):
+        return None
+    sequences = sequences.counted()
+    if max_steps is None:
+        return sequences
+    offsets = sequences.offsets.clamp(max=max_steps)
+    return Sequences(sequences.values[: int(offsets[-1])], offsets, sequences.weights)
 
 
 def _bits(model: ClonedHMM, sequences: Sequences, layout: Layout, probs: Tensor) -> Tensor:
-    """(restarts,) bits per symbol with these transitions."""
+    """(restarts,) bits per observed symbol with these transitions, each sequence with its weight."""
     single = model.arithmetic == "float32"
-    scores = [cloned.log_likelihood(model.initial.log_probs.detach()[r], row, layout, None, sequences, single=single).sum() for r, row in enumerate(probs)]
-    return -torch.stack(scores) / max(sequences.num_steps, 1) / math.log(2)
+    scores = [
+        cloned.weighted_log_likelihood(model.initial.log_probs.detach()[r], row, layout, None, sequences, single=single)[0].sum() for r, row in enumerate(probs)
+    ]
+    return -torch.stack(scores) / max(float(sequences.num_observed()), 1.0) / math.log(2)

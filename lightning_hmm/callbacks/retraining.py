@@ -61,6 +61,11 @@ class Retraining(Callback):
     def on_load_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         # Before Lightning finds that the run had already more epochs than it was to have.
         state = checkpoint.get("callbacks", {}).get(self.state_key)
+        if state and state["first_epoch"] is None and trainer.state.fn == "fit" and len(state["validated"]) < checkpoint["epoch"] + 1:
+            raise ValueError(
+                f"The checkpoint was saved before epoch {checkpoint['epoch']} was validated, and Retraining needs the validation of every epoch. "
+                "Resume from one saved at the end of an epoch, such as last.ckpt."
+            )
         if state and state["first_epoch"] is not None and trainer.state.fn == "fit":
             self.load_state_dict(state)
             trainer.fit_loop.max_epochs = state["first_epoch"] + self.best_epochs

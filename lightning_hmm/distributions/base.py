@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -14,6 +15,8 @@ class Distribution(nn.Module, ABC):
     these into the parameters that maximise expected log-likelihood plus log prior. That is all a new family needs for EM.
     Parameters may have leading axes (one entry for each of several restarts); every method works along the last ones.
     """
+
+    has_natural_parameters: ClassVar[bool] = True  # whether the gradient of the log-likelihood is the expected statistics
 
     @abstractmethod
     def maximise(self, statistics: list[Tensor], share: Tensor | float = 1.0, **prior: float) -> Tensor:
@@ -32,7 +35,6 @@ class Distribution(nn.Module, ABC):
     def log_prior(self, **prior: float) -> Tensor:
         """(leading axes) the logarithm of the prior density, up to a constant."""
 
-    @property
     @abstractmethod
-    def num_free_parameters(self) -> int:
-        """Degrees of freedom of one set of parameters, without those that are structurally zero."""
+    def num_free_parameters(self, restart: int) -> int:
+        """The number of degrees of freedom of one restart's parameters, without those that are structurally zero."""

@@ -79,6 +79,6 @@ class CategoricalRows(Distribution):
         finite = torch.where(self.log_probs > -torch.inf, self.log_probs, torch.zeros_like(self.log_probs)).detach()
         return pseudocount * finite.flatten(1).sum(1)
 
-    @property
-    def num_free_parameters(self) -> int:
-        return int(self.possible[0].sum()) - self.possible[0].numel() // self.possible.shape[-1]
+    def num_free_parameters(self, restart: int) -> int:
+        possible = self.possible[restart]
+        return int(possible.sum()) - possible.numel() // possible.shape[-1]

@@ -25,16 +25,29 @@ class CloneTransitions(Distribution):
     Made without a layout, it has no entries until `allocate` gives it one; a checkpoint brings its own.
     """
 
+    has_natural_parameters = False
+
     def __init__(self, restarts: int, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
         self.layout: Layout | None = None
         self.probs = nn.Parameter(torch.zeros(restarts, 0, dtype=dtype))
         for name in _TENSORS:
             self.register_buffer(name, torch.zeros(0, dtype=torch.int64))
+        # Of each restart, the number of stored entries that are structurally zero. An estimate of zero is still a free parameter.
+        self.num_zeros: Tensor
+        self.register_buffer("num_zeros", torch.zeros(restarts, dtype=torch.int64))
+
+    def _count_zeros(self) -> None:
+        """Takes the present zeros as structural. Restart by restart: counting along one axis would allocate a mask of all entries."""
+        for count, row in zip(self.num_zeros, self.probs.detach(), strict=True):
+            count.fill_(len(row) - torch.count_nonzero(row))
 
     @torch.no_grad()
     def allocate(self, layout: Layout, probs: Tensor | None = None) -> None:
-        """Takes a layout, and the probabilities for it (zeros if not given). Before an optimizer knows the parameter."""
+        """Takes a layout, and the probabilities for it, whose zeros become structural. Without them, probabilities are zero until `randomise`.
+
+        Call it before an optimizer is made for the parameter.
+        """
         self.layout = layout
         for name, tensor in zip(_TENSORS, layout.tensors, strict=True):
             setattr(self, name, tensor.to(self.probs.device))
@@ -43,6 +56,7 @@ class CloneTransitions(Distribution):
             # numpy asks the system for large pages, which torch does not; walking through blocks is a tenth faster in them.
             probs = torch.from_numpy(np.empty(shape, np.float32 if self.probs.dtype == torch.float32 else np.float64)).zero_()
         self.probs = nn.Parameter(probs.to(self.probs))
+        self._count_zeros()
 
     @torch.no_grad()
     def randomise(self, generator: torch.Generator, concentration: float | None = None) -> None:
@@ -58,10 +72,11 @@ class CloneTransitions(Distribution):
                 for piece in row.split(_PIECE):
                     piece.copy_(torch.from_numpy(np.maximum(random.gamma(concentration, size=len(piece)), 1e-12)))  # zero would stay zero
         self.maximise([self.probs.detach()])
+        self._count_zeros()
 
     @torch.no_grad()
     def set(self, matrix: Tensor) -> None:
-        """Takes an (H, H) matrix whose rows sum to one; stored entries only, and what is not stored must be zero."""
+        """Takes an (H, H) matrix whose rows sum to one; stored entries only, and what is not stored must be zero. Zeros become structural."""
         assert self.layout is not None
         matrix = torch.as_tensor(matrix, dtype=torch.float64, device=self.probs.device)
         size = self.layout.num_states
@@ -80,6 +95,7 @@ class CloneTransitions(Distribution):
             row = int(lost.argmax())
             raise ValueError(f"`transition` must be zero where nothing is stored, but row {row} has {float(lost[row]):.6g} there. Give the model those pairs.")
         self.probs.copy_(values.expand_as(self.probs))
+        self._count_zeros()
 
     @torch.no_grad()
     def maximise(self, statistics: list[Tensor], share: Tensor | float = 1.0, *, pseudocount: float = 0.0, sparsity: float = 0.0) -> Tensor:  # type: ignore[override]
@@ -106,11 +122,10 @@ class CloneTransitions(Distribution):
             return probs.new_zeros(len(probs), dtype=torch.float64)
         return (pseudocount - sparsity) * torch.where(probs > 0, probs, torch.ones_like(probs)).log().sum(1, dtype=torch.float64)
 
-    @property
-    def num_free_parameters(self) -> int:
+    def num_free_parameters(self, restart: int) -> int:
         if self.layout is None:
             return 0
-        return self.layout.num_entries - int((self.layout.row_lengths > 0).sum())
+        return self.layout.num_entries - int(self.num_zeros[restart]) - int((self.layout.row_lengths > 0).sum())
 
     def adopt(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Takes the layout that a checkpoint holds, so that its parameters fit."""

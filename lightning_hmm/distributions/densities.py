@@ -71,7 +71,8 @@ class StudentT(PartialDensity):
         shape = tuple(self.mean.shape)
         half = (self.freedom.detach() / 2).expand(shape).contiguous()
         if isinstance(generator, Streams):
-            gamma = generator.fill(half.to("cpu"), lambda row, own: row.copy_(torch._standard_gamma(row, generator=own))).to(self.mean.device)
+            # Copied, since `fill` works in place and `half` is needed below.
+            gamma = generator.fill(half.to("cpu", copy=True), lambda row, own: row.copy_(torch._standard_gamma(row, generator=own))).to(self.mean.device)
         else:
             gamma = torch._standard_gamma(half.to(generator.device), generator=generator).to(self.mean.device)
         return self.mean + self.scale * particle.normal(shape, self.mean, generator) * (half / gamma).sqrt()

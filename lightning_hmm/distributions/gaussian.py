@@ -127,9 +127,8 @@ class DiagonalGaussian(Distribution):
     def log_prior(self, *, variance_prior: float = 0.0) -> Tensor:  # type: ignore[override]
         return -(variance_prior * self.scale / (2 * self.variances)).flatten(1).sum(1)
 
-    @property
-    def num_free_parameters(self) -> int:
-        return 2 * self.eta1[0].numel()
+    def num_free_parameters(self, restart: int) -> int:
+        return 2 * self.eta1[restart].numel()
 
 
 def data_location(sequences: Sequences) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -114,13 +115,12 @@ class MostlyConstantRows(Distribution):
                 self._store(restart, slice(first, last), Transition.from_dense(weights / weights.sum(1, keepdim=True), self.num_kept))
 
     @torch.no_grad()
-    def take(self, restart: int, choice: Choice) -> None:
-        """Keeps other entries from now on; the statistics of this step become those of the new ones."""
+    def take(self, restart: int, choice: Choice, counts: Sequence[Tensor]) -> None:
+        """Keeps other entries from now on; `counts`, those of this distribution's parameters, become those of the new entries."""
         self.indices[restart].copy_(choice.indices)
         self.log_values[restart].copy_(choice.log_values)
-        for parameter, counts in ((self.log_values, choice.kept), (self.log_constants, choice.rest)):
-            assert parameter.grad is not None
-            parameter.grad[restart].copy_(-counts)
+        for gathered, chosen in zip(counts, (choice.kept, choice.rest), strict=True):
+            gathered[restart].copy_(chosen)
 
     @torch.no_grad()
     def maximise(self, statistics: list[Tensor], share: Tensor | float = 1.0, *, pseudocount: float = 0.0) -> Tensor:  # type: ignore[override]
@@ -140,8 +140,7 @@ class MostlyConstantRows(Distribution):
         values, constants = (torch.where(logs > -torch.inf, logs, torch.zeros_like(logs)).detach() for logs in (self.log_values, self.log_constants))
         return pseudocount * (values.flatten(1).sum(1) + others * constants.sum(1))
 
-    @property
-    def num_free_parameters(self) -> int:
+    def num_free_parameters(self, restart: int) -> int:
         """K a row: the constant follows from the others. Which entries are kept is not counted."""
         return self.num_states * self.num_kept
 

@@ -10,12 +10,12 @@ The arguments: `initial` (H,) log-probabilities of the H states; `transition` th
 order; the `layout`; `evidence`, (steps, V) a distribution over symbols for each step (NaN: nothing known), or ``None``
 where `sequences` holds symbols (-1: missing); and the `sequences`.
 
-The gradient handed out for `transition` is that in the logarithm of its entries,
+The gradient in `transition` treats every stored entry as a free parameter. It is the expected count divided by the probability,
 
-.. math:: A_{ij}\, \partial L / \partial A_{ij} = E[\text{number of transitions } i \to j \mid y],
+.. math:: \partial L / \partial A_{ij} = E[\text{number of transitions } i \to j \mid y] / A_{ij},
 
-so it is expected counts, as everywhere in this package, without a second copy of a billion entries for their logarithms.
-An M-step makes counts of these into probabilities again, and both have the same range: nothing is lost by it.
+and 0 for entries that are zero, which are structural. EM needs the counts themselves: `e_step` returns them without that
+division, which would overflow for tiny probabilities.
 
 With uncertain evidence, log p(y) is that of the mixture over symbols: the logarithm of the sum over symbol strings of
 p(string) times the product of their weights in the rows.
@@ -39,7 +39,7 @@ from lightning_hmm.inference.dense import EStep, Path, Posterior, impossible_mes
 from lightning_hmm.inference.kernels import cloned_cpu, cloned_portable
 from lightning_hmm.inference.kernels.cloned_plan import Arrays, layout_arrays
 from lightning_hmm.inference.kernels.cloned_rearranged import rearranged_path
-from lightning_hmm.inference.kernels.portable import wide_dtype
+from lightning_hmm.inference.log_space import wide_dtype
 from lightning_hmm.sequences import Sequences
 
 
@@ -146,8 +146,9 @@ class Layout:
 
     def pruned(self, keep: Tensor) -> Layout:
         """The layout of the entries that `keep`, a mask of the stored ones, says."""
-        if keep.shape != (self.num_entries,):
-            raise ValueError(f"`keep` must be a mask of the {self.num_entries} stored transitions, but has shape {tuple(keep.shape)} instead.")
+        if keep.shape != (self.num_entries,) or keep.dtype != torch.bool:
+            what = f"has shape {tuple(keep.shape)} and holds {keep.dtype}"
+            raise ValueError(f"`keep` must be a mask of the {self.num_entries} stored transitions, a tensor of booleans, but {what} instead.")
         kept = keep.cpu().numpy()
         if not kept.any():
             raise ValueError(f"`keep` must keep some of the {self.num_entries} stored transitions, but keeps none.")
@@ -185,8 +186,6 @@ class Layout:
 # The operators, as in `dense`: the bodies given here are the portable ones, `register_kernel("cpu")` puts the compiled ones beside
 # them. `evidence` has no rows where there are symbols. Outputs: log-likelihoods times weight, log-likelihoods, impossible steps,
 # initial and transition counts, smoothed rows times weight, filtered rows, filtered rows of the last steps.
-
-_LARGE = 1 << 26  # transitions from which on memory comes before convenience
 
 _Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -258,7 +257,7 @@ def _save(ctx, inputs, output):
 
 @once_differentiable
 def _backward(ctx, grad_weighted, *unused):
-    """Gradients are the statistics, times the incoming gradient."""
+    """The gradient in a log-probability is its expected count; in a probability p it is the count divided by p, and 0 where p is 0."""
     initial, transition, values, evidence, offsets, weights, *rest = ctx.saved_tensors
     layout, (initial_counts, counts) = rest[: ctx.num_tensors], rest[ctx.num_tensors :]
     if grad_weighted.numel() == 1 or grad_weighted.stride() == (0,):
@@ -269,9 +268,8 @@ def _backward(ctx, grad_weighted, *unused):
         (initial_counts, counts), scale = again[3:5], grad_weighted.new_ones(1)
     if grad_weighted.numel() == 0:
         scale = grad_weighted.new_ones(1)
-    # The counts of a billion transitions are there once: a second backward through the same graph then is an error.
-    scaled = counts.mul_(scale.to(counts.dtype)) if counts.numel() >= _LARGE else counts * scale.to(counts.dtype)
-    return (initial_counts * scale).to(initial.dtype), scaled, [None] * ctx.num_tensors, *[None] * 8
+    gradient = torch.where(transition > 0, counts / transition, 0) * scale.to(counts.dtype)
+    return (initial_counts * scale).to(initial.dtype), gradient, [None] * ctx.num_tensors, *[None] * 8
 
 
 _e_step_op.register_autograd(_backward, setup_context=_save)
@@ -354,7 +352,7 @@ def _data(evidence: Tensor | None, sequences: Sequences) -> tuple[Tensor, Tensor
 
 
 def log_likelihood(initial: Tensor, transition: Tensor, layout: Layout, evidence: Tensor | None, sequences: Sequences, *, single: bool = False) -> Tensor:
-    """(N,) log p(y) of each sequence; its gradient is expected counts (see above)."""
+    """(N,) log p(y) of each sequence, differentiable in `initial` and `transition`."""
     differentiable = torch.is_grad_enabled() and (initial.requires_grad or transition.requires_grad)
     return _call(initial, transition, layout, evidence, sequences, None, single, differentiable, False)[0]
 
@@ -380,6 +378,8 @@ def posterior(initial: Tensor, transition: Tensor, layout: Layout, evidence: Ten
     """Filtered and smoothed state probabilities: (steps, H) rows, so of sequences that fit; `transition_counts` in the layout's order."""
     results = _call(initial, transition, layout, evidence, sequences, None, False, True, True)
     _, log_likelihood, _, _, counts, smoothed, filtered, _ = results
+    if sequences.weights is not None:  # with weights, the rows of the steps would be multiplied too
+        counts = e_step(initial, transition, layout, evidence, sequences).transition
     return Posterior(log_likelihood, sequences.with_values(filtered), sequences.with_values(smoothed), counts)
 
 
@@ -438,10 +438,21 @@ def _numpy(tensor: Tensor) -> np.ndarray:
 
 @torch.no_grad()
 def sample(initial: Tensor, transition: Tensor, layout: Layout, lengths: Tensor, generator: torch.Generator) -> Sequences:
-    """State paths drawn from the Markov chain, of the given lengths. Drawn on the CPU: the same on every device."""
+    """State paths drawn from the Markov chain, of the given lengths. Drawn on the CPU: the same on every device.
+
+    Raises a `ValueError` where a path reaches a state without transitions before its end.
+    """
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cpu().cumsum(0)])
     uniforms = torch.rand(int(offsets[-1]), generator=generator, dtype=torch.float64).numpy()
     states = cloned_cpu.sample(layout.arrays, _numpy(initial.double().exp()), _numpy(transition), offsets.numpy(), uniforms)
+    ended = np.flatnonzero(states < 0)
+    if len(ended):
+        last = int(states[ended[0] - 1])
+        raise ValueError(
+            f"The chain must be able to go on from every state that it reaches, but state {last}, a clone of symbol {int(layout.symbols[last])}, has no "
+            'transitions, because nothing follows that symbol in the training data. Draw shorter sequences, or train with `pairs` "all" and a '
+            "`transition_pseudocount`."
+        )
     return Sequences(torch.from_numpy(states).to(initial.device), offsets)
 
 

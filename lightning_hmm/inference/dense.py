@@ -12,7 +12,7 @@ E-step:
 and `log_likelihood` hands out the statistics its fused forward-backward pass has already made. N sequences, K states,
 V symbols, D features. Time O(steps K^2); memory O(32 x longest x K) beside the data on a CPU.
 
-On a CPU the kernels of `kernels.cpu` run, elsewhere those of `kernels.portable`; torch's dispatcher picks. float64 unless
+On a CPU the kernels of `kernels.cpu` run, elsewhere `reference`; torch's dispatcher picks. float64 unless
 `single` asks for float32 arithmetic (statistics are summed in float64 either way). Impossible evidence gives -inf.
 """
 
@@ -27,7 +27,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _get_current_dispatch_mode as get_current_dispatch_mode
 
-from lightning_hmm.inference.kernels import cpu, dense_loops, portable
+from lightning_hmm.inference import log_space, operators, reference
+from lightning_hmm.inference.kernels import cpu, dense_loops
+from lightning_hmm.inference.log_space import wide_dtype
+from lightning_hmm.inference.results import EStep as EStepRows
 from lightning_hmm.sequences import Sequences
 
 
@@ -82,7 +85,7 @@ class Posterior(NamedTuple):
     log_likelihood: (N,) log p(y_1:T).
     filtered: p(z_t | y_1:t), a (K,) row for each step.
     smoothed: p(z_t | y_1:T), a (K,) row for each step.
-    transition_counts: (K, K) expected transitions i -> j, summed over sequences.
+    transition_counts: (K, K) expected transitions i -> j, summed over sequences, each times its weight.
     """
 
     log_likelihood: Tensor
@@ -125,6 +128,42 @@ def _finish(results: tuple[Any, ...], weights: Tensor) -> _Results:
     return weighted, log_likelihood, impossible, initial, transition, visits.T.contiguous(), sum1.T.contiguous(), sum2.T.contiguous(), smoothed, filtered, last
 
 
+def log_emissions(kind: int, parameters: Sequence[Tensor], values: Tensor, dtype: torch.dtype) -> Tensor:
+    """(steps, K) log p(y_t | z_t = k)."""
+    if kind == cpu.SYMBOLS:
+        table = parameters[0].T.to(dtype)  # (V, K)
+        rows = table[values.clamp(min=0)]
+        return torch.where((values >= 0)[:, None], rows, rows.new_zeros(()))
+    if kind == cpu.STEPS:
+        return parameters[0].to(dtype)
+    eta1, eta2, log_norm, centre = parameters
+    u = values.to(centre.dtype) - centre  # (steps, D)
+    observed = ~u.isnan()
+    u = torch.where(observed, u, u.new_zeros(()))
+    return (u @ eta1.T + (u * u) @ eta2.T - observed.to(u.dtype) @ log_norm.T).to(dtype)
+
+
+def _statistics(kind: int, parameters: Sequence[Tensor], values: Tensor, smoothed: Tensor, smooth: bool) -> list[Tensor]:
+    """Three emission statistics, without rows where there are none: visits, and for Gaussians sums and sums of squares."""
+    none = [smoothed.new_zeros(0, smoothed.shape[1]) for _ in range(3)]  # three, as an operator must not return one tensor twice
+    if not smooth or kind == cpu.STEPS:
+        return none
+    if kind == cpu.SYMBOLS:
+        visits = smoothed.new_zeros(parameters[0].shape[1], smoothed.shape[1])
+        share = torch.where((values >= 0)[:, None], smoothed, smoothed.new_zeros(()))
+        return [visits.index_add_(0, values.clamp(min=0), share), *none[1:]]
+    u = values.to(smoothed.dtype) - parameters[3].to(smoothed.dtype)
+    observed = ~u.isnan()
+    u = torch.where(observed, u, u.new_zeros(()))
+    return [observed.to(smoothed.dtype).T @ smoothed, u.T @ smoothed, (u * u).T @ smoothed]
+
+
+def _rows(kind: int, found: EStepRows, per_step: bool, smooth: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Smoothed, filtered and last rows, those that are wanted."""
+    smoothed = found.smoothed if per_step or kind == cpu.STEPS else found.smoothed[:0].clone()
+    return smoothed, found.filtered if per_step else found.filtered[:0].clone(), found.last[:0].clone() if smooth else found.last
+
+
 @torch.library.custom_op("lightning_hmm::dense_e_step", mutates_args=())
 def _e_step_op(
     kind: int,
@@ -138,10 +177,9 @@ def _e_step_op(
     smooth: bool,
     per_step: bool,
 ) -> _Results:
-    *results, smoothed, filtered, last = portable.e_step(kind, initial, transition, list(parameters), values, offsets, weights, single=single, smooth=smooth)
-    smoothed = smoothed if per_step or kind == cpu.STEPS else smoothed[:0].clone()
-    filtered = filtered if per_step else filtered[:0].clone()
-    return _finish((*results, smoothed, filtered, last[:0].clone() if smooth else last), weights)
+    rows = log_emissions(kind, parameters, values, wide_dtype(initial.device))
+    found = reference.e_step(initial, operators.Dense(transition), rows, offsets, weights, dtype=torch.float32 if single else None, smooth=smooth)
+    return _finish((*found[:3], *found.counts, *_statistics(kind, parameters, values, found.smoothed, smooth), *_rows(kind, found, per_step, smooth)), weights)
 
 
 @_e_step_op.register_kernel("cpu")
@@ -230,7 +268,8 @@ def _is_plain(*tensors: Tensor) -> bool:
 
 @torch.library.custom_op("lightning_hmm::dense_viterbi", mutates_args=())
 def _viterbi_op(kind: int, initial: Tensor, transition: Tensor, parameters: Sequence[Tensor], values: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    return portable.viterbi(kind, initial, transition, list(parameters), values, offsets)
+    rows = log_emissions(kind, parameters, values, wide_dtype(initial.device))
+    return log_space.viterbi(initial, operators.Dense(transition), rows, offsets)
 
 
 @_viterbi_op.register_kernel("cpu")
@@ -242,7 +281,7 @@ def _viterbi_cpu(kind, initial, transition, parameters, values, offsets):
 
 @_viterbi_op.register_fake
 def _(kind, initial, transition, parameters, values, offsets):
-    return values.new_empty(values.shape[0], dtype=torch.int64), initial.new_empty(offsets.shape[0] - 1, dtype=portable.wide_dtype(initial.device))
+    return values.new_empty(values.shape[0], dtype=torch.int64), initial.new_empty(offsets.shape[0] - 1, dtype=wide_dtype(initial.device))
 
 
 def _call(
@@ -252,7 +291,7 @@ def _call(
     kind, parameters = _unpack(emission)
     values, offsets = sequences.values, sequences.offsets
     if weights is None:
-        weights = torch.ones(len(sequences), dtype=portable.wide_dtype(initial.device), device=initial.device)
+        weights = torch.ones(len(sequences), dtype=wide_dtype(initial.device), device=initial.device)
     if not _is_plain(initial, transition, *parameters, values):
         return _e_step_op(kind, initial, transition, parameters, values, offsets, weights, single, smooth, per_step)
     if smooth and torch.is_grad_enabled():
@@ -319,6 +358,8 @@ def posterior(initial: Tensor, transition: Tensor, emission: Emission, sequences
     """Filtered and smoothed state probabilities. Impossible sequences have rows of zeros and a likelihood of -inf."""
     results = _call(initial, transition, emission, sequences, None, False, True, True)
     _, log_likelihood, _, _, transition_counts, _, _, _, smoothed, filtered, _ = results
+    if sequences.weights is not None:  # with weights, the rows of the steps would be multiplied too
+        transition_counts = e_step(initial, transition, emission, sequences).transition
     return Posterior(log_likelihood, sequences.with_values(filtered), sequences.with_values(smoothed), transition_counts)
 
 

@@ -10,7 +10,7 @@ transition, which is a `Transition`. The log-likelihood's gradient is the E-step
 
 N states, K kept entries a row. Dense routines multiply contiguous numbers, so below some N / K they are faster; with
 ``routine="auto"`` they are used there. On a CPU the kernels of `kernels.dmc_cpu` run, elsewhere those of
-`kernels.portable` on the full matrix.
+`reference`.
 
 Siddiqi, S. M., & Moore, A. W. (2005). Fast inference and learning in large-state-space HMMs. ICML.
 """
@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_hmm.inference import dense
+from lightning_hmm.inference import dense, log_space, operators, reference
 from lightning_hmm.inference.dense import Emission, Gaussian, Path, Steps, Symbols, _numpy, _uniforms, _unpack, _values_numpy
-from lightning_hmm.inference.kernels import cpu, dmc_cpu, portable
+from lightning_hmm.inference.kernels import cpu, dmc_cpu
+from lightning_hmm.inference.log_space import wide_dtype
 from lightning_hmm.sequences import Sequences
 
 
@@ -80,8 +81,8 @@ class Posterior(NamedTuple):
     log_likelihood: of each sequence, log p(y_1:T).
     filtered: p(z_t | y_1:t), a row of N for each step.
     smoothed: p(z_t | y_1:T), a row of N for each step.
-    kept_counts: (N, K) expected transitions along the kept entries, summed over sequences.
-    rest_counts: (N,) expected transitions along all other entries.
+    kept_counts: (N, K) expected transitions along the kept entries, summed over sequences, each times its weight.
+    rest_counts: (N,) expected transitions along all other entries, summed likewise.
     """
 
     log_likelihood: Tensor
@@ -172,15 +173,19 @@ def _e_step_op(
     pairs: bool,
     use_dense: bool,
 ) -> _Results:
-    transition = Transition(indices, log_values, log_constants).expand()
-    *results, smoothed, filtered, last = portable.e_step(kind, initial, transition, list(parameters), values, offsets, weights, single=single, smooth=smooth)
-    log_likelihood, impossible, initial_counts, counts, *statistics = results
-    kept, others = counts.gather(1, indices), counts.scatter(1, indices, 0.0).sum(1)
-    smoothed = smoothed if per_step or kind == cpu.STEPS else smoothed[:0].clone()
-    filtered = filtered if per_step else filtered[:0].clone()
-    empty = [counts.new_zeros(0, 0) for _ in range(3)]
-    rows = (smoothed, filtered, last[:0].clone() if smooth else last, *empty[:2], counts if pairs else empty[2])
-    return _finish((log_likelihood, impossible, initial_counts, kept, others, *statistics, *rows), weights)
+    # The choice of what to keep needs the counts of all pairs, which only the full matrix has.
+    given = Transition(indices, log_values, log_constants)
+    operator = operators.Dense(given.expand()) if pairs else operators.MostlyConstant(*given)
+    rows = dense.log_emissions(kind, parameters, values, wide_dtype(initial.device))
+    found = reference.e_step(initial, operator, rows, offsets, weights, dtype=torch.float32 if single else None, smooth=smooth)
+    if pairs:
+        (counts,) = found.counts
+        kept, others = counts.gather(1, indices), counts.scatter(1, indices, 0.0).sum(1)
+    else:
+        (kept, others), counts = found.counts, found.initial.new_zeros(0, 0)
+    empty = [found.initial.new_zeros(0, 0) for _ in range(2)]
+    statistics, steps = dense._statistics(kind, parameters, values, found.smoothed, smooth), dense._rows(kind, found, per_step, smooth)
+    return _finish((*found[:3], kept, others, *statistics, *steps, *empty, counts), weights)
 
 
 @_e_step_op.register_kernel("cpu")
@@ -258,7 +263,8 @@ def _viterbi_op(
     single: bool,
     use_dense: bool,
 ) -> tuple[Tensor, Tensor]:
-    return portable.viterbi(kind, initial, Transition(indices, log_values, log_constants).expand(), list(parameters), values, offsets)
+    rows = dense.log_emissions(kind, parameters, values, wide_dtype(initial.device))
+    return log_space.viterbi(initial, operators.MostlyConstant(indices, log_values, log_constants), rows, offsets)
 
 
 @_viterbi_op.register_kernel("cpu")
@@ -274,7 +280,7 @@ def _(kind, initial, indices, log_values, log_constants, parameters, values, off
 
 @_viterbi_op.register_fake
 def _(kind, initial, indices, log_values, log_constants, parameters, values, offsets, single, use_dense):
-    return values.new_empty(values.shape[0], dtype=torch.int64), initial.new_empty(offsets.shape[0] - 1, dtype=portable.wide_dtype(initial.device))
+    return values.new_empty(values.shape[0], dtype=torch.int64), initial.new_empty(offsets.shape[0] - 1, dtype=wide_dtype(initial.device))
 
 
 def _check(initial: Tensor, transition: Transition, emission: Emission, sequences: Sequences, routine: str) -> None:
@@ -308,7 +314,7 @@ def _call(
     _check(initial, transition, emission, sequences, routine)
     kind, parameters = _unpack(emission)
     if weights is None:
-        weights = torch.ones(len(sequences), dtype=portable.wide_dtype(initial.device), device=initial.device)
+        weights = torch.ones(len(sequences), dtype=wide_dtype(initial.device), device=initial.device)
     use_dense = _use_dense(routine, transition, sequences, single=single, smooth=smooth, pairs=pairs)
     data = (sequences.values, sequences.offsets, weights)
     return _e_step_op(kind, initial, *transition, parameters, *data, single, smooth, per_step, pairs, use_dense)
@@ -351,7 +357,11 @@ def e_step(initial: Tensor, transition: Transition, emission: Emission, sequence
 def posterior(initial: Tensor, transition: Transition, emission: Emission, sequences: Sequences, *, routine: str = "auto") -> Posterior:
     """Filtered and smoothed state probabilities. Impossible sequences have rows of zeros and a likelihood of -inf."""
     results = _call(initial, transition, emission, sequences, None, smooth=True, per_step=True, routine=routine)
-    return Posterior(results[1], sequences.with_values(results[10]), sequences.with_values(results[9]), results[4], results[5])
+    kept, rest = results[4], results[5]
+    if sequences.weights is not None:  # with weights, the rows of the steps would be multiplied too
+        statistics = e_step(initial, transition, emission, sequences, routine=routine)
+        kept, rest = statistics.kept, statistics.rest
+    return Posterior(results[1], sequences.with_values(results[10]), sequences.with_values(results[9]), kept, rest)
 
 
 @torch.no_grad()

@@ -48,6 +48,11 @@ class Posterior(NamedTuple):
     cov: Tensor
     cross_cov: Tensor
 
+    def of_first(self, size: int) -> Posterior:
+        """The posterior of the first `size` entries of the state."""
+        means, covs = slice(None, size), (slice(None), slice(None, size), slice(None, size))
+        return Posterior(self.log_likelihood, self.filtered_mean[:, means], self.filtered_cov[covs], self.mean[:, means], self.cov[covs], self.cross_cov[covs])
+
 
 class _Filtered(NamedTuple):
     """(N,) and, for each of T steps, means (N, d) and covariances (U, d, d) before and after its observation; and (N,) the kind of each sequence."""
@@ -108,9 +113,62 @@ class Statistics(NamedTuple):
     squares: Tensor
 
 
-def expected_statistics(model: LinearGaussian, sequences: Sequences, weights: Tensor) -> Statistics:
-    """The E-step, for (N,) weights of the sequences."""
-    found = posterior(model, sequences)
+def summed(model: LinearGaussian, first_variance: Tensor) -> LinearGaussian:
+    """The model of cumulative sums of what `model` emits, whose state holds (x_t, y_t).
+
+    y_1 ~ N(0, diag first_variance), independent of the states, and y_t = y_t-1 + C x_t + c + noise from the second step on.
+    """
+    size, features = len(model.initial_mean), len(model.emission_offset)
+    emission, none = model.emission, model.emission.new_zeros(size, features)
+    unit = torch.eye(features, dtype=none.dtype, device=none.device)
+    shared = model.transition_cov @ emission.T
+    return LinearGaussian(
+        initial_mean=torch.cat([model.initial_mean, none[0]]),
+        initial_cov=torch.block_diag(model.initial_cov, first_variance.diag()),
+        transition=torch.cat([torch.cat([model.transition, none], 1), torch.cat([emission @ model.transition, unit], 1)]),
+        transition_offset=torch.cat([model.transition_offset, emission @ model.transition_offset + model.emission_offset]),
+        transition_cov=torch.cat(
+            [torch.cat([model.transition_cov, shared], 1), torch.cat([shared.T, emission @ model.transition_cov @ emission.T + model.emission_cov], 1)]
+        ),
+        emission=torch.cat([none.T, unit], 1),
+        emission_offset=none[0],
+        emission_cov=torch.zeros_like(unit),
+    )
+
+
+class _Emissions(NamedTuple):
+    """Moments of what a model emits at each step: (steps, D) mean and variance, (steps, D, d) covariance with the state, (steps, D) whether it counts."""
+
+    mean: Tensor
+    variance: Tensor
+    shared: Tensor
+    there: Tensor
+
+
+def _increments(joint: Posterior, sequences: Sequences, size: int) -> _Emissions:
+    """What was added to a sum from each step to the next, given the posterior of (x_t, y_t).
+
+    Increments after the last observation of a feature do not count: the data do not depend on them.
+    """
+    before = torch.cat([joint.mean[:1], joint.mean[:-1]])[:, size:]
+    covs = joint.cov[:, size:, size:].diagonal(dim1=1, dim2=2)
+    variance = covs + torch.cat([covs[:1], covs[:-1]]) - 2 * joint.cross_cov[:, size:, size:].diagonal(dim1=1, dim2=2)
+    observed = ~sequences.padded().isnan()
+    there = sequences.packed(observed.flip(1).cumsum(1).flip(1) > 0)
+    there[sequences.offsets[:-1][sequences.lengths > 0].to(there.device)] = False  # the first value of a sequence is no increment
+    return _Emissions(joint.mean[:, size:] - before, variance, joint.cov[:, size:, :size] - joint.cross_cov[:, :size, size:].mT, there)
+
+
+def expected_statistics(model: LinearGaussian, sequences: Sequences, weights: Tensor, first_variance: Tensor | None = None) -> Statistics:
+    """The E-step, for (N,) weights of the sequences. With `first_variance` the sequences are sums of what the model emits, as `summed` describes."""
+    size = len(model.initial_mean)
+    if first_variance is None:
+        found = posterior(model, sequences)
+        values = sequences.values.to(found.mean)
+        emitted = _Emissions(values.nan_to_num(nan=0.0), torch.zeros_like(values), values.new_zeros(*values.shape, size), ~values.isnan())
+    else:
+        joint = posterior(summed(model, first_variance), sequences)
+        found, emitted = joint.of_first(size), _increments(joint, sequences, size)
     share = sequences.repeat_interleave(weights).to(found.mean)
     one = found.mean.new_ones(len(found.mean), 1)
     mean = torch.cat([found.mean, one], 1)
@@ -122,17 +180,17 @@ def expected_statistics(model: LinearGaussian, sequences: Sequences, weights: Te
     cross = found.mean[1:].unsqueeze(2) * mean[:-1].unsqueeze(1)
     cross[:, :, :-1] += found.cross_cov[1:]
     moved = (share * later)[1:]
-    there = (~sequences.values.isnan()).to(mean) * share.unsqueeze(1)  # (steps, D)
-    values = sequences.values.to(mean).nan_to_num(nan=0.0)
-    size = mean.shape[1]
+    there = emitted.there.to(mean) * share.unsqueeze(1)  # (steps, D)
+    products = (there * emitted.mean).T @ mean
+    products[:, :-1] += (there.unsqueeze(2) * emitted.shared).sum(0)
     return Statistics(
-        starts=((share * first) @ second.flatten(1)).view(size, size),
-        before=(moved @ second[:-1].flatten(1)).view(size, size),
-        across=(moved @ cross.flatten(1)).view(size - 1, size),
-        after=(moved @ second[1:, :-1, :-1].flatten(1)).view(size - 1, size - 1),
-        emitters=(there.T @ second.flatten(1)).view(-1, size, size),
-        products=(there * values).T @ mean,
-        squares=(there * values.square()).sum(0),
+        starts=((share * first) @ second.flatten(1)).view(size + 1, size + 1),
+        before=(moved @ second[:-1].flatten(1)).view(size + 1, size + 1),
+        across=(moved @ cross.flatten(1)).view(size, size + 1),
+        after=(moved @ second[1:, :-1, :-1].flatten(1)).view(size, size),
+        emitters=(there.T @ second.flatten(1)).view(-1, size + 1, size + 1),
+        products=products,
+        squares=(there * (emitted.mean.square() + emitted.variance)).sum(0),
     )
 
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_hmm.sequences import Sequences
+
 
 class LogLikelihoodPerSymbol(Metric):
     """Natural log-likelihood divided by the number of observed steps.
@@ -50,6 +52,7 @@ class BitsPerSymbol(LogLikelihoodPerSymbol):
 class NormalisedNLL(Metric):
     """Negative log-likelihood divided by the number of sequences and by the length of the longest, as Sicking et al. (2020) report it.
 
+    Likelihoods and the number of sequences are weighted where the sequences have weights; a sequence of weight zero does not count.
     Sequences of different lengths make it smaller than the value per symbol, by as much as they fall short of the longest.
     """
 
@@ -65,10 +68,11 @@ class NormalisedNLL(Metric):
         self.add_state("num_sequences", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("longest", torch.zeros((), dtype=torch.float64), dist_reduce_fx="max")
 
-    def update(self, log_likelihood: Tensor, lengths: Tensor) -> None:
-        """Adds (N,) log-likelihoods of sequences and their lengths."""
-        self.log_likelihood += log_likelihood.double().sum()
-        self.num_sequences += len(lengths)
+    def update(self, log_likelihood: Tensor, sequences: Sequences) -> None:
+        """Adds the (N,) log-likelihoods of sequences, without weights, and the sequences that they are of."""
+        self.log_likelihood += sequences.weighted(log_likelihood.double()).sum()
+        self.num_sequences += len(sequences) if sequences.weights is None else sequences.weights.sum()
+        lengths = sequences.counted().lengths
         self.longest = torch.maximum(self.longest, lengths.max().to(self.longest)) if len(lengths) else self.longest
 
     def compute(self) -> Tensor:

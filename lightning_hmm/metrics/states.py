@@ -25,13 +25,13 @@ class MatchedStateAccuracy(Metric):
         super().__init__()
         self.add_state("confusion", torch.zeros(num_states, num_true_states or num_states, dtype=torch.float64), dist_reduce_fx="sum")
 
-    def update(self, decoded: Tensor, truth: Tensor) -> None:
-        """Adds the states of some steps; steps where either is below zero are unknown and do not count."""
-        known = (decoded >= 0) & (truth >= 0)
+    def update(self, decoded: Tensor, truth: Tensor, weights: Tensor | None = None) -> None:
+        """Adds the states of some steps, each with its weight if `weights` are given; steps where either state is below zero are unknown and do not count."""
+        known = ((decoded >= 0) & (truth >= 0)).double()
         rows, columns = self.confusion.shape
         cells = (decoded.clamp(min=0) * columns + truth.clamp(min=0)).long()
         counts = torch.zeros(rows * columns, dtype=torch.float64, device=cells.device)
-        self.confusion += counts.index_add_(0, cells, known.double()).view(rows, columns)
+        self.confusion += counts.index_add_(0, cells, known if weights is None else known * weights).view(rows, columns)
 
     def compute(self) -> Tensor:
         from scipy.optimize import linear_sum_assignment

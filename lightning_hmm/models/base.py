@@ -40,8 +40,8 @@ class HMM(SequenceModel):
         num_states: hidden states.
         num_symbols: different symbols, for symbol data; else ``None``.
         num_features: entries of a vector, for real data; else ``None``.
-        restarts: starts trained side by side on the same pass over the data; the best on validation data (on training
-            data if there are none) is the one that answers.
+        restarts: number of random initializations trained in the same run. The one with the best validation likelihood at the end (training
+            likelihood if there is no validation set) is used for inference.
         arithmetic: of the message passing; parameters and statistics are float64 in any case.
         symbol_names: for data with a vocabulary.
         unknown_symbol: the one of them that stands for all others.
@@ -129,16 +129,17 @@ class HMM(SequenceModel):
     def posterior(self, sequences: Any) -> Any:
         """Filtered and smoothed state probabilities and expected transitions; see `inference.dense.Posterior`."""
         sequences = self.as_sequences(sequences)
-        posterior = self.inference.posterior(*self.inference_arguments(Sequences(sequences.values, sequences.offsets)))
+        posterior = self.inference.posterior(*self.inference_arguments(sequences))
         self._warn_where_impossible(sequences, posterior.log_likelihood == -torch.inf)
         return posterior
 
     @torch.no_grad()
     def sample(self, num_sequences: int = 1, length: int | Sequence[int] = 100, seed: int = 0, return_states: bool = False) -> Any:
         """Draws sequences of one length or of the given lengths; with `return_states`, also the hidden paths."""
-        lengths = torch.as_tensor(length).expand(num_sequences)
+        lengths = torch.as_tensor(length)
         if num_sequences < 0 or bool((lengths < 0).any()):
             raise ValueError(f"`num_sequences` and `length` must not be negative, but are {num_sequences} and {length} instead.")
+        lengths = lengths.expand(num_sequences)
         generator = torch.Generator().manual_seed(seed)
         states = self.inference.sample(*self.chain(int(self.chosen)), lengths, generator)
         observations = self.emit(states, generator)
@@ -171,10 +172,7 @@ class HMM(SequenceModel):
         return self.num_free_parameters * math.log(max(float(sequences.num_observed()), 1.0)) - 2 * self._total_score(sequences)
 
     def _total_score(self, sequences: Sequences) -> float:
-        scores = self.score(sequences)
-        if sequences.weights is not None:
-            scores = torch.where(sequences.weights == 0, torch.zeros_like(scores), scores * sequences.weights)
-        return float(scores.sum())
+        return float(sequences.weighted(self.score(sequences)).sum())
 
     def _warn_where_impossible(self, sequences: Sequences, impossible: Tensor) -> None:
         if bool(impossible.any()):
@@ -275,10 +273,11 @@ class HMM(SequenceModel):
         datamodule: Any = getattr(self.trainer, "datamodule", None)
         truth = datamodule.true_states("test") if hasattr(datamodule, "true_states") else None
         if truth is not None and truth.num_steps:
-            mine = torch.arange(self.trainer.global_rank, len(truth), self.trainer.world_size)
+            mine = torch.arange(len(truth))[self.trainer.global_rank :: self.trainer.world_size]  # none, where there are more ranks than sequences
             accuracy = MatchedStateAccuracy(self.num_states, int(truth.values.max()) + 1).to(self.device)
-            decoded = self.decode(datamodule.test_sequences[mine])
-            accuracy.update(decoded.values, truth[mine].values.to(self.device))
+            sequences = self.as_sequences(datamodule.test_sequences[mine])
+            weights = None if sequences.weights is None else sequences.repeat_interleave(sequences.weights)
+            accuracy.update(self.decode(sequences).values, truth[mine].values.to(self.device), weights)
             self.log("test/state_accuracy", accuracy.compute())
         super().on_test_epoch_end()
 

@@ -57,7 +57,8 @@ class ClonedHMM(BaumWelchHMM):
         start_concentration: of the Dirichlet distribution that each row of the first transitions is drawn from. Small ones, such as
             0.05, make few transitions probable, so that a clone carries its context along from the start and EM has something
             to sharpen where dependencies are long; without it, rows are near even, and contexts fade within a few steps.
-        restarts: starts trained side by side; the best on validation data answers.
+        restarts: number of random initializations trained in the same run. The one with the best validation likelihood at the end (training
+            likelihood if there is no validation set) is used for inference.
         discount: lambda of online EM, with an update after each batch; without it batch EM, an update after each epoch.
         sequences_per_update: online EM with several updates inside each batch.
         online_epochs: epochs of online EM, after which batch EM goes on; online EM all the time if not given. Its noise leaves bad
@@ -147,8 +148,6 @@ class ClonedHMM(BaumWelchHMM):
                 raise ValueError(f"`frozen` must name initial or transition, but names {name!r} instead.")
         self.online_epochs = online_epochs
         self.first_epoch = 0  # the epoch in which training began, or began anew
-        if online_epochs is not None:
-            self.automatic_optimization = False  # one way for both phases: Lightning counts steps apart for each
         self.allocation, self.ngram_order, self.clones, self.pairs = allocation, ngram_order, clones, pairs
         self.seed, self.start_concentration = seed, start_concentration
         self.initial = CategoricalRows(restarts, num_states, name="initial")
@@ -214,28 +213,25 @@ class ClonedHMM(BaumWelchHMM):
 
     # Online EM first, batch EM then
 
-    def on_train_epoch_start(self) -> None:
-        super().on_train_epoch_start()
-        if self.online_epochs is not None:
-            self.optimizers().zero_grad()  # type: ignore[union-attr]
+    @property
+    def is_online(self) -> bool:
+        return super().is_online and (self.online_epochs is None or self.current_epoch - self.first_epoch < self.online_epochs)
 
-    def training_step(self, batch: Sequences, batch_idx: int) -> Tensor | None:
-        online = self.online_epochs is None or self.current_epoch - self.first_epoch < self.online_epochs
-        if self.online_epochs is None or (online and self.sequences_per_update is not None):
-            return super().training_step(batch, batch_idx)
-        optimizer: Any = self.optimizers()
-        self.manual_backward(-self.total_log_likelihood(batch).sum() * self.trainer.world_size)
-        if online:
-            optimizer.step()
-            optimizer.zero_grad()
-        elif self.trainer.is_last_batch:
-            groups = optimizer.optimizer.param_groups
-            for group in groups:
-                group["discount"] = None
-            optimizer.step()
-            for group in groups:  # what a checkpoint is compared with
-                group["discount"] = self.discount
-        return None
+    @torch.no_grad()
+    def _e_step(self, batch: Sequences) -> dict[str, list[Tensor]]:
+        # The stored parameters are probabilities, so their gradients are not counts: the E-step is called directly.
+        self._require_sequences(batch)
+        counts: dict[str, list[Tensor]] = {"initial": [], "transition": []}
+        totals = []
+        for restart in range(self.restarts):
+            found = cloned.e_step(*self.inference_arguments(batch, restart), single=self.arithmetic == "float32")
+            self._watch_impossible(batch, found.impossible_step)
+            totals.append(batch.weighted(found.log_likelihood).sum())
+            counts["initial"].append(found.initial)
+            counts["transition"].append(found.transition)
+        self.train_likelihood.update(torch.stack(totals), batch.num_observed())
+        # A view where there is one restart: stacking would copy what may be a billion counts.
+        return {name: [parts[0][None] if len(parts) == 1 else torch.stack(parts)] for name, parts in counts.items()}
 
     def on_train_epoch_end(self) -> None:
         super().on_train_epoch_end()
@@ -384,7 +380,11 @@ class ClonedHMM(BaumWelchHMM):
 
         Not inside training, where an optimizer knows the parameters: there the callback `Pruning` does it.
         """
-        self.transition.allocate(*self.pruned(keep if isinstance(keep, Tensor) else self.above(keep)))
+        if not isinstance(keep, Tensor):
+            if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 <= keep <= 1:
+                raise ValueError(f"`keep` must be a mask (a tensor of booleans) or a probability, but is {keep!r} instead.")
+            keep = self.above(keep)
+        self.transition.allocate(*self.pruned(keep))
         return self
 
     def pruned(self, keep: Tensor) -> tuple[Layout, Tensor]:
@@ -392,6 +392,12 @@ class ClonedHMM(BaumWelchHMM):
         layout, probs = self.layout.pruned(keep), self.transition.probs.detach()[:, keep]
         lengths = layout.row_lengths.to(probs.device)
         sums = torch.stack([torch.segment_reduce(row, "sum", lengths=lengths) for row in probs])
+        lost = (sums == 0) & (self.layout.row_lengths.to(probs.device) > 0)
+        if bool(lost.any()):
+            raise ValueError(
+                f"`keep` must leave every state a transition of positive probability, but leaves state {int(lost.nonzero()[0, 1])} none. "
+                "`keep | model.above(1)` also keeps the most probable transition of each state."
+            )
         return layout, probs / sums.repeat_interleave(lengths, dim=1, output_size=layout.num_entries)
 
     @torch.no_grad()
@@ -420,7 +426,10 @@ class ClonedHMM(BaumWelchHMM):
         visits = torch.zeros(self.num_states, dtype=torch.float64).index_add_(0, rows, counts)
         pair_counts = torch.zeros(num_symbols**2, dtype=torch.float64).index_add_(0, symbols[rows] * num_symbols + symbols[columns], counts)
         pair_counts = pair_counts.reshape(num_symbols, num_symbols)
-        symbol_counts = torch.bincount(sequences.values[sequences.values >= 0], minlength=num_symbols).double() + strength / num_symbols
+        known, weights = sequences.values >= 0, None
+        if sequences.weights is not None:
+            weights = sequences.repeat_interleave(sequences.weights)[known]
+        symbol_counts = torch.bincount(sequences.values[known], weights, minlength=num_symbols).double() + strength / num_symbols
         base = symbol_counts / symbol_counts.sum()
         leaving = pair_counts.sum(1)
         lower = (pair_counts + strength * base) / (leaving + strength)[:, None]  # q(v | u)
@@ -444,10 +453,10 @@ class ClonedHMM(BaumWelchHMM):
         )
         smoothed_layout, order = Layout.of_entries(layout.clones + 1, sources, targets)
         smoothed.transition.allocate(smoothed_layout, values[order][None])
-        known = self.initial_probs.double()
+        num_starts = float(statistics.initial.double().sum())
         starts = torch.zeros(smoothed.num_states, dtype=torch.float64)
-        starts[new] = known * len(sequences) / (len(sequences) + strength)
-        starts[unknown] = base * strength / (len(sequences) + strength)
+        starts[new] = self.initial_probs.double() * num_starts / (num_starts + strength)
+        starts[unknown] = base * strength / (num_starts + strength)
         smoothed.initial.set(starts)
         return smoothed.eval()
 
@@ -506,14 +515,20 @@ def allocate_clones(num_states: int, shares: np.ndarray) -> np.ndarray:
 
 
 def ngram_counts(sequences: Sequences, num_symbols: int, order: int, *, unique: bool) -> np.ndarray:
-    """(V,) how many n-grams end in each symbol: different ones, or all. Those at the start of a sequence are shorter; missing symbols end none."""
+    """(V,) how many n-grams end in each symbol: different ones, or all, with the weights of their sequences.
+
+    The n-grams at the start of a sequence are shorter. No n-gram ends in a missing symbol. A sequence of weight zero has none.
+    """
+    sequences = sequences.counted()
     symbols = sequences.values.cpu().numpy()
     offsets = sequences.offsets.numpy()
     position = np.arange(symbols.shape[0]) - np.repeat(offsets[:-1], np.diff(offsets))
     if not unique:
-        return np.bincount(symbols[symbols >= 0], minlength=num_symbols)
-    # The number of an n-gram is that of the pair (number of its first n - 1 symbols, last symbol), found again for each n.
-    numbers = symbols + 1
+        weights = None if sequences.weights is None else sequences.repeat_interleave(sequences.weights).cpu().numpy()[symbols >= 0]
+        return np.bincount(symbols[symbols >= 0], weights, minlength=num_symbols)
+    # The number of an n-gram is that of the pair (number of its first n - 1 symbols, last symbol), found again for each n. 0 stands for the start of
+    # the sequence, 1 for a missing symbol.
+    numbers = symbols + 2
     for _ in range(order - 1):
         before = np.where(position > 0, np.append(0, numbers[:-1]), 0)
         _, numbers = np.unique(before * (num_symbols + 1) + symbols + 1, return_inverse=True)
@@ -524,7 +539,8 @@ def ngram_counts(sequences: Sequences, num_symbols: int, order: int, *, unique: 
 
 
 def seen_pairs(sequences: Sequences) -> Tensor | None:
-    """(P, 2) the pairs of symbols that follow each other; ``None``, for all, where symbols are missing."""
+    """(P, 2) the pairs of symbols that follow each other in sequences of positive weight; ``None``, for all, where symbols are missing there."""
+    sequences = sequences.counted()
     values = sequences.values.cpu()
     if bool((values < 0).any()):
         return None

@@ -32,10 +32,10 @@ class Contexts:
     """The strings of up to `order` symbols that occur in training sequences.
 
     Args:
-        sequences: of symbols, none missing.
+        sequences: of symbols, none missing. A sequence of weight zero has no contexts.
         num_symbols: V.
         order: the longest context.
-        min_count: longer contexts than one symbol that occur less often are left out.
+        min_count: longer contexts than one symbol that occur less often, with the weights of the sequences, are left out.
 
     Attributes:
         symbols: (C,) the last symbol of each context; first the V contexts of one symbol, longer ones after shorter ones.
@@ -49,10 +49,12 @@ class Contexts:
             raise ValueError(f"`min_count` must be at least 1, but is {min_count} instead.")
         self.num_symbols, self.order = num_symbols, order
         self._codes = [np.arange(1, num_symbols + 1)]  # for each length, the sorted codes; a code is a number in base V + 1, the last symbol its last digit
+        sequences = sequences.counted()
+        weights = _step_weights(sequences)
         for length, (codes, there) in enumerate(self._running(sequences), 1):
-            found, counts = np.unique(codes[there], return_counts=True)
+            found, place = np.unique(codes[there], return_inverse=True)
             if length > 1:
-                self._codes.append(found[counts >= min_count])
+                self._codes.append(found[np.bincount(place, weights[there], len(found)) >= min_count])
         self._first = np.append(0, np.cumsum([len(codes) for codes in self._codes]))
         self.lengths = np.repeat(np.arange(1, order + 1), np.diff(self._first))
         self._all = np.concatenate(self._codes)
@@ -124,6 +126,7 @@ class BackOff:
     """
 
     def __init__(self, models: Sequence[ClonedHMM], sequences: Sequences, num_symbols: int, upper: Contexts | None = None) -> None:
+        sequences = sequences.counted()
         self.sequences, self.num_symbols, self.arithmetic = sequences, num_symbols, models[0].arithmetic
         data = sequences if upper is None else upper.encode(sequences)
         self._counted = [_counted(model, data) for model in models]
@@ -142,14 +145,14 @@ class BackOff:
             raise ValueError(f"`strength` must be positive, but is {strength} instead.")
         if not 0 <= returning < 1:
             raise ValueError(f"`returning` must be at least 0 and below 1, but is {returning} instead.")
-        num_symbols, size, steps = self.num_symbols, len(lower), self.sequences.values.numpy()
+        num_symbols, size, steps, weights = self.num_symbols, len(lower), self.sequences.values.numpy(), _step_weights(self.sequences)
         context = lower.encode(self.sequences).values.numpy()
         inside = np.ones(len(context), bool)
         inside[self.sequences.offsets[1:].numpy() - 1] = False
         before = np.flatnonzero(inside)
         following, probs = lower.following(), KneserNey(num_symbols, lower.order + 1).fit(self.sequences).predict_next(lower.strings())
         probs = (1 - EVEN) * probs + EVEN / num_symbols
-        seen = np.bincount(context[before] * num_symbols + steps[before + 1], minlength=size * num_symbols).reshape(size, num_symbols)
+        seen = np.bincount(context[before] * num_symbols + steps[before + 1], weights[before], size * num_symbols).reshape(size, num_symbols)
         back = np.where(seen > 0, returning, 0.0)
         entries = [(np.repeat(np.arange(size), num_symbols), following.reshape(-1), (probs * (1 - back)).reshape(-1))]
         first = size
@@ -157,13 +160,13 @@ class BackOff:
             num_clones = len(own)
             visits = np.bincount(rows, counts, num_clones)
             entries.append((first + rows, first + columns, counts / (visits[rows] + strength)))
-            clone, where, often = _pairs(path, context, size)
-            often = often / np.maximum(np.bincount(clone, often, num_clones), 1)[clone]
+            clone, where, often = _pairs(path, context, size, weights)
+            often = often / np.bincount(clone, often, num_clones)[clone]
             never = np.setdiff1d(np.arange(num_clones), clone)  # such a clone is one of its symbol, and no more is known of it
             clone, where, often = np.append(clone, never), np.append(where, own[never]), np.append(often, np.ones(len(never)))
-            weights = (often * (strength / (visits + strength))[clone])[:, None] * probs[where]
-            entries.append(_summed(np.repeat(first + clone, num_symbols), following[where].reshape(-1), weights.reshape(-1), size))
-            where, clone, often = _pairs(context[before], path[before + 1], num_clones)
+            shares = (often * (strength / (visits + strength))[clone])[:, None] * probs[where]
+            entries.append(_summed(np.repeat(first + clone, num_symbols), following[where].reshape(-1), shares.reshape(-1), size))
+            where, clone, often = _pairs(context[before], path[before + 1], num_clones, weights[before])
             symbol = own[clone]
             entries.append((where, first + clone, probs[where, symbol] * back[where, symbol] / len(self._counted) * often / seen[where, symbol]))
             first += num_clones
@@ -194,10 +197,18 @@ def _counted(model: ClonedHMM, data: Sequences) -> tuple[np.ndarray, np.ndarray,
     return rows.numpy(), columns.numpy(), statistics.transition[counted].double().numpy(), model.decode(data).values.numpy()
 
 
-def _pairs(left: np.ndarray, right: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The different pairs, and how often each occurs; numbers on the right are below `size`."""
-    found, counts = np.unique(left * size + right, return_counts=True)
-    return found // size, found % size, counts.astype(float)
+def _step_weights(sequences: Sequences) -> np.ndarray:
+    """(steps,) the weight of each step's sequence."""
+    if sequences.weights is None:
+        return np.ones(sequences.num_steps)
+    weights: np.ndarray = sequences.repeat_interleave(sequences.weights).cpu().numpy()
+    return weights
+
+
+def _pairs(left: np.ndarray, right: np.ndarray, size: int, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The different pairs, and the sum of the weights of each; numbers on the right are below `size`."""
+    found, place = np.unique(left * size + right, return_inverse=True)
+    return found // size, found % size, np.bincount(place, weights, len(found))
 
 
 def _summed(rows: np.ndarray, columns: np.ndarray, values: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

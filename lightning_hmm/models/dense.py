@@ -15,6 +15,7 @@ from lightning_hmm.inference import dense
 from lightning_hmm.inference.cooccurrence import cooccurrences, pair_counts, squared_error, stationary
 from lightning_hmm.models.base import HMM
 from lightning_hmm.models.standard import GaussianPrediction, gaussian_mixture
+from lightning_hmm.optim import set_gradients
 from lightning_hmm.sequences import Sequences
 
 Kernel = Literal["exp", "sigmoid", "relu", "rbf", "abs_linear"]
@@ -75,7 +76,8 @@ class DenseHMM(HMM):
         emission: "categorical" for symbols, "gaussian" for real vectors.
         num_features: D, for Gaussian emissions.
         seed: of the starting vectors, which are standard normal.
-        restarts: starts trained side by side; the best on validation data answers.
+        restarts: number of random initializations trained in the same run. The one with the best validation likelihood at the end (training
+            likelihood if there is no validation set) is used for inference.
         optimizer: "adam" or "sgd".
         learning_rate: if not given, 0.03 for ``em``, 0.001 for ``cooccurrence`` and 0.1 for ``likelihood``.
         m_steps: of an epoch of ``em``.
@@ -340,10 +342,6 @@ class DenseHMM(HMM):
             raise ValueError("The training data must have two observed symbols in a row somewhere, but have no such pair: nothing co-occurs.")
         return counts.div_(total)
 
-    def _sum_over_ranks(self, value: Tensor) -> Tensor:
-        total: Tensor = self.trainer.strategy.reduce(value, reduce_op="sum")
-        return total
-
     def training_step(self, batch: Sequences, batch_idx: int) -> Tensor | None:
         if self.objective == "likelihood":
             total = self.total_log_likelihood(batch).sum()
@@ -385,7 +383,8 @@ class DenseHMM(HMM):
 
         errors = self._descend(loss, self.steps_per_epoch)
         if self.restarts > 1 and not self._validates:
-            self.chosen.copy_(errors.argmin())
+            with torch.no_grad():
+                self.chosen.copy_(loss().argmin())
         self.log("train/cooccurrence_error", errors[self.chosen], prog_bar=True)
 
     def _descend(self, loss: Any, steps: int) -> Tensor:
@@ -394,8 +393,7 @@ class DenseHMM(HMM):
         parameters = list(self.parameters())
         for step in range(steps):
             losses: Tensor = loss()
-            for parameter, gradient in zip(parameters, torch.autograd.grad(losses.sum(), parameters), strict=True):
-                parameter.grad = gradient.contiguous()  # a fused optimizer takes it to be laid out like the parameter
+            set_gradients(parameters, torch.autograd.grad(losses.sum(), parameters))
             # Lightning counts the last of them; its bookkeeping would take as long as a step.
             (optimizer if step == steps - 1 else optimizer.optimizer).step()
         return losses.detach()
@@ -403,6 +401,10 @@ class DenseHMM(HMM):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.objective != "cooccurrence":
             super().on_train_batch_end(outputs, batch, batch_idx)
+
+    def _choose_on_training_data(self) -> None:
+        if self.objective != "cooccurrence":  # there, the error decides
+            super()._choose_on_training_data()
 
 
 def expected_log_likelihood(counts: list[Tensor], natural: list[Tensor]) -> Tensor:

@@ -102,7 +102,7 @@ class DMCHMM(StandardHMM):
             symbol_names=symbol_names,
             unknown_symbol=unknown_symbol,
         )
-        self._pair_sums: list[PairSums] = []  # of each restart, while an epoch that chooses is under way
+        self._pair_sums: list[PairSums] | None = None  # one per restart, gathered since the last M-step
         self.choices: list[Choice] = []  # of each restart, what the last epoch chose; empty if it did not
 
     def _make_transition(self) -> MostlyConstantRows:
@@ -168,15 +168,20 @@ class DMCHMM(StandardHMM):
     def fused_kernel(self) -> Any:
         return None
 
-    def on_train_epoch_start(self) -> None:
-        super().on_train_epoch_start()
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        self._pair_sums = None  # an interrupted run may have left some
+
+    def _new_pair_sums(self) -> list[PairSums]:
+        """Accumulators of the expected transitions of all pairs, one per restart; none in epochs that keep their sets."""
         # With K = N - 1 every set can hold every matrix; with K = 0 there is only one.
         choosing = 0 < self.num_kept < self.num_states - 1 and "transition" not in self.frozen and self.current_epoch % self.reselect_every == 0
         factored = self.selection == "lazy"
-        self._pair_sums = [PairSums(self.transition.natural(restart), factored) for restart in range(self.restarts if choosing else 0)]
-        self.choices = []
+        return [PairSums(self.transition.natural(restart), factored) for restart in range(self.restarts if choosing else 0)]
 
     def _weighted_log_likelihood(self, restart: int, batch: Sequences) -> tuple[Tensor, Tensor, Tensor]:
+        if self._pair_sums is None:  # the first batch of an epoch
+            self._pair_sums, self.choices = self._new_pair_sums(), []
         if not self._pair_sums:
             return super()._weighted_log_likelihood(restart, batch)
         routine = "sparse" if self.selection == "lazy" else "auto"
@@ -187,37 +192,20 @@ class DMCHMM(StandardHMM):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         super().on_before_optimizer_step(optimizer)
-        pair_sums, self._pair_sums = self._pair_sums, []
-        for restart, sums in enumerate(pair_sums):
+        pair_sums, self._pair_sums = self._pair_sums, None
+        for restart, sums in enumerate(pair_sums or []):
             choice = self._choose(restart, sums)
-            self.transition.take(restart, choice)
+            self.transition.take(restart, choice, self._counts["transition"])
             self.choices.append(choice)
 
     def _choose(self, restart: int, sums: PairSums) -> Choice:
         pseudocount = self.priors["transition"]["pseudocount"]
-        if self.selection == "lazy" and not bool(self._total(torch.tensor(float(sums.counts is not None), device=self.device))):
-            alpha, kappa = (self._gather(part) for part in sums.messages())
+        if self.selection == "lazy" and not bool(self._sum_over_ranks(torch.tensor(float(sums.counts is not None), device=self.device))):
+            alpha, kappa = (self.gather_rows(part) for part in sums.messages())
             if len(alpha) > 1:
-                assert self.transition.log_values.grad is not None
-                assert self.transition.log_constants.grad is not None
-                kept, rest = -self.transition.log_values.grad[restart], -self.transition.log_constants.grad[restart]
+                kept, rest = (counts[restart] for counts in self._counts["transition"])
                 return selection.choose_lazily(alpha, kappa, sums.transition, kept, rest, self.bound_terms, pseudocount)
-        return selection.choose_gemm(sums, self.criterion, pseudocount, self._total)
-
-    def _total(self, tensor: Tensor) -> Tensor:
-        """Added up over ranks."""
-        return tensor if self.trainer.world_size == 1 else self.trainer.strategy.reduce(tensor, reduce_op="sum")
-
-    def _gather(self, rows: Tensor) -> Tensor:
-        """The rows of all ranks, each of which may have another number of them."""
-        if self.trainer.world_size == 1:
-            return rows
-        counts: Any = self.all_gather(torch.tensor(len(rows), device=self.device))
-        sizes = counts.tolist()
-        padded = rows.new_zeros(max(sizes), rows.shape[1], dtype=torch.float64)
-        padded[: len(rows)] = rows
-        parts: Any = self.all_gather(padded)
-        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+        return selection.choose_gemm(sums, self.criterion, pseudocount, self._sum_over_ranks)
 
     def on_train_epoch_end(self) -> None:
         super().on_train_epoch_end()

@@ -56,7 +56,9 @@ class BaumWelchHMM(HMM):
             raise ValueError("`sequences_per_update` is for online EM: give `discount` too.")
         self.discount, self.sequences_per_update = discount, sequences_per_update
         self.priors, self.frozen = {name: dict(options) for name, options in (priors or {}).items()}, tuple(frozen)
-        self.automatic_optimization = sequences_per_update is None
+        # Batch EM steps once per epoch, from the counts of all batches and ranks, which Lightning's automatic loop cannot do.
+        self.automatic_optimization = False
+        self._counts: dict[str, list[Tensor]] = {}  # gathered on this rank since the last M-step
 
     @property
     @abstractmethod
@@ -65,17 +67,9 @@ class BaumWelchHMM(HMM):
 
     @property
     def num_free_parameters(self) -> int:
-        """Degrees of freedom."""
-        return sum(distribution.num_free_parameters for distribution in self.distributions.values())
-
-    def _refuse_unsuited_trainer(self) -> None:
-        super()._refuse_unsuited_trainer()
-        trainer = self.trainer
-        if trainer.gradient_clip_val is not None:
-            raise MisconfigurationException(
-                f"`trainer.gradient_clip_val` must not be set for EM, but is {trainer.gradient_clip_val} instead: "
-                "gradients are expected counts, and clipping them pulls rows together."
-            )
+        """The number of degrees of freedom of the chosen restart, without those of frozen parts."""
+        chosen = int(self.chosen)
+        return sum(distribution.num_free_parameters(chosen) for name, distribution in self.distributions.items() if name not in self.frozen)
 
     def configure_optimizers(self) -> BaumWelch:
         data_size = None
@@ -89,46 +83,67 @@ class BaumWelchHMM(HMM):
 
     def on_fit_start(self) -> None:
         super().on_fit_start()
-        self._users_accumulation = self.trainer.accumulate_grad_batches
+        self._counts = {}  # an interrupted run may have left some
 
-    def on_train_epoch_start(self) -> None:
-        if self.discount is None:
-            # One M-step an epoch, from the gradients of all batches: Lightning steps at the last batch in any case. The number
-            # is a power of two, so that dividing the loss by it and multiplying again changes no bit.
-            self.trainer.accumulate_grad_batches = 2**31
+    @property
+    def is_online(self) -> bool:
+        """Whether the current epoch updates the parameters after every batch."""
+        return self.discount is not None
 
-    def on_fit_end(self) -> None:
-        self.trainer.accumulate_grad_batches = self._users_accumulation
-
-    def training_step(self, batch: Sequences, batch_idx: int) -> Tensor | None:
-        if not self.automatic_optimization:
+    def training_step(self, batch: Sequences, batch_idx: int) -> None:
+        if self.is_online and self.sequences_per_update is not None:
             self._many_updates(batch)
-            return None
-        loss = -self.total_log_likelihood(batch).sum()
-        # Lightning divides the loss by the number of batches it accumulates, and DDP takes the mean over ranks. Counts must
-        # be sums: the maximum likelihood does not notice the scale, a prior does.
-        return loss * (self.trainer.accumulate_grad_batches * self.trainer.world_size)
+            return
+        for name, counts in self._e_step(batch).items():
+            if name in self._counts:
+                for total, part in zip(self._counts[name], counts, strict=True):
+                    total += part
+            else:
+                self._counts[name] = counts
+        if self.is_online or self.trainer.is_last_batch:
+            self._m_step()
+
+    def _e_step(self, batch: Sequences) -> dict[str, list[Tensor]]:
+        """The expected counts of a batch on this rank, by distribution: one tensor for each of its parameters."""
+        names = [name for name, distribution in self.distributions.items() for _ in distribution.parameters()]
+        parameters = [parameter for distribution in self.distributions.values() for parameter in distribution.parameters()]
+        # Not `backward`: the hooks of DDP would reduce over the ranks after every batch.
+        gradients = torch.autograd.grad(self.total_log_likelihood(batch).sum(), parameters, materialize_grads=True)
+        counts: dict[str, list[Tensor]] = {name: [] for name in names}
+        for name, gradient in zip(names, gradients, strict=True):
+            counts[name].append(gradient)
+        return counts
+
+    def _m_step(self) -> None:
+        """Sums the gathered counts over the ranks, once, and updates the parameters."""
+        tensors = [tensor for counts in self._counts.values() for tensor in counts]
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors) if self.trainer.world_size > 1 else ():
+            alike = [tensor for tensor in tensors if tensor.dtype == dtype]
+            total = self._sum_over_ranks(torch.cat([tensor.flatten() for tensor in alike]))
+            for tensor, part in zip(alike, total.split([tensor.numel() for tensor in alike]), strict=True):
+                tensor.copy_(part.view_as(tensor))
+        optimizer: Any = self.optimizers()
+        optimizer.step(counts=self._counts, discounted=self.is_online)
+        self._counts = {}
 
     def _many_updates(self, batch: Sequences) -> None:
-        """Online EM inside one training batch; in one compiled pass where that is possible."""
+        """Online EM with several updates per training batch, in one compiled pass where that is possible."""
         assert self.sequences_per_update is not None
-        optimizer: Any = self.optimizers()
         if self.trainer.world_size == 1 and self.device.type == "cpu" and self.fused_kernel is not None:
+            optimizer: Any = self.optimizers()
             scores = optimizer.optimizer.fused_pass(batch, self.sequences_per_update, self.fused_kernel)
-            weights = torch.ones_like(scores[0]) if batch.weights is None else batch.weights
-            counted = torch.where(weights == 0, torch.zeros_like(scores), scores * weights)  # zero times -inf would be NaN
-            self.train_likelihood.update(counted.sum(1), batch.num_observed())
-            optimizer.zero_grad()
-            optimizer.step()  # moves nothing; it counts, and without a count no checkpoint would be written
+            self.train_likelihood.update(batch.weighted(scores).sum(1), batch.num_observed())
+            # Without counts the parameters stay as they are. The call advances Lightning's step counter; `ModelCheckpoint` saves
+            # nothing while it stays at zero.
+            optimizer.step()
             return
-        # A global batch is dealt to the ranks one by one, so of its first n sequences a rank has every world_size-th.
+        # Sampler rule: rank r of W holds every W-th sequence of a global batch, from the r-th on.
         rank, world_size = self.trainer.global_rank, self.trainer.world_size
-        total = int(self.trainer.strategy.reduce(torch.tensor(len(batch), device=self.device), reduce_op="sum"))
+        total = int(self._sum_over_ranks(torch.tensor(len(batch), device=self.device)))
         cuts = [-(-(n - rank) // world_size) for n in range(0, total, self.sequences_per_update)] + [len(batch)]
         for first, last in pairwise(cuts):
-            optimizer.zero_grad()
-            self.manual_backward(-self.total_log_likelihood(batch[max(first, 0) : last]).sum() * world_size)
-            optimizer.step()
+            self._counts = self._e_step(batch[max(first, 0) : last])
+            self._m_step()
 
     @property
     def fused_kernel(self) -> Any:

@@ -27,9 +27,12 @@ class LinearGaussianHMM(PredictionErrors):
     .. math:: x_0 \sim N(m, P), \quad x_t \sim N(A x_{t-1} + b, Q), \quad y_t \sim N(C x_t + c, \operatorname{diag} r)
 
     Inference is Kalman's and the M-step a closed form (Shumway and Stoffer, 1982), so an epoch is an EM step that never lowers the
-    likelihood, whatever the batches. With ``of="increments"`` it is the differences of successive observations that are described, where both are
-    observed; the first observation, and the first after a gap, then are Gaussian on their own. Missing entries are integrated out.
-    Time O(steps d^3), all sequences side by side.
+    likelihood, whatever the batches. Missing entries are integrated out. Time O(steps d^3), all sequences in parallel.
+
+    With ``of="increments"`` the equations describe the differences of successive observations, from the second step on. The observation at the first
+    step of a sequence is Gaussian and independent of the states; its moments are those of the first observed values in the training data. Across a gap,
+    an observation is the value last seen plus one increment for every step since then. `score`, `predict_each`, `predict_next` and the E-step all use this
+    joint distribution. Time O(steps (d + D)^3).
 
     Args:
         latent_dim: d.
@@ -89,13 +92,32 @@ class LinearGaussianHMM(PredictionErrors):
         """Of what is described, in units of its spread."""
         return kalman.LinearGaussian(**{name: value.detach() for name, value in self.linear.items()})
 
-    def _described(self, sequences: Any) -> Sequences:
-        """What the linear model is of, in units of its spread; increments have the step of their later end, and the first is missing."""
-        sequences = self.as_sequences(sequences)
-        sequences.check(None, self.num_features)
-        return sequences.with_values((self._raw(sequences) - self.centre) / self.scale.sqrt())
+    @property
+    def _first_variance(self) -> Tensor | None:
+        """(D,) of the observation at the first step, in units of the spread of increments; ``None`` for positions."""
+        return self.first_scale / self.scale if self.of == "increments" else None
 
-    def _raw(self, sequences: Sequences) -> Tensor:
+    @property
+    def _joint(self) -> kalman.LinearGaussian:
+        """The model of the observations themselves, in units of the spread of what is described."""
+        first = self._first_variance
+        return self.parameters_in_units if first is None else kalman.summed(self.parameters_in_units, first)
+
+    def _location(self, steps: Tensor) -> Tensor:
+        """(steps, D) the centre of observations at the given steps, counted from 0 at the beginning of a sequence. That of sums of increments moves."""
+        return self.centre if self.of == "positions" else self.first_centre + steps.to(self.centre).unsqueeze(1) * self.centre
+
+    def _locations(self, sequences: Sequences) -> Tensor:
+        """The location of each step of the sequences."""
+        return self._location(torch.arange(sequences.num_steps) - sequences.repeat_interleave(sequences.offsets[:-1]))
+
+    def _in_units(self, sequences: Sequences) -> Sequences:
+        """The observations as `_joint` describes them."""
+        sequences.check(None, self.num_features)
+        return sequences.with_values((sequences.values.double() - self._locations(sequences)) / self.scale.sqrt())
+
+    def _described(self, sequences: Sequences) -> Tensor:
+        """What the linear model is of: the observations or, with the step of their later end, their increments; NaN where these are not known."""
         values = sequences.values.double()
         if self.of == "positions":
             return values
@@ -109,19 +131,14 @@ class LinearGaussianHMM(PredictionErrors):
     def score(self, sequences: Any) -> Tensor:
         """(N,) the natural log-likelihood of each sequence, exact."""
         sequences = self.as_sequences(sequences)
-        described = self._described(sequences)
-        found = kalman.log_likelihood(self.parameters_in_units, described)
-        units = torch.where(described.observed, -0.5 * self.scale.log(), 0.0).sum(1)
-        if self.of == "increments":
-            alone = sequences.observed & ~described.observed  # the first of a feature, or the first after a gap
-            density = torch.distributions.Normal(self.first_centre, self.first_scale.sqrt()).log_prob(sequences.values.double().nan_to_num())
-            units = units + torch.where(alone, density, 0.0).sum(1)
+        found = kalman.log_likelihood(self._joint, self._in_units(sequences))
+        units = torch.where(sequences.observed, -0.5 * self.scale.log(), 0.0).sum(1)
         return found.index_add(0, sequences.repeat_interleave(torch.arange(len(sequences), device=units.device)), units)
 
     @torch.no_grad()
     def posterior(self, sequences: Any) -> kalman.Posterior:
         """Filtered and smoothed states."""
-        return kalman.posterior(self.parameters_in_units, self._described(sequences))
+        return kalman.posterior(self._joint, self._in_units(self.as_sequences(sequences))).of_first(self.latent_dim)
 
     def latents(self, sequences: Any) -> Sequences:
         """(steps, d) smoothed means of the state."""
@@ -134,46 +151,27 @@ class LinearGaussianHMM(PredictionErrors):
     def predict_each(self, sequences: Any) -> Sequences:
         """(steps, D) what is expected at each step from those before it."""
         sequences = self.as_sequences(sequences)
-        mean = kalman.predict_next(self.parameters_in_units, self._described(sequences))[0] * self.scale.sqrt() + self.centre
-        first = sequences.offsets[:-1][sequences.lengths > 0].to(mean.device)
-        late = torch.cat([mean[:1], mean[:-1]])  # what is said at one step is about the next
-        model = self.parameters_in_units
-        late[first] = (model.emission @ model.initial_mean + model.emission_offset) * self.scale.sqrt() + self.centre
-        if self.of == "positions":
-            return sequences.with_values(late)
-        base = sequences.packed(last_seen(sequences.padded())[0])
-        return sequences.with_values(torch.where(base.isnan(), self.first_centre, base + late))
+        model = self._joint
+        mean = kalman.predict_next(model, self._in_units(sequences))[0]
+        expected = torch.cat([mean[:1], mean[:-1]])  # row t of `mean` is about step t + 1
+        expected[sequences.offsets[:-1][sequences.lengths > 0].to(mean.device)] = model.emission @ model.initial_mean + model.emission_offset
+        return sequences.with_values(self._locations(sequences) + expected * self.scale.sqrt())
 
     @torch.no_grad()
     def predict_next(self, sequences: Any, steps: int = 1) -> GaussianPrediction:
         """The observation `steps` after the end of each sequence; of one without a step, the `steps`-th of all."""
         check_counts(steps=steps)
-        sequences, model = self.as_sequences(sequences), self.parameters_in_units
-        found = self.posterior(sequences)
+        sequences, model = self.as_sequences(sequences), self._joint
+        found = kalman.posterior(model, self._in_units(sequences))
         begun = (sequences.lengths > 0).to(self.centre.device)
         last = (sequences.offsets[1:] - 1).to(self.centre.device)[begun]
         mean, cov = model.initial_mean.repeat(len(begun), 1), model.initial_cov.repeat(len(begun), 1, 1)
         mean[begun], cov[begun] = kalman.later(model, found.filtered_mean[last], found.filtered_cov[last])
-        # Increments add up: of their sum, the moments, and the covariance of the state with it.
-        total, variance, shared = mean.new_zeros(()), mean.new_zeros(()), mean.new_zeros(len(begun), self.latent_dim, len(self.centre))
-        for step in range(steps):
-            if step > 0:
-                mean, cov = kalman.later(model, mean, cov)
-            own_mean, own_cov = kalman.emitted(model, mean, cov)
-            own = own_cov.diagonal(dim1=1, dim2=2)
-            if self.of == "positions":
-                total, variance = own_mean, own
-                continue
-            shared = model.transition @ shared
-            total, variance = total + own_mean, variance + own + 2 * (model.emission @ shared).diagonal(dim1=1, dim2=2)
-            shared = shared + cov @ model.emission.T
-        variance = variance * self.scale
-        if self.of == "positions":
-            return GaussianPrediction(total * self.scale.sqrt() + self.centre, variance)
-        total = total * self.scale.sqrt() + steps * self.centre
-        longer = torch.cat([sequences.padded(), self.centre.new_full((len(sequences), 1, len(self.centre)), torch.nan)], 1)
-        base = last_seen(longer)[0][torch.arange(len(sequences)), sequences.lengths]
-        return GaussianPrediction(torch.where(base.isnan(), self.first_centre, base + total), torch.where(base.isnan(), self.first_scale, variance))
+        for _ in range(steps - 1):
+            mean, cov = kalman.later(model, mean, cov)
+        expected, spread = kalman.emitted(model, mean, cov)
+        location = self._location(sequences.lengths.to(self.centre.device) + steps - 1)
+        return GaussianPrediction(location + expected * self.scale.sqrt(), spread.diagonal(dim1=1, dim2=2) * self.scale)
 
     @torch.no_grad()
     def sample(self, num_sequences: int = 1, length: int | Sequence[int] = 100, seed: int = 0, return_states: bool = False) -> Any:
@@ -208,14 +206,15 @@ class LinearGaussianHMM(PredictionErrors):
     def initialise(self, sequences: Sequences) -> None:
         """Takes the units of what is described from the data."""
         sequences.check(None, self.num_features)
+        sequences = sequences.counted()
         if not bool((sequences.lengths > 1).any()):
             raise ValueError("Sequences must have at least two steps somewhere for a transition to be learned, but each has one step or none.")
-        described = sequences.with_values(self._raw(sequences))
-        for name, value in zip(("centre", "scale"), data_location(described), strict=True):
+        for name, value in zip(("centre", "scale"), data_location(sequences.with_values(self._described(sequences))), strict=True):
             getattr(self, name).copy_(value)
         if self.of == "increments":
-            alone = sequences.with_values(torch.where(sequences.observed & ~described.observed, sequences.values.double(), torch.nan))
-            for name, value in zip(("first_centre", "first_scale"), data_location(alone), strict=True):
+            unseen = sequences.packed(last_seen(sequences.padded())[0]).isnan()
+            first = sequences.with_values(sequences.values.double().where(unseen, torch.nan))
+            for name, value in zip(("first_centre", "first_scale"), data_location(first), strict=True):
                 getattr(self, name).copy_(value)
         self.located.fill_(True)
 
@@ -238,7 +237,7 @@ class LinearGaussianHMM(PredictionErrors):
         self._require_sequences(batch)
         weights = torch.ones(len(batch), dtype=torch.float64, device=self.device) if batch.weights is None else batch.weights
         self.train_likelihood.update(self.score(batch) @ weights, batch.num_observed())
-        found = kalman.expected_statistics(self.parameters_in_units, self._described(batch), weights)
+        found = kalman.expected_statistics(self.parameters_in_units, self._in_units(batch), weights, self._first_variance)
         if self._statistics is not None:
             found = kalman.Statistics(*(old + new for old, new in zip(self._statistics, found, strict=True)))
         self._statistics = found

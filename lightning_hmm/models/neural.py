@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -11,12 +12,12 @@ from torch import Tensor, nn
 
 from lightning_hmm.distributions.densities import DensityHead, Family, Gaussian
 from lightning_hmm.inference.particle import Particles, Resampling, Streams
-from lightning_hmm.loading import generator
+from lightning_hmm.loading import generator, sequence_numbers
 from lightning_hmm.models.neural_networks import Activation, Whole, Window, WindowedMLP, WindowKind
 from lightning_hmm.models.neural_rollout import Rollout
 from lightning_hmm.models.neural_starts import start_slow
 from lightning_hmm.models.neural_state_space import Bound, Conditional
-from lightning_hmm.models.neural_units import InUnits
+from lightning_hmm.models.neural_units import InUnits, up_to_last_seen
 from lightning_hmm.models.particle_em import ParticleEM, Schedule, Smoothing
 from lightning_hmm.models.sequence_model import check_counts
 from lightning_hmm.sequences import Sequences
@@ -184,6 +185,7 @@ class NeuralHMM(InUnits, ParticleEM):
         )
         self.save_hyperparameters()
         self.latent_dim, self.start_window = latent_dim, start_window
+        self._numbers: Iterator[int] | None = None  # of the sequences that `Trainer.predict` has not reached yet
         dtype = getattr(torch, arithmetic)
         with torch.random.fork_rng(devices=[]):  # torch's modules draw from the global state
             torch.manual_seed(generator(seed, "start").initial_seed())
@@ -230,27 +232,43 @@ class NeuralHMM(InUnits, ParticleEM):
 
     # Questions to ask
 
-    def _pieces(self, sequences: Any, num_particles: int | None = None, num_paths: int = 1) -> Iterator[tuple[Sequences, range]]:
+    def _pieces(
+        self, sequences: Any, num_particles: int | None = None, num_paths: int = 1, numbers: Sequence[int] | None = None
+    ) -> Iterator[tuple[Sequences, Sequence[int]]]:
         """The sequences, so many at a time that their particles, and those of a step beside its paths, fit into memory; and their numbers."""
         sequences = self.as_sequences(sequences)
+        numbers = range(len(sequences)) if numbers is None else numbers
+        if len(numbers) != len(sequences):
+            raise ValueError(f"`numbers` must be one for each of {len(sequences)} sequences, but are {len(numbers)} instead.")
         longest = int(sequences.lengths.max()) if len(sequences) else 0
         size = max(1, _AT_ONCE // (max(longest, num_paths) * (num_particles or self.num_particles)))
         for first in range(0, len(sequences), size):
-            yield sequences[first : first + size], range(first, min(first + size, len(sequences)))
+            yield sequences[first : first + size], numbers[first : first + size]
 
     @torch.no_grad()
-    def score(self, sequences: Any, runs: int = 4, num_particles: int | None = None, return_error: bool = False) -> Any:
+    def score(
+        self,
+        sequences: Any,
+        runs: int = 4,
+        num_particles: int | None = None,
+        return_error: bool = False,
+        numbers: Sequence[int] | None = None,
+    ) -> Any:
         """(N,) the natural log-likelihood of each sequence: log of the mean of the unbiased estimates of some runs.
 
         With `return_error` a `Score` that has their standard errors too (jackknife over the runs, of which there must be 2 at least).
+
+        The random numbers that are drawn for a sequence depend on the seed of the model and on the number of the sequence: its position in `sequences`,
+        or its entry of `numbers`. Give `numbers` to get the same estimate for a sequence when you pass only some of the data. `decode`, `latents`, `track`
+        and `predict_each` have the same argument.
         """
         check_counts(runs=runs, num_particles=num_particles)
         if return_error and runs < 2:
             raise ValueError(f"`runs` must be at least 2 for a standard error, but is {runs} instead.")
         found = []
-        for piece, numbers in self._pieces(sequences, num_particles):
+        for piece, places in self._pieces(sequences, num_particles, numbers=numbers):
             bound = self.bind(piece)
-            particles = (self.filter_particles(bound, self.streams(numbers, "score", run), num_particles) for run in range(runs))
+            particles = (self.filter_particles(bound, self.streams(places, "score", run), num_particles) for run in range(runs))
             found.append(torch.stack([estimate.log_evidence.double().sum(0) for estimate in particles]))
         estimates = torch.cat(found, 1) if found else torch.zeros(runs, 0, dtype=torch.float64)
         mean = estimates.logsumexp(0) - math.log(runs)
@@ -260,18 +278,19 @@ class NeuralHMM(InUnits, ParticleEM):
         return Score(mean, ((runs - 1) / runs * (others - others.mean(0)).square().sum(0)).sqrt())
 
     @torch.no_grad()
-    def decode(self, sequences: Any, num_paths: int = 64, num_particles: int | None = None) -> Decoded:
+    def decode(self, sequences: Any, num_paths: int = 64, num_particles: int | None = None, numbers: Sequence[int] | None = None) -> Decoded:
         """Smoothed states: moments and paths, both from `num_paths` draws."""
         check_counts(num_paths=num_paths, num_particles=num_particles)
         sequences, paths = self.as_sequences(sequences), []
-        for piece, numbers in self._pieces(sequences, num_particles, num_paths):
-            found = self.filter_particles(self.bind(piece), self.streams(numbers, "decode"), num_particles)
-            drawn = self.draw_paths(found, self.streams(numbers, "decode", "paths"), num_paths)
+        for piece, places in self._pieces(sequences, num_particles, num_paths, numbers):
+            found = self.filter_particles(self.bind(piece), self.streams(places, "decode"), num_particles)
+            drawn = self.draw_paths(found, self.streams(places, "decode", "paths"), num_paths)
             paths.append(piece.packed(drawn.transpose(0, 1)))
         packed = torch.cat(paths) if paths else torch.zeros(0, num_paths, self.latent_dim)
-        return Decoded(sequences.with_values(packed.mean(1)), sequences.with_values(packed.var(1, correction=0)), packed)
+        mean = packed.mean(1)
+        return Decoded(sequences.with_values(mean), sequences.with_values((packed - mean.unsqueeze(1)).square().mean(1)), packed)
 
-    def latents(self, sequences: Any, num_particles: int | None = None, lead: int = 0, num_paths: int = 64) -> Sequences:
+    def latents(self, sequences: Any, num_particles: int | None = None, lead: int = 0, num_paths: int = 64, numbers: Sequence[int] | None = None) -> Sequences:
         """(steps, d) smoothed means of the state, `lead` steps later: those of `num_paths` paths.
 
         1 is for a transition that reads observations: the state of a step then is mostly what was seen before it, and the next one the first to have read
@@ -281,10 +300,10 @@ class NeuralHMM(InUnits, ParticleEM):
             raise ValueError(f"`lead` must be a whole number of at least 0, but is {lead} instead.")
         sequences = self.as_sequences(sequences)
         if lead == 0 or len(sequences) == 0:
-            return self.decode(sequences, num_paths, num_particles).mean
+            return self.decode(sequences, num_paths, num_particles, numbers).mean
         nothing = sequences.values.new_full((lead, self.num_features), torch.nan)
         longer = Sequences.from_list([torch.cat([sequence, nothing]) for sequence in sequences])
-        return sequences.with_values(torch.cat([mean[lead:] for mean in self.decode(longer, num_paths, num_particles).mean]))
+        return sequences.with_values(torch.cat([mean[lead:] for mean in self.decode(longer, num_paths, num_particles, numbers).mean]))
 
     def cluster_latents(self, sequences: Any, num_clusters: int, num_particles: int | None = None, lead: int = 0, num_paths: int = 64) -> Sequences:
         """The cluster of each step, by k-means of what `latents` gives for all of them."""
@@ -293,8 +312,10 @@ class NeuralHMM(InUnits, ParticleEM):
         latents = self.latents(sequences, num_particles, lead, num_paths)
         if not 1 <= num_clusters <= latents.num_steps:
             raise ValueError(f"`num_clusters` must be from 1 to the number of steps, {latents.num_steps}, but is {num_clusters} instead.")
-        found = KMeans(num_clusters, n_init=10, random_state=self.seed).fit_predict(latents.values.double().cpu().numpy())
-        return latents.with_values(torch.as_tensor(found, dtype=torch.int64))
+        rows = latents.values.double().cpu()
+        weights = torch.ones(len(rows)) if latents.weights is None else latents.repeat_interleave(latents.weights).cpu()
+        fitted = KMeans(num_clusters, n_init=10, random_state=self.seed).fit(rows[weights > 0].numpy(), sample_weight=weights[weights > 0].numpy())
+        return latents.with_values(torch.as_tensor(fitted.predict(rows.numpy()), dtype=torch.int64))
 
     def expected(self, bound: Bound, particles: Particles, streams: Streams) -> Tensor:
         return self._moments(bound, particles, streams)[0]
@@ -316,42 +337,47 @@ class NeuralHMM(InUnits, ParticleEM):
         return self.in_data_units(mean, observations.base[:-1], unseen), variance
 
     @torch.no_grad()
-    def track(self, sequences: Any, num_particles: int | None = None) -> Track:
+    def track(self, sequences: Any, num_particles: int | None = None, numbers: Sequence[int] | None = None) -> Track:
         """What the filter found of each step: the share of particles that count, and the moments of the observation before it was seen."""
         sequences, found = self.as_sequences(sequences), []
-        for piece, numbers in self._pieces(sequences, num_particles):
+        for piece, places in self._pieces(sequences, num_particles, numbers=numbers):
             bound = self.bind(piece)
-            particles = self.filter_particles(bound, self.streams(numbers, "each"), num_particles)
+            particles = self.filter_particles(bound, self.streams(places, "each"), num_particles)
             parts = (
                 particles.effective_size.unsqueeze(2) / particles.states.shape[2],
-                *self._moments(bound, particles, self.streams(numbers, "each", "ahead")),
+                *self._moments(bound, particles, self.streams(places, "each", "ahead")),
             )
             found.append([piece.packed(part.transpose(0, 1)) for part in parts])
         none = self.centre.new_zeros(0, len(self.centre))
         return Track(*(sequences.with_values(torch.cat(parts)) for parts in (zip(*found, strict=True) if found else ([none[:, :1]], [none], [none]))))
 
-    def predict_each(self, sequences: Any, num_particles: int | None = None) -> Sequences:
+    def predict_each(self, sequences: Any, num_particles: int | None = None, numbers: Sequence[int] | None = None) -> Sequences:
         """(steps, D) what is expected at each step from those before it."""
-        return self.track(sequences, num_particles).mean
+        return self.track(sequences, num_particles, numbers).mean
 
     @torch.no_grad()
     def predict_next(self, sequences: Any, steps: int = 1, level: float = 0.9, num_particles: int | None = None) -> Prediction:
-        """The observation `steps` after the end of each sequence: mean and variance, and bounds that hold `level` of the probability."""
+        """The observation `steps` after the end of each sequence: mean and variance, and bounds that hold `level` of the probability.
+
+        Observations in between are drawn. So are those of steps at the end at which nothing is observed: three missing steps at the end and one step ahead
+        give the same prediction as four steps ahead.
+        """
         check_counts(steps=steps)
         if not 0 < level < 1:
             raise ValueError(f"`level` must be between 0 and 1, but is {level} instead.")
-        found = []
-        for piece, numbers in self._pieces(sequences, num_particles):
+        seen, ahead = up_to_last_seen(self.as_sequences(sequences), steps)
+        found = torch.zeros(4, len(seen), len(self.centre), dtype=torch.float64, device=self.device)
+        for piece, numbers in self._pieces(seen, num_particles):
             bound = self.bind(piece)
             particles = self.filter_particles(bound, self.streams(numbers, "next"), num_particles)
             streams = self.streams(numbers, "next", "ahead")
-            run = Rollout.after(self, bound, particles, streams)
-            for _ in range(steps):
+            run, wanted = Rollout.after(self, bound, particles, streams), ahead[list(numbers)]
+            for step in range(1, int(wanted.max()) + 1):
                 emitted = run.step(streams)
-            found.append(Prediction(*run.summary(emitted, level)))
-        if not found:
-            return Prediction(*(torch.zeros(0, len(self.centre), dtype=torch.float64) for _ in range(4)))
-        return Prediction(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+                if bool((wanted == step).any()):
+                    rows = torch.nonzero(wanted == step).flatten()
+                    found[:, rows + numbers[0]] = torch.stack(run.summary(emitted, level))[:, rows]
+        return Prediction(*found)
 
     @torch.no_grad()
     def sample(self, num_sequences: int = 1, length: int | Sequence[int] = 100, seed: int = 0, return_states: bool = False) -> Any:
@@ -368,6 +394,21 @@ class NeuralHMM(InUnits, ParticleEM):
         drawn = shape.with_values(shape.packed(values))
         return (drawn, shape.with_values(shape.packed(states))) if return_states else drawn
 
+    def on_predict_epoch_start(self) -> None:
+        loaders: Any = self.trainer.predict_dataloaders
+        self._numbers = sequence_numbers(loaders[0] if isinstance(loaders, list | tuple) else loaders)
+
+    def on_predict_epoch_end(self) -> None:
+        self._numbers = None
+
     def predict_step(self, batch: Sequences, batch_idx: int) -> dict[str, Any]:
-        """The smoothed state and what was expected at each step, and the log-likelihood of each sequence."""
-        return {"latents": self.latents(batch), "predictions": self.predict_each(batch), "log_likelihood": self.score(batch)}
+        """The smoothed state and what was expected at each step, and the log-likelihood of each sequence.
+
+        They depend on the number of a sequence in the data, and not on the size of batches or the number of ranks.
+        """
+        numbers = None if self._numbers is None else list(islice(self._numbers, len(batch)))
+        return {
+            "latents": self.latents(batch, numbers=numbers),
+            "predictions": self.predict_each(batch, numbers=numbers),
+            "log_likelihood": self.score(batch, numbers=numbers),
+        }

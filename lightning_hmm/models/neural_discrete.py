@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hmm.distributions.densities import DensityHead, Family, PartialDensity
-from lightning_hmm.inference import dense
+from lightning_hmm.inference import dense, particle
 from lightning_hmm.inference.particle import Streams
 from lightning_hmm.loading import generator
 from lightning_hmm.models.base import HMM
 from lightning_hmm.models.neural_networks import Activation, Window, WindowedMLP, WindowKind
 from lightning_hmm.models.neural_rollout import Rollout
 from lightning_hmm.models.neural_state_space import Conditional, Observations
-from lightning_hmm.models.neural_units import InUnits, window_inputs
+from lightning_hmm.models.neural_units import InUnits, up_to_last_seen, window_inputs
 from lightning_hmm.models.prediction_errors import PredictionErrors
 from lightning_hmm.models.sequence_model import check_counts
 from lightning_hmm.models.standard import GaussianPrediction
@@ -151,9 +151,41 @@ class NeuralDiscreteHMM(InUnits, PredictionErrors, HMM):
         return sequences.with_values(self.in_data_units(mean, base, unseen))
 
     @torch.no_grad()
-    def predict_next(self, sequences: Any) -> GaussianPrediction:  # type: ignore[override]
-        """Moments of the observation after the end of each sequence."""
-        sequences = self.as_sequences(sequences)
+    def predict_next(self, sequences: Any, steps: int = 1, num_draws: int = 1000) -> GaussianPrediction:
+        """Moments of the observation `steps` after the end of each sequence.
+
+        One step ahead they are exact. Further ahead, `num_draws` paths of states and of the observations in between are drawn for each sequence. Steps at the
+        end at which nothing is observed are drawn as well: three missing steps at the end and one step ahead are the same as four steps ahead.
+        """
+        check_counts(steps=steps, num_draws=num_draws)
+        seen, ahead = up_to_last_seen(self.as_sequences(sequences), steps)
+        found = self._predict_next(seen)
+        far = torch.nonzero(ahead > 1).flatten()
+        if len(far):
+            for moment, drawn in zip(found, self._drawn_ahead(seen[far], ahead[far], num_draws, far.tolist()), strict=True):
+                moment[far] = drawn
+        return found
+
+    def _drawn_ahead(self, sequences: Sequences, ahead: Tensor, num_draws: int, numbers: list[int]) -> GaussianPrediction:
+        """Moments of the observation (N,) `ahead` steps after the end of each sequence, from draws. `numbers` determine the random numbers."""
+        streams = Streams([generator(self.seed, "next", number) for number in numbers])
+        cumulative = self.transition_probs.cumsum(1)
+        log_probs = self.inference.predict_next(*self.inference_arguments(sequences)).log()
+        states = particle.resample(log_probs, num_draws, streams)  # (N, draws)
+        run = Rollout.following(self, self.observations(sequences), self.embedding[states], max(self.emission.window.order, 1))
+        moments = torch.zeros(2, len(sequences), len(self.centre), dtype=torch.float64, device=self.device)
+        for step in range(1, int(ahead.max()) + 1):
+            if step > 1:
+                level = particle.uniform((*states.shape, 1), log_probs, streams)
+                states = (cumulative[states] <= level).sum(2).clamp(max=len(cumulative) - 1)
+                run.states = self.embedding[states]
+            mean, variance, _, _ = run.summary(run.emit(streams), 0.5)
+            rows = torch.nonzero(ahead == step).flatten()
+            moments[:, rows] = torch.stack([mean, variance])[:, rows]
+        return GaussianPrediction(*moments)
+
+    def _predict_next(self, sequences: Sequences) -> GaussianPrediction:
+        """Moments of the observation after the end of each sequence, exact."""
         observations = self.observations(sequences)
         probs = self.inference.predict_next(*self.inference_arguments(sequences))  # (N, K)
         lengths = observations.lengths
@@ -200,10 +232,7 @@ class NeuralDiscreteHMM(InUnits, PredictionErrors, HMM):
         for step in range(self.m_steps):
             initial, transition = self.chain(0)
             expected = (found.initial * initial).sum() + (found.transition * transition).sum() + (found.emission[0] * self._evidence(observations)).sum()
-            gradients = torch.autograd.grad(-expected, parameters)
-            together = self._sum_over_ranks(torch.cat([gradient.flatten() for gradient in gradients])) / num_steps
-            for parameter, gradient in zip(parameters, together.split([parameter.numel() for parameter in parameters]), strict=True):
-                parameter.grad = gradient.view_as(parameter).clone()
+            self._set_gradients(torch.autograd.grad(-expected, parameters), num_steps)
             nn.utils.clip_grad_norm_(parameters, self.gradient_clip)
             # Lightning counts the last of them.
             (optimizer if step == self.m_steps - 1 else optimizer.optimizer).step()

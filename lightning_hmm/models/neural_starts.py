@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_hmm.models.neural_state_space import Observations, PathDensity
+from lightning_hmm.optim import set_gradients
 from lightning_hmm.sequences import Sequences
 
 STEPS = 150  # of Adam
@@ -59,21 +60,22 @@ def moving_sum(values: Tensor, window: int) -> Tensor:
 
 def start_slow(model: Any, sequences: Sequences, window: int, generator: torch.Generator) -> None:
     """Fits the networks of a neural HMM to slow states of the sequences, as an M-step does to paths."""
-    enough = int((sequences.lengths.cumsum(0) <= MOST_STEPS).sum())
-    bound = model.bind(sequences[: max(enough, 1)])
+    sequences = sequences.counted()
+    sequences = sequences[: max(int((sequences.lengths.cumsum(0) <= MOST_STEPS).sum()), 1)]
+    bound = model.bind(sequences)
     states = slow_states(bound.observations, model.residual, model.latent_dim, window, generator)
     limit = model.transition.head.bound
     if limit is not None:
         states = states.clamp(-INSIDE * limit, INSIDE * limit)
-    density = PathDensity(bound, states.unsqueeze(2), torch.ones(states.shape[1], dtype=torch.float64, device=states.device))
-    num_steps, parameters = float(bound.observations.inside.sum()), list(model.parameters())
+    weights = torch.ones(len(sequences), dtype=torch.float64, device=states.device) if sequences.weights is None else sequences.weights.to(states.device)
+    density = PathDensity(bound, states.unsqueeze(2), weights)
+    num_steps, parameters = float(bound.observations.inside.to(weights).sum(0) @ weights), list(model.parameters())
     optimizer = torch.optim.Adam(parameters, lr=model.learning_rate)
     with torch.enable_grad():
         for step in range(STEPS):
             for group in optimizer.param_groups:
                 group["lr"] = model.learning_rate * 0.5 * (1 + math.cos(math.pi * step / STEPS))
-            for parameter, gradient in zip(parameters, density.gradient()[1], strict=True):
-                parameter.grad = gradient / -num_steps
+            set_gradients(parameters, [gradient / -num_steps for gradient in density.gradient()[1]])
             torch.nn.utils.clip_grad_norm_(parameters, model.gradient_clip)
             optimizer.step()
     optimizer.zero_grad()

@@ -198,9 +198,10 @@ class PathDensity:
             yield rows["weights"] @ density.log_prob(rows["targets"], rows["observed"]).sum(1) / self.num_paths
 
     def gradient(self) -> tuple[Tensor, list[Tensor]]:
-        """Q, less what the units of the data add, and its gradient in each parameter of the model."""
+        """Q, less what the units of the data add, and its gradient in each parameter of the model. Pieces are summed in float64."""
         parameters = list(self.model.parameters())
-        total, gradients = self.weights.new_zeros(()), [torch.zeros_like(parameter) for parameter in parameters]
+        total = torch.zeros((), dtype=torch.float64, device=self.weights.device)
+        gradients = [torch.zeros_like(parameter, dtype=torch.float64) for parameter in parameters]
         for piece in self._pieces():
             total += piece.detach()
             for gradient, part in zip(gradients, torch.autograd.grad(piece, parameters, allow_unused=True), strict=True):

@@ -63,6 +63,7 @@ class InUnits(SequenceModel):
     def initialise(self, sequences: Sequences) -> None:
         """Takes the units of observations and of their changes from the data."""
         sequences.check(None, self.num_features)
+        sequences = sequences.counted()
         if not bool((sequences.lengths > 1).any()):
             raise ValueError("Sequences must have at least two steps somewhere for a transition to be learned, but each has one step or none.")
         centre, scale = data_location(sequences)
@@ -84,10 +85,22 @@ def window_inputs(window: Window, entries: Entries) -> Tensor:
     return window.inputs(entries.windows(window.order)) if window.order else entries.value.new_zeros(0)
 
 
+def up_to_last_seen(sequences: Sequences, steps: int) -> tuple[Sequences, Tensor]:
+    """The sequences without the steps at their ends at which nothing is observed, and (N,) how many steps after the new end the `steps`-th after the old is."""
+    seen = (~sequences.padded().isnan()).any(2)
+    number = torch.arange(1, seen.shape[1] + 1, device=seen.device)
+    lengths = torch.where(seen, number, 0).amax(1).cpu() if seen.shape[1] else torch.zeros(len(seen), dtype=torch.int64)
+    kept = sequences.packed(number <= lengths.to(seen.device).unsqueeze(1))
+    shorter = Sequences.from_lengths(sequences.values[kept], lengths, sequences.weights)
+    return shorter, sequences.lengths - lengths + steps
+
+
 def _mean_square_change(sequences: Sequences, scale: Tensor) -> Tensor:
-    """(D,) of a feature from one step to the next; the variance of the feature where it is never seen to change."""
+    """(D,) of a feature from one step to the next, each with its sequence's weight; the variance of the feature where it is never seen to change."""
     padded = sequences.padded().double().cpu()
-    changes = (padded[:, 1:] - padded[:, :-1]).flatten(0, 1)
-    there = ~changes.isnan()
-    square = torch.where(there, changes, 0.0).square().sum(0) / there.sum(0).clamp(min=1)
+    changes = padded[:, 1:] - padded[:, :-1]
+    weights = torch.ones(len(padded), dtype=torch.float64) if sequences.weights is None else sequences.weights.double().cpu()
+    share = ~changes.isnan() * weights.view(-1, 1, 1)
+    total = share.sum((0, 1))
+    square = (share * changes.nan_to_num(nan=0.0).square()).sum((0, 1)) / torch.where(total > 0, total, 1.0)
     return torch.where(square > 0, square, scale)

@@ -27,7 +27,8 @@ Schedule = Literal["cosine", "constant"]
 class ParticleEM(PredictionErrors):
     """Each batch is an E-step, which draws paths of the state given its sequences, and some gradient steps on their log-density.
 
-    Random numbers depend on seed, epoch, batch and the place of a sequence in the batch of all ranks together, and on nothing else.
+    Random numbers depend on seed, epoch, batch and the place of a sequence in the batch of all ranks together, and on nothing else. In float64 the number
+    of ranks changes the result by rounding alone. In float32 it changes the random run, since resampling amplifies differences in rounding.
 
     Args:
         num_particles, num_paths, smoothing, resampling, threshold, m_steps, learning_rate, schedule, gradient_clip, e_step_fraction,
@@ -130,7 +131,7 @@ class ParticleEM(PredictionErrors):
         self._require_sequences(batch)
         batch.check(None, self.num_features)
         self._batch = batch_idx
-        batch, places = self._chosen(batch, batch_idx)
+        batch, places = _counted(*self._chosen(batch, batch_idx))
         words = (self.current_epoch, batch_idx)
         weights = torch.ones(len(batch), dtype=torch.float64, device=self.device) if batch.weights is None else batch.weights
         with torch.no_grad():
@@ -139,7 +140,7 @@ class ParticleEM(PredictionErrors):
             paths = self.draw_paths(particles, self.streams(places, "paths", *words), self.num_paths)
         inside = bound.observations.inside
         self.train_likelihood.update(particles.log_likelihood.double() @ weights, batch.num_observed())
-        self._effective_size.update(particles.effective_size[inside] / self.num_particles)
+        self._effective_size.update(particles.effective_size[inside] / self.num_particles, weights.expand(inside.shape)[inside])
         self._m_step(PathDensity(bound, paths, weights), float(self._sum_over_ranks(torch.as_tensor(batch.num_observed(), device=self.device))))
 
     def _m_step(self, density: PathDensity, num_steps: float) -> None:
@@ -148,11 +149,7 @@ class ParticleEM(PredictionErrors):
             group["lr"] = self.learning_rate * self._rate
         for step in range(self.m_steps):
             _, gradients = density.gradient()
-            together = self._sum_over_ranks(torch.cat([gradient.flatten() for gradient in gradients])) / -max(num_steps, 1.0)
-            sizes = [gradient.numel() for gradient in gradients]
-            for parameter, gradient in zip(self.parameters(), together.split(sizes), strict=True):
-                # With the strides of the parameter: fused Adam on a CPU goes by memory alone.
-                parameter.grad = torch.empty_like(parameter).copy_(gradient.view_as(parameter))
+            self._set_gradients(gradients, -max(num_steps, 1.0))
             nn.utils.clip_grad_norm_(self.parameters(), self.gradient_clip)
             # Lightning counts the last of them.
             (optimizer if step == self.m_steps - 1 else optimizer.optimizer).step()
@@ -173,7 +170,7 @@ class ParticleEM(PredictionErrors):
         self._require_sequences(batch)
         batch.check(None, self.num_features)
         rank, world_size = self.trainer.global_rank, self.trainer.world_size
-        places = range(rank, rank + world_size * len(batch), world_size)
+        batch, places = _counted(batch, list(range(rank, rank + world_size * len(batch), world_size)))
         with torch.no_grad():
             bound = self.bind(batch)
             particles = self.filter_particles(bound, self.streams(places, "evaluate", batch_idx))
@@ -188,3 +185,8 @@ class ParticleEM(PredictionErrors):
 
     def test_step(self, batch: Sequences, batch_idx: int) -> None:
         self._evaluate(batch, batch_idx, self.test_likelihood, self.test_error)
+
+
+def _counted(batch: Sequences, places: list[int]) -> tuple[Sequences, list[int]]:
+    """The sequences whose weight is not 0, and their places."""
+    return batch.counted(), places if batch.weights is None else [place for place, weight in zip(places, batch.weights.tolist(), strict=True) if weight > 0]

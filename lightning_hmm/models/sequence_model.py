@@ -6,6 +6,7 @@ import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_hmm.metrics import LogLikelihoodPerSymbol
-from lightning_hmm.sequences import Sequences, Vocabulary
+from lightning_hmm.observing import guard_loggers
+from lightning_hmm.optim import set_gradients
+from lightning_hmm.sequences import Sequences, Vocabulary, as_list
 
 
 def check_counts(**counts: int | None) -> None:
@@ -32,8 +35,8 @@ class SequenceModel(LightningModule, ABC):
     Args:
         num_symbols: different symbols, for symbol data; else ``None``.
         num_features: entries of a vector, for real data; else ``None``.
-        restarts: starts trained side by side on the same pass over the data; the best on validation data (on training
-            data if there are none) is the one that answers.
+        restarts: number of random initializations trained in the same run. The one with the best validation likelihood at the end (training
+            likelihood if there is no validation set) is used for inference.
         arithmetic: "float64" or "float32".
         symbol_names: for data with a vocabulary.
         unknown_symbol: the one of them that stands for all others.
@@ -79,17 +82,30 @@ class SequenceModel(LightningModule, ABC):
     def initialise(self, sequences: Sequences) -> None:
         """Sets what depends on the data before training; nothing by default."""
 
-    def as_sequences(self, data: Any) -> Sequences:
-        """`Sequences` as they are; lists of numbers, or of names where the model has a vocabulary, made into some."""
+    def as_sequences(self, data: Any, lengths: Any = None) -> Sequences:
+        """Converts what `Sequences.from_list` takes, or `Sequences.from_lengths` if `lengths` are given, to `Sequences` on the model's device.
+
+        Where the model has a vocabulary, the data may also hold the names of symbols.
+        """
         if isinstance(data, Sequences):
+            if lengths is not None:
+                raise ValueError("`lengths` must be given with one array of all steps, but the data are `Sequences`, which have lengths. Leave `lengths` out.")
             return data if data.device == self.device else data.to(self.device)
-        if self.vocabulary is not None and len(data) and (isinstance(data[0], str) or (len(data[0]) and isinstance(data[0][0], str))):
-            return Sequences.from_strings(data, self.vocabulary).to(self.device)
+        if lengths is not None:
+            if self.vocabulary is not None and len(data) and isinstance(next(iter(data)), str):
+                data = self.vocabulary.encode(data)
+            return Sequences.from_lengths(data, lengths).to(self.device)
+        data = as_list(data)
+        if self.vocabulary is not None:
+            first: Any = next((sequence for sequence in data if not hasattr(sequence, "__len__") or len(sequence)), ())
+            if isinstance(first, str) or (hasattr(first, "__len__") and len(first) and isinstance(first[0], str)):
+                return Sequences.from_strings(data, self.vocabulary).to(self.device)
         return Sequences.from_list(data).to(self.device)
 
     # Training: what does not depend on how
 
     def setup(self, stage: str) -> None:
+        guard_loggers(self.trainer.loggers)
         if stage != "fit":
             return
         datamodule: Any = getattr(self.trainer, "datamodule", None)
@@ -114,15 +130,52 @@ class SequenceModel(LightningModule, ABC):
         total: Tensor = self.trainer.strategy.reduce(value, reduce_op="sum")
         return total
 
+    def gather_rows(self, rows: Tensor) -> Tensor:
+        """Concatenates the rows of all ranks, each of which may have another number of them, in the order of the ranks."""
+        sizes = torch.zeros(self.trainer.world_size, dtype=torch.int64, device=rows.device)
+        sizes[self.trainer.global_rank] = len(rows)
+        sizes = self._sum_over_ranks(sizes)
+        first = int(sizes[: self.trainer.global_rank].sum())
+        gathered = rows.new_zeros(int(sizes.sum()), *rows.shape[1:])
+        gathered[first : first + len(rows)] = rows
+        return self._sum_over_ranks(gathered)
+
+    def _set_gradients(self, gradients: Sequence[Tensor], divisor: float | Tensor) -> None:
+        """Sets the gradient of each parameter to the sum of `gradients` over ranks, computed in float64, divided by `divisor`."""
+        total = self._sum_over_ranks(torch.cat([gradient.flatten().double() for gradient in gradients])) / divisor
+        set_gradients(self.parameters(), total.split([gradient.numel() for gradient in gradients]))
+
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.restarts > 1 and self.trainer.is_last_batch and not self._validates:
             self.chosen.copy_(self.train_likelihood.compute().argmax())
 
     def on_train_epoch_end(self) -> None:
+        if self.restarts > 1 and not self._validates and self._is_last_epoch:
+            self._choose_on_training_data()
         if self.train_likelihood.update_called:  # not where an epoch was resumed from its very end
             self.epoch_log_likelihood = self.train_likelihood.compute().reshape(-1)
             self._log_likelihood("train", self.epoch_log_likelihood)
         self.train_likelihood.reset()
+
+    @property
+    def _is_last_epoch(self) -> bool:
+        """Whether training ends with this epoch; at the end of an epoch."""
+        trainer = self.trainer
+        stops = (trainer.current_epoch + 1, trainer.max_epochs), (trainer.global_step, trainer.max_steps)
+        return trainer.should_stop or any(limit is not None and 0 <= limit <= done for done, limit in stops)
+
+    def _choose_on_training_data(self) -> None:
+        """Chooses the restart whose parameters at the end of training give the training data the highest likelihood; one more pass over them.
+
+        Between epochs, the likelihood that the batches of the last epoch met decides: it costs nothing, but it is that of the parameters before the
+        last update.
+        """
+        likelihood = LogLikelihoodPerSymbol(self.restarts).to(self.device)
+        batches: Any = self.trainer.train_dataloader
+        limit = self.trainer.num_training_batches  # infinite where a loader has no length
+        for batch in islice(batches, int(limit) if math.isfinite(limit) else None):
+            self._update(likelihood, batch.to(self.device))
+        self.chosen.copy_(likelihood.compute().argmax())
 
     # Validation and test
 
@@ -162,7 +215,12 @@ class SequenceModel(LightningModule, ABC):
         made_by = checkpoint.get("lightning_hmm", {}).get("model")
         if made_by is not None and made_by != type(self).__name__:
             raise ValueError(f"The checkpoint must hold a {type(self).__name__}, but holds a {made_by} instead. `lightning_hmm.load` makes the right one.")
-        names = checkpoint.get("hyper_parameters", {}).get("symbol_names")
+        options = checkpoint.get("hyper_parameters", {})
+        names = options.get("symbol_names")
+        if "symbol_names" in options and names is None and self.vocabulary is not None:
+            raise ValueError(
+                f"The data must have numbers as symbols, as the checkpoint's training data, but have the names {_some(self.vocabulary.names)} instead."
+            )
         if names is not None and self.vocabulary is not None and list(names) != self.vocabulary.names:
             raise ValueError(
                 f"The data must have the symbols that the checkpoint was trained on, {_some(names)}, but have {_some(self.vocabulary.names)} instead. "

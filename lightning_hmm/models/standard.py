@@ -41,7 +41,8 @@ class StandardHMM(BaumWelchHMM):
         emission: "categorical" for symbols, "gaussian" for real vectors.
         num_features: D, for Gaussian emissions.
         seed: of the starting values.
-        restarts: starts trained side by side; the best on validation data answers.
+        restarts: number of random initializations trained in the same run. The one with the best validation likelihood at the end (training
+            likelihood if there is no validation set) is used for inference.
         initialisation: of Gaussian means: the centres that k-means finds in the training data, or random points of it.
         discount: lambda of online EM, with an update after each batch; without it batch EM, an update after each epoch.
         sequences_per_update: online EM with several updates inside each batch.

@@ -6,17 +6,17 @@ With natural parameters the gradient of the log-likelihood is the expected suffi
 >>> (-log_likelihood).sum().backward()      # E-step: rows.log_probs.grad = -counts
 >>> optimizer.step()                        # M-step
 
-Whatever adds gradients up (accumulation over batches, DDP over ranks) adds up statistics, and what saves an optimizer's
-state saves the count buffer of online EM. The optimizer knows no model: it gathers, discounts and adds priors; each
-`Distribution` brings its maximiser.
+Gradients that are summed over batches and ranks are summed statistics, and the state of the optimizer holds the count buffer
+of online EM. The optimizer does not depend on a model: it discounts statistics and adds priors, and each `Distribution` brings
+its maximiser.
 
-The statistics must be exact sums: a maximum-likelihood estimate does not notice a scale, a prior does. Under Lightning the
-models see to that.
+The statistics must be exact sums over the data. A maximum-likelihood estimate does not depend on their scale, but a prior does.
+Under Lightning the models gather expected counts over batches and ranks themselves and pass them as ``step(counts=...)``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -79,45 +79,61 @@ class BaumWelch(Optimizer):
         super().__init__(groups, {"discount": discount, "data_size": data_size})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One M-step from the statistics in ``.grad``; `kept_rows` then tells how many rows had none."""
+    def step(self, closure: Callable[[], Any] | None = None, *, counts: Mapping[str, Sequence[Tensor]] | None = None, discounted: bool = True) -> Any:
+        """Performs one M-step. Afterwards `kept_rows` holds the number of rows without statistics by distribution.
+
+        Args:
+            closure: evaluated first, as in other optimizers of torch.
+            counts: the expected statistics of each distribution by its name, one tensor for each of its parameters. If not given,
+                they are the negative gradients of the parameters; without any gradient nothing happens.
+            discounted: ``False`` for statistics of the whole data set in an optimizer with a `discount`: they are used as they are
+                and the count buffer stays unchanged.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if all(parameter.grad is None for group in self.param_groups for parameter in group["params"]):
-            return loss  # as with torch's own optimizers: without a gradient there is nothing to do
-        share = self._prior_share()
+        if counts is None:
+            if all(parameter.grad is None for group in self.param_groups for parameter in group["params"]):
+                return loss
+            counts = {group["name"]: self._from_gradients(group) for group in self.param_groups}
+        share = self._prior_share(counts) if discounted else 1.0
         for group in self.param_groups:
-            statistics = [self._statistics(group, parameter) for parameter in group["params"]]
+            online = discounted and group["discount"] is not None
+            statistics = list(counts[group["name"]])
+            if online:
+                statistics = [self._discounted(group, parameter, value) for parameter, value in zip(group["params"], statistics, strict=True)]
             group["updates"] += 1
             if not group["frozen"]:
-                correction = 1.0 if group["discount"] is None else 1.0 - group["discount"] ** group["updates"]
-                distribution = self.distributions[group["name"]]
-                if correction != 1.0:
+                if online:
+                    correction = 1.0 - group["discount"] ** group["updates"]
                     statistics = [value / correction for value in statistics]
+                distribution = self.distributions[group["name"]]
                 self.kept_rows[group["name"]] = distribution.maximise(statistics, share, **group["prior"])
         return loss
 
-    def _statistics(self, group: dict[str, Any], parameter: Tensor) -> Tensor:
-        if parameter.grad is None:
+    def _from_gradients(self, group: dict[str, Any]) -> list[Tensor]:
+        if not self.distributions[group["name"]].has_natural_parameters:
             raise RuntimeError(
-                f"`{group['name']}` has no gradient, so there are no counts to step from. Call `backward()` on the negative log-likelihood first."
+                f"The parameters of `{group['name']}` are not natural parameters, so their gradients are not expected counts. Call `step(counts=...)` instead."
             )
-        counts = -parameter.grad
-        if group["discount"] is None:
-            return counts
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                raise RuntimeError(
+                    f"`{group['name']}` has no gradient, so there are no counts to step from. Call `backward()` on the negative log-likelihood first."
+                )
+        return [-parameter.grad for parameter in group["params"]]
+
+    def _discounted(self, group: dict[str, Any], parameter: Tensor, counts: Tensor) -> Tensor:
         return self._buffer(parameter, "statistics", counts).mul_(group["discount"]).add_(counts, alpha=1 - group["discount"])
 
-    def _prior_share(self) -> Tensor | float:
-        """How much of the data the statistics stand for: all in batch EM, the discounted batch size in online EM."""
+    def _prior_share(self, counts: Mapping[str, Sequence[Tensor]]) -> Tensor | float:
+        """The share of the data that the statistics represent: 1 in batch EM, the discounted batch size in online EM."""
         group = next((group for group in self.param_groups if group["name"] == _MEASURE), self.param_groups[0])
         if group["discount"] is None or group["data_size"] is None:
             return 1.0
-        (parameter,) = group["params"]
-        if parameter.grad is None:
-            return 1.0
-        size = -parameter.grad.sum() / parameter.shape[:-1].numel()  # restarts see the same sequences
+        (parameter,), (starts,) = group["params"], counts[group["name"]]
+        size = starts.sum() / parameter.shape[:-1].numel()  # restarts see the same sequences
         buffer = self._buffer(parameter, "size", size).mul_(group["discount"]).add_(size, alpha=1 - group["discount"])
         return buffer / (1.0 - group["discount"] ** (group["updates"] + 1)) / group["data_size"]
 

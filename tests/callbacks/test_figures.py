@@ -15,10 +15,12 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
 
 from lightning_hmm import DenseHMM, NeuralHMM, Sequences, StandardHMM, fit, latent_plots
 from lightning_hmm.callbacks import Figures
 from lightning_hmm.callbacks import figures as figures_module
+from lightning_hmm.models import LinearGaussianHMM
 from tests.helpers import random_symbols, random_vectors
 
 TAGS = ["figures/convergence", "figures/emissions", "figures/state_usage", "figures/transition_matrix"]
@@ -50,7 +52,8 @@ def drawn(monkeypatch) -> list[dict[str, Figure]]:
 
     def draw(self, trainer, model, epoch):
         self._drawn_epoch = epoch
-        sets.append(dict(self._figures(model)))
+        figures = {name: draw() for name, draw in self._figures(model)}
+        sets.append({name: figure for name, figure in figures.items() if figure is not None})
 
     monkeypatch.setattr(Figures, "_draw", draw)
     return sets
@@ -142,6 +145,43 @@ def test_figures_are_freed(rng, tmp_path, monkeypatch):
     assert pyplot.get_fignums() == before
 
 
+def test_a_figure_that_fails_is_reported_once_and_training_continues(rng, tmp_path, monkeypatch):
+    def fail(*_):
+        raise ValueError("'alpha' must be between 0 and 1")
+
+    monkeypatch.setattr(figures_module.plots, "transition_matrix", fail)
+    model = categorical()
+    with pytest.warns(UserWarning, match="transition_matrix") as caught:
+        fit(model, random_symbols(rng), max_epochs=3, tolerance=0, logger=logger(tmp_path), callbacks=[Figures(every_n_epochs=1)])
+    (warning,) = caught
+    assert str(warning.message).startswith("The figure transition_matrix failed, and the run continues without it: ValueError: 'alpha' must be between 0 and 1")
+    assert model.trainer.current_epoch == 3
+    assert steps(tmp_path) == {tag: [1, 2, 3] for tag in TAGS if tag != "figures/transition_matrix"}
+
+
+def test_a_model_that_fails_in_a_figure_does_not_end_the_run(rng, tmp_path, monkeypatch):
+    def fail(self, sequences):
+        raise AttributeError("no `posterior` here")
+
+    monkeypatch.setattr(StandardHMM, "posterior", fail)
+    with pytest.warns(UserWarning, match=r"AttributeError: no `posterior` here") as caught:
+        fit(categorical(), random_symbols(rng), max_epochs=2, tolerance=0, logger=logger(tmp_path), callbacks=[Figures()])
+    assert len(caught) == 2  # the emissions may need the share of time, too
+    assert steps(tmp_path) == {"figures/convergence": [1, 2], "figures/transition_matrix": [1, 2]}
+
+
+@pytest.mark.parametrize("method", ["add_figure", "add_embedding"])
+def test_a_writer_that_fails_does_not_end_the_run(rng, tmp_path, monkeypatch, method):
+    def fail(self, *_, **__):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(SummaryWriter, method, fail)
+    model = DenseHMM(num_states=3, embedding_dim=2, num_symbols=5)
+    with pytest.warns(UserWarning, match=r"OSError: no space left on device"):
+        fit(model, random_symbols(rng), max_epochs=2, tolerance=0, logger=logger(tmp_path), callbacks=[Figures()])
+    assert model.trainer.current_epoch == 2
+
+
 def test_names_that_the_font_lacks_are_no_reason_to_warn(rng, tmp_path):
     model = categorical(symbol_names=["一", "二", "三", "$", "$$"])
     fit(model, random_symbols(rng), max_epochs=1, logger=logger(tmp_path), callbacks=[Figures()])
@@ -214,6 +254,11 @@ def test_the_stationary_distribution_stands_in_where_there_is_no_posterior(rng, 
     share = torch.tensor(heights(drawn[0]["state_usage"]), dtype=torch.float64)
     torch.testing.assert_close(share @ model.transition_probs, share, rtol=1e-10, atol=0)
     assert "stationary distribution" in drawn[0]["state_usage"].axes[0].get_title(loc="left")
+
+
+def test_a_posterior_of_continuous_states_has_no_usage(rng, tmp_path):
+    fit(LinearGaussianHMM(2, 2), random_vectors(rng, longest=6), max_epochs=1, logger=logger(tmp_path), callbacks=[Figures()])
+    assert list(steps(tmp_path)) == ["figures/convergence"]
 
 
 def test_what_a_model_has_not_is_left_out(rng, tmp_path, drawn):
@@ -342,7 +387,7 @@ def test_latent_states_are_drawn(rng, tmp_path):
     track = model.track(data)
     callback = Figures(num_clusters=3, lead=1)
     callback._excerpts["training"] = data
-    found = dict(callback._figures(model))
+    found = {name: draw() for name, draw in callback._figures(model)}
     longest = int(data.lengths.argmax())
     line = next(line for line in found["predictions"].axes[0].lines if line.get_label() == "expected")
     np.testing.assert_allclose(line.get_ydata(), track.mean[longest][1:, 0])

@@ -66,7 +66,11 @@ class TestReading:
             ([f"2015-03-04T12:00:{second:02}.250" for second in SECONDS], {}),
             ([f"2015-03-04T12:00:{second:02}Z" for second in SECONDS], {}),
             ([f"2015-03-04T12:00:{second:02}+0100" for second in SECONDS], {}),
+            ([f"2015-03-04T12:00:{second:02}+01" for second in SECONDS], {}),
+            ([f"2015-03-04 12:00:{second:02} " for second in SECONDS], {}),
             ([f"04/03/1915 12.00.{second:02}" for second in SECONDS], {"time_format": "%d/%m/%Y %H.%M.%S"}),
+            ([f"04/03/2015 12:00:{second:02}.5 UTC" for second in SECONDS], {"time_format": "%d/%m/%Y %H:%M:%S.%f UTC"}),
+            ([f"12:0{second % 2}:{second:02} +000{second % 2}" for second in SECONDS], {"time_format": "%H:%M:%S %z"}),
         ],
     )
     def test_ways_to_write_times(self, times, words):
@@ -84,6 +88,17 @@ class TestReading:
         assert same(train(write("x.tsv", table(SECONDS, X, Y, mark="\t"))), [STEPS])
         assert same(train(write("x.txt.gz", "Report\nof; a device\n" + table(SECONDS, X, Y, mark=";")), delimiter=";", skip_rows=2), [STEPS])
         assert same(train(write("x.csv", table(SECONDS, X, ["a"] * 5)), columns=["x"]), [[[step[0]] for step in STEPS]])
+
+    def test_blank_cells_and_marks_of_missing_numbers(self):
+        write("x.csv", "t,x,y\n0,1, \n5,  ,NA\n10, 3 ,n/a\n15,null,4\n20,,5\n")
+        assert same(train("x.csv"), [[[1.0, NAN], [NAN, NAN], [3.0, NAN], [NAN, 4.0], [NAN, 5.0]]])
+
+    def test_line_breaks_in_cells_of_a_large_file(self):
+        """Arrow reads blocks of 1 MB; a cell's second line looks like a row at the start of a block."""
+        size = 60_000
+        write("x.csv", "t,x,note\n" + "".join(f'{5 * n},{n % 7},"a note of some length\n{5 * n + 1},99,b"\n' for n in range(size)))
+        assert Path("x.csv").stat().st_size > 2 << 20
+        np.testing.assert_array_equal(np.array(train("x.csv", columns=["x"])[0])[:, 0], np.arange(size) % 7)
 
     def test_cached_by_its_options(self):
         write("x.csv", table(SECONDS, X, Y))
@@ -160,8 +175,8 @@ class TestSplit:
     [
         ("", "x.csv must not be empty, but is"),
         ("t,x\n", "x.csv must not be empty, but has no rows with data"),
-        (table([0, 1, 2], [7, 7, 7]), "`columns` must vary in the training part, but 'x' is always 7 there"),
-        (table([0, 1, 2], [7, 8, 9], [None, "NaN", ""]), "`columns` must vary in the training part, but 'y' has no value there"),
+        (table([0, 1, 2], [7, 7, 7]), "Each feature must vary in the training part, but column 'x' is always 7 there. Leave it out of `columns`"),
+        (table([0, 1, 2], [7, 8, 9], [None, "NaN", ""]), "Each file and column must have an observed value, but in column 'y' in x.csv nothing is observed"),
         (table([0, 2, 1], [1, 2, 3]), "Times must rise, but row 3 of x.csv is earlier than the row before it: 1. Sort the file"),
         (table([0, 1, 1], [1, 2, 3]), "Times must rise, but row 3 of x.csv has the same time as the row before it: 1"),
         (table(["2015-03-04", "2015-03-05", "noon"], [1, 2, 3]), "Times must be dates .* column 't' in row 3 of x.csv has 'noon' instead. Set `time_column`"),
@@ -177,13 +192,40 @@ class TestSplit:
 )
 def test_wrong_files(text, message):
     with pytest.raises(ValueError, match=message):
-        ready(write("x.csv", text))
+        ready(write("x.csv", text)).train_dataloader()
 
 
 def test_a_column_must_vary_in_training_not_later():
     write("x.csv", table(list(range(10)), [5] * 8 + [1, 2]))
     with pytest.raises(ValueError, match="'x' is always 5 there"):
-        ready("x.csv", standardize=False, val_fraction=0.0, test_fraction=0.2)
+        ready("x.csv", standardize=False, val_fraction=0.0, test_fraction=0.2).train_dataloader()
+
+
+@pytest.mark.parametrize("standardize", [False, True])
+def test_columns_are_matched_by_name(standardize):
+    write("x.csv", table([0, 1, 2], [1, 3, 2], [10, 30, 50]))
+    write("y.csv", table([10, 11], [70, 70], [4, 5], names="t,y,x"))
+    options = {"val_fraction": 0.0, "test_fraction": 0.0, "standardize": standardize}
+    assert train(["x.csv", "y.csv"]) == [[[1, 10], [3, 30], [2, 50]], [[4, 70], [5, 70]]]
+    trained, new = ready("x.csv", **options), ready("y.csv", **options)
+    new.load_state_dict(trained.state_dict())  # where y is constant
+    expected = torch.tensor([[4.0, 70], [5, 70]], dtype=torch.float64)
+    torch.testing.assert_close(new.train_sequences.values, (expected - trained.mean) / trained.std if standardize else expected)
+    with pytest.raises(ValueError, match=r"trained on, x, y, but have x, z. Choose them with `columns`"):
+        ready(write("z.csv", table([0, 1, 2], [1, 3, 2], [10, 30, 50], names="t,x,z")), **options).load_state_dict(trained.state_dict())
+
+
+def test_a_file_without_an_observation_is_refused():
+    write("x.csv", table([0, 1, 2], [1, 3, 2]))
+    write("y.csv", table([0, 1, 2], [None, "NaN", ""]))
+    with pytest.raises(ValueError, match=r"in column 'x' in y.csv nothing is observed"):
+        AccelerometerDataModule(["x.csv", "y.csv"])
+
+
+def test_two_columns_of_one_name():
+    write("x.csv", table([0, 1, 2], [1, 3, 2], [10, 30, 50], names="t,x,x"))
+    with pytest.raises(ValueError, match=r"Columns must have different names, but x.csv has 2 columns 'x'"):
+        AccelerometerDataModule("x.csv")
 
 
 @pytest.mark.parametrize(
@@ -200,12 +242,18 @@ def test_a_column_must_vary_in_training_not_later():
         ({"path": "x.csv", "time_column": "z"}, "`time_column` must be in the file, but x.csv has no column 'z'"),
         ({"path": "x.csv", "columns": ["t", "x"]}, "`columns` must be others than `time_column`, but 't' is both"),
         ({"path": "x.csv", "time_format": "%H:%M"}, "Times must be dates as %H:%M, but column 't' in row 1 of x.csv has '0' instead"),
+        ({"path": "day.csv", "time_format": "%d/%m/%Y"}, "column 't' in row 2 of day.csv has '31/02/2015' instead \\(day is out of range for month\\)"),
+        ({"path": "day.csv", "time_format": "%d/%m/%Y %Z"}, "`time_format` must not contain %Z, but is '%d/%m/%Y %Z': names of time zones are ambiguous"),
+        ({"path": "day.csv", "time_format": "%d/%m/%K"}, "'K' is a bad directive"),
+        ({"path": "twice.csv"}, "Columns must have different names, but twice.csv has 2 columns 'x'"),
         ({"path": ["x.csv", "y.csv"]}, "All files must have the same columns, but y.csv has x and x.csv has x, y. Choose with `columns`"),
     ],
 )
 def test_wrong_words(words, message):
     write("x.csv", table(SECONDS, X, Y))
     write("y.csv", table(SECONDS, X))
+    write("day.csv", table(["28/02/2015", "31/02/2015"], [1, 2]))
+    write("twice.csv", table(SECONDS, X, Y, names="t,x,x"))
     with pytest.raises(ValueError, match=message):
         AccelerometerDataModule(**words)
 

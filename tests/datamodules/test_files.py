@@ -8,9 +8,12 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
+from lightning.pytorch import Trainer
 
 from datamodules import FileDataModule
+from lightning_hmm import StandardHMM
 from lightning_hmm.sequences import MISSING, Vocabulary
+from lightning_hmm.training import quiet_lightning
 
 ALL = {"val_fraction": 0.0, "test_fraction": 0.0}
 
@@ -98,9 +101,18 @@ class TestTables:
         write_table(name, {"w": ["a", "?", "b"], "x": [0, 9, 1], "y": [0.5, 9.0, 1.5]})
         assert train(name, columns=["w"], missing_token="?") == [[0, MISSING, 1]]
         assert train(name, columns=["x"], missing_token="9") == [[0, MISSING, 1]]
-        y = ready(name, columns=["y"], missing_token="9.0").train_sequences.values.flatten()
-        assert y[[0, 2]].tolist() == [0.5, 1.5]
-        assert y[1].isnan()
+        for token in ("9.0", "9", " 9 ", "9e0"):  # any way to write the number
+            y = ready(name, columns=["y"], missing_token=token).train_sequences.values.flatten()
+            assert y[[0, 2]].tolist() == [0.5, 1.5]
+            assert y[1].isnan()
+        assert train(name, columns=["x"], missing_token="9.0") == [[0, MISSING, 1]]
+
+    def test_missing_token_as_text(self, folder, name):
+        write_table(name, {"w": ["a", " NA", "b"], "x": ["1", "-99", "2"], "y": ["1", "-99.0", "one"]})
+        assert train(name, columns=["w"], missing_token="NA") == [[0, MISSING, 1]]
+        assert train(name, columns=["x"], missing_token="-99.0", kind="vectors")[0][::2] == [[1.0], [2.0]]
+        assert ready(name, columns=["y"], missing_token="-99").vocabulary.names == ["1", "one"]
+        assert ready(name, columns=["x"], missing_token="-99.0", unknown="?").vocabulary.names == ["?", "1", "2"]
 
 
 @pytest.mark.parametrize("name", ["x.parquet", "x.jsonl", "x.jsonl.gz"])
@@ -121,6 +133,22 @@ class TestLists:
         expected = torch.tensor([[1, 2], [3, nan], [nan, nan], [5, 6]], dtype=torch.float64)
         torch.testing.assert_close(data.train_sequences.values, expected, equal_nan=True, rtol=0, atol=0)
         assert data.num_features == 2
+
+    @pytest.mark.parametrize("token", ["-9", "-9.0"])
+    def test_missing_token(self, folder, name, token):
+        write_table(name, {"x": [[[1, 2], [-9, 4]]], "y": [[[1.5, -9.0]]], "z": [[1, -9]], "w": [[["1", "-9"], ["2", "3"]]]})
+        nan = torch.nan
+        for column, expected in (("x", [[1, 2], [nan, 4]]), ("w", [[1, nan], [2, 3]])):
+            values = ready(name, columns=[column], missing_token=token).train_sequences.values
+            torch.testing.assert_close(values, torch.tensor(expected, dtype=torch.float64), equal_nan=True, rtol=0, atol=0)
+        with pytest.raises(ValueError, match=r"entry 1 of column 'y' in x.* nothing is observed"):
+            FileDataModule(name, columns=["y"], missing_token=token)
+        assert train(name, columns=["z"], missing_token=token) == [[1, MISSING]]
+
+    def test_lists_in_vectors_are_refused(self, folder, name):
+        write_table(name, {"x": [[[[1.0]], [[2.0]]], [[[3.0]]]]})
+        with pytest.raises(ValueError, match=r"Vectors must hold numbers, but those in row 1 of x.* hold lists"):
+            FileDataModule(name)
 
     def test_mistakes(self, folder, name):
         write_table(name, {"n": [1, 2], "x": [[[1.0, 2.0]], [[3.0]]], "y": [[1], None]})
@@ -255,6 +283,183 @@ def test_text_that_is_numbers_after_all(folder):
         FileDataModule("x.parquet", kind="vectors")
 
 
+def test_numbers_are_those_of_people(folder):
+    """Arrow also reads 0x1F as a whole number, but +1 only as a real one."""
+    write("x.csv", "hex,plus,both,real\n0x1F,+1,-1,+1.5\n0x20,0,+0,1e1\n")
+    assert ready("x.csv", columns=["hex"]).vocabulary.names == ["0x1F", "0x20"]
+    assert train("x.csv", columns=["plus"]) == [[1, 0]]
+    assert train("x.csv", columns=["both"]) == [[MISSING, 0]]
+    assert train("x.csv", columns=["real"]) == [[[1.5], [10.0]]]
+    with pytest.raises(ValueError, match=r"Vectors must be numbers, but row 1 of x.csv has '0x1F' instead"):
+        FileDataModule("x.csv", columns=["hex"], kind="vectors")
+
+
+def test_names_that_look_like_dates_are_names(folder):
+    rows = [("2015-03-04", "2020-01-01"), ("2015-03-04 00:00:00", "2020-01-02"), ("2015-03-04", "2020-01-01")]
+    write("x.jsonl", "".join(json.dumps({"id": name, "x": day, "days": [day], "pairs": [[day]]}) + "\n" for name, day in rows))
+    data = ready("x.jsonl", columns=["x"], sequence_column="id")
+    assert data.vocabulary.names == ["2020-01-01", "2020-01-02"]
+    assert data.train_sequences.tolist() == [[0, 0], [1]]
+    assert train("x.jsonl", columns=["days"]) == [[0], [1], [0]]
+
+
+def test_line_breaks_in_quotes(folder):
+    """Over many of Arrow's blocks of 1 MB."""
+    rows = 150_000
+    write("one.csv", "a\n" + "".join(f'"word{n % 3}\nmore"\n' for n in range(rows)))
+    data = ready("one.csv")
+    assert data.vocabulary.names == ["word0\nmore", "word1\nmore", "word2\nmore"]
+    assert torch.equal(data.train_sequences.values, torch.arange(rows) % 3)
+    write("two.csv", "note,x\n" + "".join(f'"long\n{n},note",{n % 7}\n' for n in range(rows)))
+    assert torch.equal(ready("two.csv", columns=["x"]).train_sequences.values, torch.arange(rows) % 7)
+
+
+@pytest.mark.parametrize("options", [{}, {"columns": ["v"]}])
+def test_a_quote_that_is_never_closed_is_refused(folder, options):
+    write("open.csv", "id,note,v\n" + "".join(f"{n},{chr(34) if n == 30 else 'fine'},{n % 3}\n" for n in range(100)))
+    with pytest.raises(ValueError, match=r"row that begins in line 32 of .*open\.csv has one that never ends"):
+        ready("open.csv", sequence_column="id", **options)
+    write("inch.csv", "id,note,v\n" + "".join(f"{n},5{chr(34)} pipe,{n % 3}\n" for n in range(101)))  # a quote inside a cell is no quoted cell
+    assert len(ready("inch.csv", columns=["v"]).train_sequences.values) > 50
+
+
+def test_columns_are_matched_by_name(folder):
+    write("a.csv", "id,x,y\n1,1.5,100\n")
+    write("b.csv", "y,id,x\n300,1,3.5\n")
+    write("c.csv", "id,x,z\n1,1.5,100\n")
+    a, b = [[1.5, 100.0]], [[3.5, 300.0]]
+    assert train(["a.csv", "b.csv"], sequence_column="id") == [a, b]
+    data = ready("a.csv", sequence_column="id", val_path="b.csv", test_path="b.csv")
+    assert data.val_sequences.tolist() == data.test_sequences.tolist() == [b]
+    message = r"All files must have the same columns, but c.csv has x, z and a.csv has x, y. Choose them with `columns`"
+    for options in ({"path": ["a.csv", "c.csv"]}, {"path": "a.csv", "val_path": "c.csv"}):
+        with pytest.raises(ValueError, match=message):
+            FileDataModule(**options, sequence_column="id")
+
+
+@pytest.mark.parametrize("standardize", [False, True])
+def test_columns_of_a_new_file_are_those_of_training(folder, standardize):
+    write("train.csv", "id,x,y\n1,1,100\n1,2,200\n1,6,300\n")
+    write("new.csv", "y,id,x\n500,1,7\n700,1,8\n")
+    trained = ready("train.csv", sequence_column="id", standardize=standardize)
+    new = ready("new.csv", sequence_column="id", standardize=standardize)
+    new.load_state_dict(trained.state_dict())
+    expected = torch.tensor([[7.0, 500], [8, 700]], dtype=torch.float64)
+    torch.testing.assert_close(new.train_sequences.values, (expected - trained.mean) / trained.std if standardize else expected)
+    same = ready("train.csv", sequence_column="id", standardize=standardize)
+    same.load_state_dict(trained.state_dict())
+    assert same.train_sequences.tolist() == trained.train_sequences.tolist()
+
+    write("other.csv", "id,x,z\n1,1,100\n1,2,200\n")
+    other = ready("other.csv", sequence_column="id", standardize=standardize)
+    with pytest.raises(ValueError, match=r"columns that the model was trained on, x, y, but have x, z. Choose them with `columns`, in that order"):
+        other.load_state_dict(trained.state_dict())
+    chosen = ready("other.csv", columns=["x", "z"], standardize=standardize)
+    chosen.load_state_dict(trained.state_dict())  # chosen by the user: the first is the first in training
+    expected = torch.tensor([[1.0, 100], [2, 200]], dtype=torch.float64)
+    torch.testing.assert_close(chosen.train_sequences.values, (expected - trained.mean) / trained.std if standardize else expected)
+
+
+def test_columns_and_units_go_with_a_checkpoint(folder):
+    """The log-likelihoods of new data do not depend on the order of their columns, and a feature may be constant in them."""
+    write("train.csv", "id,x,y\n" + "".join(f"{n // 10},{n % 3},{100 * (n % 7)}\n" for n in range(80)))
+    write("same.csv", "id,x,y\n1,2,300\n1,2,500\n2,2,0\n")
+    write("other.csv", "y,id,x\n300,1,2\n500,1,2\n0,2,2\n")
+    options = {"sequence_column": "id", "standardize": True, **ALL}
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    model = StandardHMM(num_states=2, emission="gaussian", num_features=2)
+    found = []
+    with quiet_lightning(announcements=False):
+        trainer = Trainer(max_epochs=2, **quiet)
+        trainer.fit(model, datamodule=FileDataModule("train.csv", **options))
+        trainer.save_checkpoint("last.ckpt")
+        for path in ("same.csv", "other.csv"):
+            data = FileDataModule(path, **options)
+            Trainer(**quiet).predict(model, datamodule=data, ckpt_path="last.ckpt", weights_only=True)
+            found.append(model.score(data.train_sequences))
+    assert torch.equal(*found)
+    assert found[0].isfinite().all()
+
+
+def test_the_name_of_a_single_column_is_that_of_training(folder):
+    write("train.csv", "word\na\nb\n")
+    write("new.csv", "letter\na\nb\n")
+    state = ready("train.csv").state_dict()
+    with pytest.raises(ValueError, match=r"trained on, word, but have letter"):
+        ready("new.csv").load_state_dict(state)
+    for fitting in (ready("new.csv", columns=["letter"]), ready(write("new.txt", "a\nb\n"))):
+        fitting.load_state_dict(state)
+        assert fitting.vocabulary.names == ["a", "b"]
+
+
+def test_a_constant_feature_in_the_units_of_training(folder):
+    write("train.csv", "x,y\n1,10\n2,20\n6,30\n")
+    write("new.csv", "x,y\n11,95\n")
+    trained, new = ready("train.csv", standardize=True), ready("new.csv", standardize=True)
+    with pytest.raises(ValueError, match=r"must vary in the training part, but column 'x' is always 1+ there. Leave it out of `columns`"):
+        new.predict_dataloader()
+    new.load_state_dict(trained.state_dict())
+    torch.testing.assert_close(new.train_sequences.values, (torch.tensor([[11.0, 95.0]], dtype=torch.float64) - trained.mean) / trained.std)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_files_and_columns_without_an_observation_are_refused(folder, name):
+    write_table(name, {"id": [1, 2], "x": [None, None], "y": [1.5, None], "w": ["?", "?"], "m": [-1, -1]})
+    other = write_table("other." + name, {"id": [1, 2], "x": [0.0, 2.0], "y": [1.5, None], "w": ["a", "b"], "m": [0, 1]})
+    for options in ({"columns": ["x"]}, {"columns": ["y", "x"]}, {"columns": ["y", "x"], "sequence_column": "id"}, {"columns": ["x"], "kind": "symbols"}):
+        with pytest.raises(ValueError, match=rf"column 'x' in {name} nothing is observed"):
+            FileDataModule(name, **options)
+        with pytest.raises(ValueError, match=rf"column 'x' in {name} nothing is observed"):
+            FileDataModule([other, name], **options)
+    with pytest.raises(ValueError, match=rf"column 'w' in {name} nothing is observed"):
+        FileDataModule(other, val_path=name, columns=["w"], missing_token="?")
+    with pytest.raises(ValueError, match=rf"column 'm' in {name} nothing is observed"):
+        FileDataModule([other, name], columns=["m"])
+
+
+def test_a_text_without_an_observation_is_refused(folder):
+    write("a.txt", "so be\n")
+    write("b.txt", "? ?\n?\n")
+    with pytest.raises(ValueError, match=r"in b.txt nothing is observed"):
+        FileDataModule(["a.txt", "b.txt"], missing_token="?")
+
+
+@pytest.mark.parametrize("opening", ["[", '{"a":'])
+def test_deeply_nested_json_is_refused(folder, opening):
+    """Arrow's reader overflows the stack, which ends the process."""
+    closing = "]" if opening == "[" else "}"
+    for depth in (200, 100_000):
+        write("x.jsonl", '{"x": 1}\n{"x": 2, "y": ' + opening * depth + "1" + closing * depth + "}\n")
+        with pytest.raises(ValueError, match=rf"x.jsonl must not be nested deeper than 100 levels, but line 2 has {depth + 1}"):
+            FileDataModule("x.jsonl", columns=["x"])
+
+
+@pytest.mark.parametrize("text", ["null\n", '  null {"x": 1}\n', "[1, 2]\n", "3\n"])
+def test_json_without_objects_is_refused(folder, text):
+    """Arrow's reader crashes on the first two."""
+    with pytest.raises(ValueError, match=r"x.jsonl must be a jsonl file, with one object per line such as .* but begins with b'"):
+        FileDataModule(write("x.jsonl", text))
+    assert train(write("x.jsonl", '\ufeff{"x": 1}\n')) == [[1]]
+
+
+def test_brackets_in_strings_are_not_nested(folder):
+    brackets = "[" * 1000
+    write("x.jsonl", "".join(json.dumps({"x": n, "note": f'"{brackets}\\'}) + "\n" for n in range(3)))
+    assert train("x.jsonl", columns=["x"]) == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize("name", ["x.csv", "x.parquet"])
+def test_two_columns_of_one_name(folder, name):
+    if name == "x.csv":
+        write(name, "a,b,a\n1,2,3\n")
+    else:
+        pa.parquet.write_table(pa.table([[1], [2], [3]], ["a", "b", "a"]), name)
+    for options in ({}, {"columns": ["a"]}, {"columns": ["b"], "sequence_column": "a"}):
+        with pytest.raises(ValueError, match=rf"Columns must have different names, but {name} has 2 columns 'a'"):
+            FileDataModule(name, **options)
+    assert train(name, columns=["b"]) == [[2]]
+
+
 def test_standardize(folder):
     write("train.csv", "id,x,y\na,1,10\na,2,\nb,3,30\nb,6,50\n")
     write("val.csv", "id,x,y\nc,3,70\n")
@@ -267,8 +472,8 @@ def test_standardize(folder):
     torch.testing.assert_close(data.val_sequences.values, (torch.tensor([[3.0, 70.0]], dtype=torch.float64) - mean) / std)
     assert values.isnan().nonzero().tolist() == [[1, 1]]
     write("flat.csv", "x,y\n1,2\n1,3\n")
-    with pytest.raises(ValueError, match=r"feature 0 has no two different values in the training part. Leave it out of `columns`"):
-        ready("flat.csv", standardize=True)
+    with pytest.raises(ValueError, match=r"must vary in the training part, but column 'x' is always 1+ there. Leave it out of `columns`"):
+        ready("flat.csv", standardize=True).train_dataloader()
     write("words.txt", "a b\n")
     with pytest.raises(ValueError, match=r"`standardize` is for vectors, but words.txt holds symbols"):
         FileDataModule("words.txt", standardize=True)
@@ -356,7 +561,7 @@ def test_wrong_files(folder):
         with pytest.raises(ValueError, match=f"{name} must not be empty, but"):
             FileDataModule(write(name, text))
     write("all.csv", 'x,y\n"",1\n"",2\n')
-    with pytest.raises(ValueError, match=r"There must be some symbols, but all are missing from row 1 of all.csv on"):
+    with pytest.raises(ValueError, match=r"in column 'x' in all.csv nothing is observed. Leave it out of `columns`"):
         FileDataModule("all.csv", columns=["x"])
     with pytest.raises(ValueError, match=r"`format` must be given for x.dat, whose ending is none of .csv"):
         FileDataModule(write("x.dat", "x\n1\n"))
@@ -375,11 +580,12 @@ def test_wrong_files(folder):
     Path("latin.txt").write_bytes("é".encode("latin-1"))
     with pytest.raises(ValueError, match=r"latin.txt must be a text file, but cannot be read as one"):
         FileDataModule("latin.txt")
-    with pytest.raises(ValueError, match=r"dates.jsonl must be a jsonl file, .* a column of timestamp"):
-        FileDataModule(write("dates.jsonl", '{"x": "2020-01-01"}\n'))
+    pa.parquet.write_table(pa.table({"x": pa.array([0], pa.timestamp("s"))}), "dates.parquet")
+    with pytest.raises(ValueError, match=r"dates.parquet must be a parquet file, .* a column of timestamp"):
+        FileDataModule("dates.parquet")
     write("one.csv", "x\n1\n")
     write("two.csv", "x,y\n1,2\n")
-    with pytest.raises(ValueError, match=r"must have the same columns, but two.csv has 2 and one.csv has 1"):
+    with pytest.raises(ValueError, match=r"must have the same columns, but two.csv has x, y and one.csv has x"):
         FileDataModule(["one.csv", "two.csv"])
     write("text.jsonl", '{"x": "a"}\n')
     write("number.jsonl", '{"x": 1}\n')

@@ -96,6 +96,27 @@ class TestReading:
         assert data.state_names == ["rides", "walks"]
         assert data.true_states("train").tolist() == [[1, 1, -1, -1, 1, -1, 1], [0, 0]]
 
+    def test_gpx_times_with_blanks_and_short_offsets(self):
+        text = gpx(walk=[(0, 47.0, 13.0), (5, 47.0001, 13.0)])
+        for before, after in (("<time>", "<time>\n  "), ("Z</time>", "+02\n</time>")):
+            assert before in text
+            text = text.replace(before, after)
+        close(ready(write("x.gpx", text), **RAW, **ORIGIN).train_sequences, [TRACKS[0][:2]], atol=0.001)
+
+    def test_labels_and_tracks_called_na(self):
+        """Marks of missing numbers are names like others where names are read."""
+        rows = [
+            (0, 1, 2, "NA", "NA"),
+            (5, 2, 2, "null", "NA"),
+            (10, 2, 2, None, "NA"),
+            (0, 1, 2, "NA", "nan"),
+            (5, "NA", 2, "NA", "nan"),
+            (10, 3, 2, "NA", "nan"),
+        ]
+        data = ready(write("x.csv", table("time,x,y,kind,track", *rows)), label_column="kind", step=5, **METRES)
+        assert data.state_names == ["NA", "null"]
+        assert data.true_states("train").tolist() == [[0, 1, -1], [0, -1, 0]]
+
     def test_geojson(self):
         points = [point for point in POINTS if point[2] is not None]
         features = [line(points, mode="foot"), line([(t - 60, *p) for t, *p in OTHER], times="times", mode=["train", "foot"])]
@@ -161,22 +182,38 @@ class TestProjection:
 
 class TestCleaning:
     def test_against_trying_all_subsets(self, rng):
-        """As many points as any subset that keeps whole stretches and never needs more than the speed."""
-        for _ in range(40):
+        """As many points are kept as in the largest subset in which no two neighbours need more than the speed."""
+        for _ in range(60):
             size = int(rng.integers(1, 10))
-            times = np.cumsum(rng.integers(1, 3, size)) * SECOND
+            times = np.cumsum(rng.integers(1, 4, size)) * SECOND
             positions = rng.normal(size=(size, 2)) + 8.0 * rng.integers(0, 2, (size, 1))
             kept = _reachable(times, positions, 3.0)
-            hops = np.hypot(*np.diff(positions[kept], axis=0).T) / (np.diff(times[kept]) / SECOND)
-            assert bool((hops <= 3.0).all())
-            speeds = np.hypot(*np.diff(positions, axis=0).T) / (np.diff(times) / SECOND)
-            stretch = np.cumsum(np.append(0, speeds > 3.0))
-            most = 0
-            for chosen in range(2 ** (stretch[-1] + 1)):
-                rows = np.flatnonzero((chosen >> stretch) & 1)
-                if len(rows) and bool((np.hypot(*np.diff(positions[rows], axis=0).T) <= 3.0 * np.diff(times[rows]) / SECOND).all()):
-                    most = max(most, len(rows))
-            assert kept.sum() == most
+
+            def possible(rows, times=times, positions=positions):
+                return bool((np.hypot(*np.diff(positions[rows], axis=0).T) <= 3.0 * np.diff(times[rows]) / SECOND).all())
+
+            assert possible(np.flatnonzero(kept))
+            subsets = ((chosen, np.flatnonzero((chosen >> np.arange(size)) & 1)) for chosen in range(1, 2**size))
+            assert kept.sum() == max(chosen.bit_count() for chosen, rows in subsets if possible(rows))
+
+    def test_long_tracks_against_all_pairs(self, rng):
+        """Tracks of two places and stray points, against dynamic programming over all pairs of points."""
+        for _ in range(20):
+            size = int(rng.integers(50, 150))
+            times = np.cumsum(rng.integers(1, 5, size)) * SECOND
+            positions = rng.normal(size=(size, 2)).cumsum(0) + 30.0 * (rng.random((size, 1)) < rng.choice([0.1, 0.5])) * rng.normal(size=(size, 2))
+            lengths = np.ones(size, int)
+            for n in range(1, size):
+                reached = np.hypot(*(positions[n] - positions[:n]).T) <= 5.0 * (times[n] - times[:n]) / SECOND
+                lengths[n] = 1 + (lengths[:n] * reached).max()
+            assert _reachable(times, positions, 5.0).sum() == lengths.max()
+
+    def test_one_outlier_before_a_pause_is_all_that_goes(self):
+        """The outlier is out of reach of the point before it, but not of the point after the pause."""
+        times = np.array([*range(10), 10, *range(12, 22)]) * SECOND
+        positions = np.zeros((21, 2))
+        positions[10, 0] = 100.0
+        assert np.flatnonzero(~_reachable(times, positions, 70.0)).tolist() == [10]
 
     def test_what_is_left_out_is_said(self, caplog):
         rows = [(0, 5000, 0, "a"), (1, 0, 0, "a"), (2, 1, 0, "a"), (2, 9, 9, "a"), (3, 900, 0, "a"), (4, 901, 0, "a"), (5, 3, 0, "a"), (6, 4, 0, "a")]
@@ -234,6 +271,20 @@ def test_tracks_are_split_as_wholes():
 def test_wrong_files(name, text, message):
     with pytest.raises(ValueError, match=message):
         ready(write(name, text), **RAW)
+
+
+@pytest.mark.parametrize(("name", "text"), [("x.gpx.gz", gpx(walk=OTHER)), ("x.geojson.gz", json.dumps({"features": [line(OTHER)]}))])
+def test_truncated_and_corrupt_gzip_files(name, text):
+    whole = gzip.compress(text.encode())
+    for data in (whole[: len(whole) // 2], whole[:20] + bytes(20) + whole[40:], b"plain"):
+        Path(name).write_bytes(data)
+        with pytest.raises(ValueError, match=f"{name} cannot be read: .*Copy or download it again."):
+            ready(name, **RAW)
+
+
+def test_deeply_nested_geojson():
+    with pytest.raises(ValueError, match=r"x\.geojson must be GeoJSON, but cannot be read as it"):
+        ready(write("x.geojson", "[" * 100_000), **RAW)
 
 
 @pytest.mark.parametrize(

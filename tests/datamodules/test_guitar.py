@@ -1,6 +1,7 @@
 """Chords as pitch-class profiles: WAV files of all kinds, tones and chords that must be heard, sequences of recordings; and bad files."""
 
 import logging
+import struct
 import wave
 from pathlib import Path
 
@@ -107,6 +108,21 @@ class TestFiles:
         found, rate, channels = read_wav(Path(write("x.wav", np.stack([left, right], axis=1), 22_050, width)))
         assert (rate, channels) == (22_050, 2)
         np.testing.assert_allclose(found, (left + right) / 2, rtol=0, atol=1.5 / 2 ** (8 * width - 1))
+
+    @pytest.mark.parametrize("width", [2, 3, 4])
+    def test_extensible_format(self, width):
+        """Many programs write 24 bits or more than two channels as WAVE_FORMAT_EXTENSIBLE, whose true format is in a longer header."""
+        plain = Path(write("x.wav", np.stack([tone(440.0, 0.1), tone(660.0, 0.1)], axis=1), 22_050, width)).read_bytes()
+        kind = b"\x01\x00\x00\x00\x00\x00\x10\x00\x80\x00\x00\xaa\x00\x38\x9b\x71"  # PCM
+        header = struct.pack("<4sI", b"fmt ", 40) + struct.pack("<H", 0xFFFE) + plain[22:36] + struct.pack("<HHI", 22, 8 * width, 3)
+        note = b"LIST" + struct.pack("<I", 3) + b"abc\x00"  # a chunk of odd length is followed by a byte of padding
+        body = b"WAVE" + note + header + kind + plain[36:]
+        Path("y.wav").write_bytes(b"RIFF" + struct.pack("<I", len(body)) + body)
+        for found, expected in zip(read_wav(Path("y.wav")), read_wav(Path("x.wav")), strict=True):
+            np.testing.assert_array_equal(found, expected)
+        Path("y.wav").write_bytes(Path("y.wav").read_bytes().replace(kind, b"\x03" + kind[1:]))  # floating-point numbers
+        with pytest.raises(ValueError, match=r"y.wav must be a WAV file of whole-number samples \(PCM\), but cannot be read as one"):
+            read_wav(Path("y.wav"))
 
     def test_a_folder_for_each_chord_or_names(self, caplog):
         for n, (chord, frequency) in enumerate([("am", 440.0), ("am", 440.0), ("c", 261.63)]):

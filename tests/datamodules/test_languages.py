@@ -44,6 +44,29 @@ def test_toy_with_alphas():
     np.testing.assert_allclose(data.exact_bits("test"), data.optimal_bits, atol=0.005)
 
 
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 0.99, 0.999, 0.9999, 0.999999])
+def test_toy_with_one_alpha_in_closed_form(alpha):
+    """The number of repeats is geometric: its mean is a / (1 - a), its entropy that of a coin for each of its tosses."""
+    coin = -(1 - alpha) * np.log2(1 - alpha) - (alpha * np.log2(alpha) if alpha else 0)
+    data = ToyMachineDataModule(k=2, alpha=[alpha], num_runs=10)
+    repeats = alpha / (1 - alpha)
+    assert data.length == round(10 * (6 + 3 * repeats))
+    np.testing.assert_allclose(data.optimal_bits, (3 + repeats + coin / (1 - alpha)) / (6 + 3 * repeats), rtol=1e-9)
+    if alpha < 0.999:
+        np.testing.assert_allclose(data.optimal_bits, data.machine.entropy_rate(), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("alpha", "share"), [([0.9999, 0.5], 0.3), ([0.0, 0.999], 0.95), ([0.9999, 0.9998], 0.5), ([0.9, 0.9], 0.2), ([0.7, 0.999], 1.0)])
+def test_toy_with_two_alphas_near_one(alpha, share):
+    """Against the sum of a million terms."""
+    tosses = np.arange(1_000_000)
+    chances = sum(weight * (1 - a) * a**tosses for a, weight in zip(alpha, (share, 1 - share), strict=True))
+    repeats, seen = float(chances @ tosses), chances[chances > 0]
+    data = ToyMachineDataModule(k=2, alpha=alpha, alpha_share=share, num_runs=10)
+    assert data.length == round(10 * (6 + 3 * repeats))
+    np.testing.assert_allclose(data.optimal_bits, (3 + repeats - float(seen @ np.log2(seen))) / (6 + 3 * repeats), rtol=1e-9)
+
+
 @pytest.mark.parametrize(("k", "bits", "clones"), [(2, 1.0537, 3), (3, 1.1290, 7), (4, 1.1605, 15)])
 def test_bracket_entropies(k, bits, clones):
     data = BracketDataModule(k=k, length=20_000)

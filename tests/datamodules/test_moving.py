@@ -85,6 +85,17 @@ def test_filter_against_all_paths_of_targets():
         torch.testing.assert_close(found[last], positions[last] + mean / total, rtol=1e-9, atol=1e-12)
 
 
+def test_the_filter_follows_the_particles_from_before_the_burn_in():
+    """Both are the same trajectories, of which one data module keeps the last steps only."""
+    words = {"num_sequences": 40, "val_fraction": 0.0, "test_fraction": 0.5}
+    data, whole = ready(burn_in=12, length=6, **words), ready(burn_in=0, length=18, **words)
+    positions = whole.test_sequences.values.view(20, 18, 3)
+    assert torch.equal(positions[:, 12:].flatten(0, 1), data.test_sequences.values)
+    errors = (positions[:, 1:] - bayes_predictions(positions, whole.targets, 1.0, 1.0)[:, :-1]).norm(dim=2)
+    np.testing.assert_allclose(data.bayes_error("test"), float(errors[:, 12:].mean()), rtol=1e-12)
+    np.testing.assert_allclose(whole.bayes_error("test"), float(errors.mean()), rtol=1e-12)
+
+
 def test_the_filter_is_far_better_than_standing_still_and_no_simpler_rule_comes_near():
     data = ready(num_features=3, num_sequences=200, val_fraction=0.0, test_fraction=0.5)
     positions, targets = data.test_sequences.values.view(-1, 100, 3), data.true_states("test").values.view(-1, 100)

@@ -72,8 +72,8 @@ def test_every_format_gives_the_same(name, text, words):
 
 def test_the_column_of_language_specific_tags_and_missing_ones():
     assert tags(write("x.conllu", CONLLU), column="xpos") == [["X", "Y", "X", "X"], [None, "X", "X"], [None]]
-    with pytest.raises(ValueError, match=r"There must be some tags, but all in y.conllu are missing. Set `column`"):
-        POSDataModule(write("y.conllu", CONLLU.replace("\tX\t", "\t_\t").replace("\tY\t", "\t_\t")), column="xpos")
+    with pytest.raises(ValueError, match=r"Each file must have some tags, but in column 'xpos' of y.conllu all are missing. Set `column`"):
+        POSDataModule([write("x.conllu", CONLLU), write("y.conllu", CONLLU.replace("\tX\t", "\t_\t").replace("\tY\t", "\t_\t"))], column="xpos")
 
 
 def test_several_files_in_their_order():

@@ -136,7 +136,7 @@ def test_gradients_are_those_of_plain_torch(kind, routine):
         loss = values.sum() if bool((weights == 1).all()) else (values * weights).sum()
         ours = torch.autograd.grad(loss, leaves)
         kind_number, parameters = dense._unpack(emission)
-        rows = dense.portable.log_emissions(kind_number, parameters, model.sequences.values, torch.float64)
+        rows = dense.log_emissions(kind_number, parameters, model.sequences.values, torch.float64)
         bounds = model.sequences.offsets.tolist()
         parts = [oracle.differentiable(leaves[0], chain[1].expand(), rows[a:b]) for a, b in itertools.pairwise(bounds)]
         theirs = torch.autograd.grad((torch.stack(parts) * weights).sum(), leaves)

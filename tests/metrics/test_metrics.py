@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_hmm import Sequences
-from lightning_hmm.metrics import BitsPerSymbol, LogLikelihoodPerSymbol, MatchedStateAccuracy, PredictionError
+from lightning_hmm.metrics import BitsPerSymbol, LogLikelihoodPerSymbol, MatchedStateAccuracy, NormalisedNLL, PredictionError
 from tests.helpers import random_vectors
 
 
@@ -37,6 +37,16 @@ def test_several_models_side_by_side():
     assert metric.compute().tolist() == [-1.0, -2.0]
 
 
+def test_normalised_likelihood_over_batches_and_ranks():
+    """The longest length is a maximum, over batches and over ranks; weights count, and weight zero is absence."""
+    first, second = NormalisedNLL(), NormalisedNLL()
+    first.update(torch.tensor([-1.0, -2.0]), Sequences.from_list([[0, 1], [0, 1, 1]], weights=[2.0, 1.0]))
+    first.update(torch.tensor([-5.0, -torch.inf]), Sequences.from_list([[0] * 5, [0] * 9], weights=[0.5, 0.0]))
+    second.update(torch.tensor([-4.0]), Sequences.from_list([[0] * 4]))
+    first.merge_state(second)
+    assert float(first.compute()) == pytest.approx((2 + 2 + 2.5 + 4) / (4.5 * 5))
+
+
 def test_accuracy_is_that_of_the_best_matching(rng):
     truth, decoded = torch.from_numpy(rng.integers(0, 4, 300)), torch.from_numpy(rng.integers(0, 4, 300))
     metric = MatchedStateAccuracy(4)
@@ -50,6 +60,14 @@ def test_accuracy_with_other_numbers_of_states_and_unknown_steps():
     metric = MatchedStateAccuracy(2, 3)
     metric.update(torch.tensor([0, 0, 1, 1, -1, 0]), torch.tensor([2, 2, 0, 1, 1, -1]))
     assert float(metric.compute()) == pytest.approx(3 / 4)
+
+
+def test_accuracy_with_weights_is_that_of_repeated_steps(rng):
+    truth, decoded, weights = (torch.from_numpy(rng.integers(0, 4, 60)) for _ in range(3))
+    weighted, repeated = MatchedStateAccuracy(4), MatchedStateAccuracy(4)
+    weighted.update(decoded, truth, weights.double())
+    repeated.update(decoded.repeat_interleave(weights), truth.repeat_interleave(weights))
+    assert float(weighted.compute()) == pytest.approx(float(repeated.compute()), rel=1e-12)
 
 
 def test_prediction_error_is_the_mean_distance_of_steps_that_have_one(rng):

@@ -58,15 +58,27 @@ def test_the_likelihood_never_falls_and_rows_sum_to_one(rng):
     model.initialise(sequences)
     optimizer, scores = BaumWelch(model.distributions, frozen=["initial"]), []
     for _ in range(30):
-        optimizer.zero_grad()
-        score = model.inference.log_likelihood(*model.inference_arguments(sequences)).sum()
-        score.neg().backward()
-        optimizer.step()
-        scores.append(float(score.detach()))
+        found = model.inference.e_step(*model.inference_arguments(sequences))
+        optimizer.step(counts={"initial": [found.initial[None]], "transition": [found.transition[None]]})
+        scores.append(float(found.log_likelihood.sum()))
     assert np.diff(scores).min() > -1e-9 * sequences.num_steps
     assert scores[-1] > scores[0] + 50
     rows = torch.segment_reduce(model.transition.probs.detach()[0], "sum", lengths=model.layout.row_lengths)
     np.testing.assert_allclose(rows, 1, rtol=1e-12)
+
+
+def test_gradients_of_probabilities_are_not_taken_for_counts(rng):
+    sequences, model = whole(rng), ClonedHMM(**OPTIONS)
+    model.initialise(sequences)
+    model.inference.log_likelihood(*model.inference_arguments(sequences)).sum().neg().backward()
+    with pytest.raises(RuntimeError, match=r"`transition` are not natural parameters.*step\(counts=...\)"):
+        BaumWelch(model.distributions).step()
+
+
+@pytest.mark.parametrize("keep", [torch.ones(16, dtype=torch.int64), True, float("nan"), 1.5, "all"])
+def test_what_is_no_mask_and_no_probability_is_not_pruned_by(keep):
+    with pytest.raises(ValueError, match="`keep` must be a mask"):
+        ClonedHMM(4, 2, pairs="all").prune(keep)
 
 
 def test_a_sparse_start_carries_a_context_over_noise():
@@ -175,9 +187,11 @@ def test_clones_follow_the_data():
     assert ClonedHMM(clones=[1, 2, 3], num_symbols=3, pairs="all").layout.clones.tolist() == [1, 2, 3]
 
 
-def test_many_ngrams_are_counted_right(rng):
-    sequences = whole(rng)
-    order = 4
+@pytest.mark.parametrize("missing", [0.0, 0.3])
+@pytest.mark.parametrize("order", [1, 2, 4])
+def test_many_ngrams_are_counted_right(rng, missing, order):
+    """A missing symbol is not the start of a sequence."""
+    sequences = random_symbols(rng, missing=missing)
     found = {tuple(sequence[max(0, t - order + 1) : t + 1]) for sequence in sequences.tolist() for t in range(len(sequence))}
     assert ngram_counts(sequences, 5, order, unique=True).tolist() == [sum(gram[-1] == v for gram in found) for v in range(5)]
 
@@ -249,8 +263,32 @@ def test_samples_are_of_the_clones_symbols_and_predictions_sum_to_one(rng):
     assert torch.equal(model.layout.symbols[states.values], observed.values)
     assert torch.equal(model.layout.symbols[model.decode(observed).values], observed.values)
     np.testing.assert_allclose(model.predict_next(observed, steps=2).sum(1), 1, rtol=1e-12)
-    assert model.num_free_parameters == 11 - 1 + 11 * 11 - 11
+    assert model.num_free_parameters == 11 * 11 - 11  # the initial probabilities are frozen
     assert model.posterior(observed).smoothed[0].shape == (50, 11)
+
+
+def test_degrees_of_freedom_leave_out_structural_zeros_and_frozen_parts(tmp_path):
+    options = {"num_symbols": 2, "clones": [2, 1], "pairs": "all"}
+    model = ClonedHMM(**options)
+    assert model.num_free_parameters == 3 * 2
+    assert ClonedHMM(**options, frozen=()).num_free_parameters == 2 + 3 * 2
+    assert ClonedHMM(**options, frozen=["transition"]).num_free_parameters == 2
+    model.set_parameters(transition=[[0.5, 0.5, 0], [0, 0.3, 0.7], [1, 0, 0]])
+    assert model.num_free_parameters == 1 + 1 + 0
+    saving = {"callbacks": [ModelCheckpoint(tmp_path, save_last=True)], "enable_checkpointing": True}
+    fit(model, [[0, 0, 0, 1, 0, 0, 0, 0]], 200, 0, **saving)
+    assert float(model.transition_probs.max()) == 1
+    assert model.num_free_parameters == 2  # an estimate of zero was free all the same
+    assert lightning_hmm.load(tmp_path / "last.ckpt").num_free_parameters == 2
+    two = ClonedHMM(**options, restarts=2)
+    two.prune(two.above(0.4))
+    stored = two.transition.probs.detach()
+    with torch.no_grad():
+        stored[1, int(stored[1].argmin())] = 0
+    two.transition.allocate(two.layout, stored)
+    for restart in range(2):
+        two.chosen.fill_(restart)
+        assert two.num_free_parameters == int((stored[restart] > 0).sum()) - 3
 
 
 def test_large_models_have_no_matrix():
@@ -450,6 +488,32 @@ def test_a_pruned_model_says_nearly_the_same(rng):
     np.testing.assert_allclose(sums, 1, rtol=1e-12)
 
 
+@pytest.mark.parametrize("keep", [[False, True, True, True], [False, False, True, True]], ids=["only a zero", "nothing"])
+def test_a_mask_that_leaves_a_state_without_transitions_is_refused(keep):
+    model = ClonedHMM(num_symbols=2, clones=[1, 1], pairs="all").set_parameters(transition=[[1, 0], [0.5, 0.5]])
+    with pytest.raises(ValueError, match=r"leaves state 0 none\. `keep \| model\.above\(1\)` also keeps"):
+        model.prune(torch.tensor(keep))
+    assert model.prune(torch.tensor(keep) | model.above(1)).transition_probs.tolist() == [[1, 0], [0.5, 0.5]]
+
+
+def test_a_sequence_of_weight_zero_does_not_keep_training_from_pruning():
+    """It has a pair that no other sequence has, and would be impossible without it."""
+    sequences = Sequences.from_list([[0, 1, 2] * 10, [0, 0]], weights=[1.0, 0.0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = fit(ClonedHMM(num_states=6, num_symbols=3, pairs="all"), sequences, 20, 0, callbacks=[Pruning(1e-3, 0.9, every_n_epochs=20)])
+    assert model.layout.is_sparse
+
+
+def test_a_chain_that_ends_cannot_be_sampled_past_its_end():
+    model = ClonedHMM(num_states=5, num_symbols=3)
+    model.initialise(Sequences.from_list([[0, 1, 2], [1, 0, 1, 2]]))  # nothing follows 2
+    model.set_parameters(initial=[0, 0, 0, 0, 1])
+    assert model.sample(2, 1).tolist() == [[2], [2]]
+    with pytest.raises(ValueError, match="state 4, a clone of symbol 2, has no transitions"):
+        model.sample(2, 2)
+
+
 @pytest.mark.parametrize("options", [{}, {"discount": 0.8, "sequences_per_update": 2, "transition_pseudocount": 1e-6}], ids=["batch EM", "online EM"])
 def test_pruning_in_training_goes_on_and_resumes(tmp_path, options):
     sequences = runs()
@@ -510,6 +574,21 @@ def test_backing_off_is_the_formula_and_leaves_nothing_impossible(rng):
     assert bool(torch.isfinite(fit(ClonedHMM(**OPTIONS), sequences, 5).backed_off(sequences).score(sequences)).all())
     with pytest.raises(ValueError, match="`strength` must be positive"):
         model.backed_off(train, 0)
+
+
+def test_weights_count_like_repeats_wherever_clones_count():
+    lists, weights = [[0, 1, 2, 0, 1], [2, 2, 0, 1], [], [1, 2], [1, 0]], [1.0, 3.0, 2.0, 0.0, 2.0]
+    weighted = Sequences.from_list(lists, weights)
+    repeated = Sequences.from_list([sequence for sequence, weight in zip(lists, weights, strict=True) for _ in range(int(weight))])
+    for allocation in ("frequency", "ngram"):
+        models = [ClonedHMM(num_states=9, num_symbols=3, allocation=allocation) for _ in range(2)]
+        for model, sequences in zip(models, (weighted, repeated), strict=True):
+            model.initialise(sequences)
+        assert models[0].layout == models[1].layout
+    one, other = (models[0].backed_off(sequences) for sequences in (weighted, repeated))
+    assert_same_parameters(one, other)
+    one, other = (models[0].posterior(sequences).transition_counts for sequences in (weighted, repeated))
+    torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
 
 
 def test_backing_off_helps_on_data_that_were_not_seen():

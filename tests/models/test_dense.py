@@ -175,6 +175,19 @@ def test_the_cooccurrence_objective_is_adam_on_the_error(rng):
     torch.testing.assert_close(fitted.initial_probs @ fitted.transition_probs, fitted.initial_probs)
 
 
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_the_restart_that_fits_best_under_the_returned_parameters_is_chosen(rng, objective):
+    sequences = random_symbols(rng)
+    for seed in range(4):
+        model = fit(small(objective=objective, restarts=6, seed=seed, steps_per_epoch=1, learning_rate=1.0), sequences, 1, 0)
+        chosen, fits = int(model.chosen), []
+        target = pair_counts(sequences, 5) / pair_counts(sequences, 5).sum()
+        for restart in range(6):
+            model.chosen.fill_(restart)
+            fits.append(-float((model.cooccurrences - target).square().sum()) if objective == "cooccurrence" else float(model.score(sequences).sum()))
+        assert chosen == int(np.argmax(fits))
+
+
 def test_cooccurrences_are_learnt(rng):
     truth = SyntheticDataModule(num_states=3, num_symbols=6, num_sequences=20, length=40, seed=2)
     target = cooccurrences(truth.transition_probs, truth.emission_probs)

@@ -31,20 +31,19 @@ def em_steps(model: DMCHMM, sequences: Sequences, steps: int, priors: dict | Non
     optimizer, objectives = BaumWelch(model.distributions, priors=priors), []
     pseudocount = (priors or {}).get("transition", {}).get("pseudocount", 0.0)
     for _ in range(steps):
-        optimizer.zero_grad()
         lazy = model.selection == "lazy"
         arguments, sums = model.inference_arguments(sequences), PairSums(model.transition.natural(0), lazy)
         weighted, _, _, pairs = dmc.weighted_log_likelihood_and_pairs(*arguments, routine="sparse" if lazy else "auto")
-        weighted.sum().neg().backward()
+        counts = {name: list(torch.autograd.grad(weighted.sum(), list(part.parameters()), retain_graph=True)) for name, part in model.distributions.items()}
         objectives.append(float(weighted.sum().detach() + optimizer.log_prior()))
         sums.add(pairs)
         if lazy:
-            counts = -model.transition.log_values.grad[0], -model.transition.log_constants.grad[0]
-            choice = selection.choose_lazily(*sums.messages(), sums.transition, *counts, model.bound_terms, pseudocount)
+            kept, rest = (tensor[0] for tensor in counts["transition"])
+            choice = selection.choose_lazily(*sums.messages(), sums.transition, kept, rest, model.bound_terms, pseudocount)
         else:
             choice = selection.choose_gemm(sums, model.criterion, pseudocount)
-        model.transition.take(0, choice)
-        optimizer.step()
+        model.transition.take(0, choice, counts["transition"])
+        optimizer.step(counts=counts)
     return objectives
 
 

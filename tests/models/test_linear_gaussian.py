@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
+from scipy import stats
 
 from lightning_hmm import Sequences, fit, load
 from lightning_hmm.inference import kalman
@@ -34,11 +35,13 @@ def test_the_likelihood_never_falls_and_batches_do_not_matter(rng, of):
     assert seen.values[-1] < float(model.score(data).sum()) / float(data.num_observed())  # after the last step
 
 
-def test_the_m_step_is_a_maximum(rng):
+@pytest.mark.parametrize("sums", [False, True], ids=["positions", "increments"])
+def test_the_m_step_is_a_maximum(rng, sums):
     """Of the expected log-density: by its gradient in the parameters, which Fisher's identity makes that of the likelihood at the old ones."""
     data = random_vectors(rng, num_sequences=5, longest=8, missing=0.2)
     model = LinearGaussianHMM(2, 2).parameters_in_units
-    statistics = kalman.expected_statistics(model, data, torch.ones(5, dtype=torch.float64))
+    first = torch.tensor([2.0, 0.5], dtype=torch.float64) if sums else None
+    statistics = kalman.expected_statistics(model, data, torch.ones(5, dtype=torch.float64), first)
     better = kalman.maximised(model, statistics)
 
     def expected(parameters: kalman.LinearGaussian) -> torch.Tensor:
@@ -60,7 +63,7 @@ def test_the_m_step_is_a_maximum(rng):
         found[-1] = found[-1].diagonal()  # the noise of features is independent
         return found
 
-    exact = gradients(model, lambda free: kalman.log_likelihood(free, data).sum())
+    exact = gradients(model, lambda free: kalman.log_likelihood(kalman.summed(free, first) if sums else free, data).sum())
     for name, mine, fisher in zip(model._fields, gradients(model, expected), exact, strict=True):
         torch.testing.assert_close(
             (mine + mine.mT) / 2 if name.startswith(("initial_cov", "transition_cov")) else mine,
@@ -123,6 +126,81 @@ def test_several_steps_ahead(rng, steps):
     found = model.predict_next(whole, steps)
     torch.testing.assert_close(found.mean, mean, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found.variance, cov.diagonal(dim1=1, dim2=2), rtol=1e-5, atol=1e-5)
+
+
+def joint_gaussian(model: LinearGaussianHMM, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and covariance of all observations of a sequence, (num_steps * D,): each is a sum of constants and of independent standard normal numbers."""
+    inner, (size, features) = model.parameters_in_units, (model.latent_dim, len(model.centre))
+    roots = [np.linalg.cholesky(cov.numpy()) for cov in (inner.initial_cov, inner.transition_cov, inner.emission_cov)]
+    spread = model.scale.sqrt().numpy()[:, None]
+    per_step = size + features
+    # The rows of `state` and `value` are the constants and the factors of the normal numbers.
+    noise = np.eye(num_steps * per_step).reshape(num_steps, per_step, -1)
+
+    def affine(constant: torch.Tensor, factors: np.ndarray) -> np.ndarray:
+        return np.concatenate([constant.numpy()[:, None], factors], 1)
+
+    def emitted(t: int, state: np.ndarray) -> np.ndarray:
+        own = inner.emission.numpy() @ state + affine(inner.emission_offset, roots[2] @ noise[t, size:])
+        return spread * own + affine(model.centre, 0 * noise[t, size:])
+
+    state, values = affine(inner.initial_mean, roots[0] @ noise[0, :size]), []
+    for t in range(num_steps):
+        if t:
+            state = inner.transition.numpy() @ state + affine(inner.transition_offset, roots[1] @ noise[t, :size])
+        if model.of == "positions":
+            values.append(emitted(t, state))
+        elif t == 0:
+            values.append(affine(model.first_centre, model.first_scale.sqrt().numpy()[:, None] * noise[0, size:]))
+        else:
+            values.append(values[-1] + emitted(t, state))
+    factors = np.concatenate(values)
+    return factors[:, 0], factors[:, 1:] @ factors[:, 1:].T
+
+
+def given(values: np.ndarray, mean: np.ndarray, cov: np.ndarray, wanted: slice) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and variance of the wanted entries of a Gaussian, given the first entries, of which some are missing."""
+    seen = np.flatnonzero(~np.isnan(values))
+    gain = np.linalg.solve(cov[np.ix_(seen, seen)], cov[seen, wanted]).T
+    return mean[wanted] + gain @ (values[seen] - mean[seen]), np.diag(cov[wanted, wanted] - gain @ cov[seen, wanted])
+
+
+@pytest.mark.parametrize("of", ["positions", "increments"])
+def test_gaps_agree_with_the_joint_gaussian(rng, of):
+    """Scores, predictions of each step and predictions of later steps are those of one Gaussian, whatever is missing, an empty sequence included."""
+    model = fit(LinearGaussianHMM(2, 2, of), [rng.normal(size=(length, 2)).cumsum(0) + 0.7 * np.arange(length)[:, None] for length in (9, 6, 12, 3)], 3, 0)
+    parts = [rng.normal(size=(length, 2)).cumsum(0) for length in (7, 5, 6, 1)]
+    parts[0][3:5], parts[0][5, 0] = np.nan, np.nan  # a gap, longer in one feature
+    parts[1][:2, 1], parts[1][3:] = np.nan, np.nan  # nothing at first in one feature, nothing at the end in both
+    parts[2][:, 0] = np.nan  # a feature that is never seen
+    data = Sequences.from_list([*parts, np.zeros((0, 2))])
+    scores, each = model.score(data), model.predict_each(data)
+    ahead = {steps: model.predict_next(data, steps) for steps in (1, 3)}
+    for n, sequence in enumerate(np.asarray(sequence) for sequence in data):
+        mean, cov = joint_gaussian(model, len(sequence) + 3)
+        values = sequence.reshape(-1)
+        seen = np.flatnonzero(~np.isnan(values))
+        exact = stats.multivariate_normal(mean[seen], cov[np.ix_(seen, seen)]).logpdf(values[seen]) if len(seen) else 0.0
+        assert float(scores[n]) == pytest.approx(exact, rel=1e-9)
+        for t in range(len(sequence)):
+            np.testing.assert_allclose(each[n][t], given(values[: 2 * t], mean, cov, slice(2 * t, 2 * t + 2))[0], rtol=1e-9, atol=1e-9)
+        for steps, found in ahead.items():
+            last = len(sequence) + steps - 1
+            wanted = given(values, mean, cov, slice(2 * last, 2 * last + 2))
+            np.testing.assert_allclose(found.mean[n], wanted[0], rtol=1e-9, atol=1e-9)
+            np.testing.assert_allclose(found.variance[n], wanted[1], rtol=1e-8)
+
+
+def test_a_gap_is_as_long_as_its_steps():
+    """Missing steps at the end and `steps` are two ways to ask for the same."""
+    model = LinearGaussianHMM(1, 1, "increments")
+    seen = np.arange(0.0, 60, 3)[:, None] + np.random.default_rng(0).normal(size=(20, 1))
+    fit(model, [seen], 2, 0)
+    gap = model.predict_next([np.concatenate([seen, np.full((3, 1), np.nan)])])
+    steps = model.predict_next([seen], steps=4)
+    torch.testing.assert_close(gap.mean, steps.mean)
+    torch.testing.assert_close(gap.variance, steps.variance)
+    assert float(gap.mean) == pytest.approx(69, abs=3)
 
 
 def test_saved_loaded_and_resumed(rng, tmp_path):

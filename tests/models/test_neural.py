@@ -8,14 +8,18 @@ from datetime import timedelta
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
+from scipy import stats
 from torch import nn
+from torch.utils.data import DataLoader
 
 from datamodules import MovingTargetDataModule
 from lightning_hmm import NeuralHMM, Sequences, fit, load
 from lightning_hmm.distributions.densities import PartialDensity
 from lightning_hmm.inference import kalman
+from lightning_hmm.loading import loader
 from lightning_hmm.metrics import PredictionError
 from lightning_hmm.models import LinearGaussianHMM, NeuralDiscreteHMM
 from lightning_hmm.models.neural_state_space import PathDensity
@@ -79,6 +83,101 @@ def test_linear_networks_agree_with_kalman(rng):
     later = torch.ones(data.num_steps, dtype=torch.bool)
     later[data.offsets[:-1]] = False
     np.testing.assert_allclose(each[later], mean[torch.nonzero(later).flatten() - 1], atol=0.15)
+
+
+def test_predicted_variances_contain_the_spread_of_the_states(rng):
+    """Against Kalman's, for an emission whose own noise is a small part of the variance."""
+    data = random_vectors(rng, num_sequences=6, longest=12, missing=0.2)
+    model = ready(data, num_layers=1, emission_order=0, emission_mean="absolute", emission_log_variance=-1.5, transition_log_variance=0.0, seed=3)
+    exact = as_linear(model)
+    standard = data.with_values((data.values - model.centre) / model.scale.sqrt())
+    own = exact.emission_cov.diagonal()
+    _, cov = kalman.predict_next(exact, standard)
+    spread = cov.diagonal(dim1=1, dim2=2)
+    assert float((own / spread).max()) < 0.7
+    later = torch.ones(data.num_steps, dtype=torch.bool)
+    later[data.offsets[:-1]] = False
+    first = kalman.emitted(exact, exact.initial_mean, exact.initial_cov)[1].diagonal()
+    expected = torch.where(later.unsqueeze(1), torch.cat([first[None], spread[:-1]]), first) * model.scale
+    np.testing.assert_allclose(model.track(data, num_particles=6000).variance.values, expected, rtol=0.15)
+    np.testing.assert_allclose(model.predict_next(data, num_particles=6000).variance, spread[data.offsets[1:] - 1] * model.scale, rtol=0.15)
+
+
+@pytest.mark.parametrize("options", [*KINDS, {"emission_order": 0}], ids=["gaussian", "student", "mixture", "lstm", "plain"])
+def test_missing_steps_at_the_end_are_steps_ahead(rng, options):
+    """The prediction after three steps of which nothing is known is that of the fourth step ahead, in a batch with sequences that end otherwise."""
+    whole = list(random_vectors(rng, num_sequences=5, longest=9, missing=0.0))
+    model = ready(Sequences.from_list(whole), **options)
+    gap = torch.full((3, 2), torch.nan, dtype=torch.float64)
+    for steps in (1, 2):
+        found = model.predict_next(Sequences.from_list([torch.cat([sequence, gap]) for sequence in whole[:4]] + [whole[4], gap]), steps)
+        ahead, usual = model.predict_next(Sequences.from_list(whole), steps + 3), model.predict_next(Sequences.from_list(whole), steps)
+        for moment, later, soon in zip(found, ahead, usual, strict=True):
+            torch.testing.assert_close(moment[:4], later[:4])
+            torch.testing.assert_close(moment[4], soon[4])
+            assert bool(moment[5].isfinite().all())
+
+
+def test_changes_add_up_across_a_gap(rng):
+    """A residual emission of linear networks, against Kalman's moments of sums: the state holds the position too."""
+    data = Sequences.from_list([rng.normal(size=(length, 2)).cumsum(0) + np.arange(length)[:, None] for length in (6, 9, 4)])
+    model = ready(data, num_layers=1, emission_order=0, emission_log_variance=-0.5, seed=3)
+    with torch.no_grad():
+        model.emission.network.bias[:2] = 0.8  # a drift
+    exact = kalman.summed(as_linear(model), model.first_log_variance.exp().detach() * model.scale / model.change)
+    unit = model.change.sqrt()
+    located = data.with_values((data.values - model.centre) / unit)
+    found = kalman.posterior(exact, located)
+    last = data.offsets[1:] - 1
+    mean, cov = found.filtered_mean[last], found.filtered_cov[last]
+    for _ in range(4):
+        mean, cov = kalman.later(exact, mean, cov)
+    expected, spread = kalman.emitted(exact, mean, cov)
+    later = Sequences.from_list([torch.cat([sequence, sequence.new_full((3, 2), torch.nan)]) for sequence in data])
+    ahead = model.predict_next(later, num_particles=4000)
+    np.testing.assert_allclose((ahead.mean - model.centre) / unit, expected, atol=0.25)
+    np.testing.assert_allclose(ahead.variance / model.change, spread.diagonal(dim1=1, dim2=2), rtol=0.15)
+
+
+def test_a_state_that_jumps_agrees_with_a_grid():
+    """The log-likelihood with Student's t as transition, against numerical integration over a state of one entry."""
+    values = np.array([0.0, 0.5, 5.0, -4.0, 0.3])
+    data = Sequences.from_list([values[:, None]])
+    model = ready(
+        data, latent_dim=1, num_features=1, num_layers=1, emission_order=0, emission_mean="absolute", transition="student", emission_log_variance=-0.5
+    )
+    with torch.no_grad():
+        model.centre.zero_(), model.scale.fill_(1.0), model.transition.head.log_freedom.zero_()  # 3 degrees of freedom
+        for part, slope in ((model.transition, 0.8), (model.emission, 1.0)):
+            part.network.from_state.copy_(torch.tensor([[slope, 0.0]]))
+            part.network.bias.zero_()
+    grid, width = np.linspace(-15, 15, 601), 0.05
+    spread = {name: math.exp(getattr(model, name).head.log_variance / 2) for name in ("transition", "emission")}
+    evidence = stats.norm(grid[:, None], spread["emission"]).pdf(values)
+    moves = stats.t(3, 0.8 * grid[None, :], spread["transition"]).pdf(grid[:, None]) * width
+    forward = stats.norm(0, 1).pdf(grid) * evidence[:, 0]
+    for t in range(1, len(values)):
+        forward = (moves @ forward) * evidence[:, t]
+    found = model.score(data, runs=8, num_particles=5000, return_error=True)
+    assert float(found.log_likelihood[0]) == pytest.approx(math.log(forward.sum() * width), abs=5 * float(found.standard_error[0]))
+    assert float(found.standard_error[0]) < 0.2
+
+
+def test_bounds_and_draws_of_an_emission_with_heavy_tails(rng):
+    """An emission that does not depend on the state: the quantiles are those of Student's t."""
+    data = random_vectors(rng, num_sequences=4, longest=6)
+    model = ready(data, num_layers=1, emission_order=0, emission_mean="absolute", emission="student")
+    with torch.no_grad():
+        model.emission.head.log_freedom.fill_(math.log(0.5))
+        model.emission.network.from_state.zero_(), model.emission.network.bias.zero_()
+    scale = (0.5 * model.emission.head.log_variance + 0.5 * model.scale.log()).exp()
+    exact = stats.t(2.5, model.centre, scale)
+    ahead = model.predict_next(data[:1], level=0.95, num_particles=20_000)
+    np.testing.assert_allclose(ahead.variance[0], exact.var(), rtol=1e-6)
+    np.testing.assert_allclose(torch.cat([ahead.lower, ahead.upper]) - model.centre, exact.ppf([[0.025], [0.975]]) - model.centre.numpy(), rtol=0.1)
+    drawn = model.sample(500, 10).values
+    for feature in range(2):
+        assert stats.kstest(drawn[:, feature], stats.t(2.5, float(model.centre[feature]), float(scale[feature])).cdf).pvalue > 1e-3
 
 
 @pytest.mark.parametrize("options", KINDS, ids=["gaussian", "student", "mixture", "lstm"])
@@ -214,15 +313,65 @@ def test_saved_loaded_and_resumed(rng, tmp_path, options):
     ids=["neural", "linear", "discrete"],
 )
 def test_two_ranks_equal_one(rng, make):
-    """With lengths that differ, a last batch of one, and a share of each batch that may leave a rank without any."""
+    """In float64 after four epochs, with lengths that differ, a last batch of one, and a share of each batch that may leave a rank without any."""
     data = random_vectors(rng, num_sequences=5, longest=8)
     strategy = DDPStrategy(start_method="spawn", timeout=timedelta(seconds=60), process_group_backend="gloo")
-    one = fit(make(), data, 2, 0, batch_size=2)
-    assert_same_parameters(one, fit(make(), data, 2, 0, batch_size=2, strategy=strategy, devices=2, accelerator="cpu"))
+    one = fit(make(), data, 4, 0, batch_size=2)
+    assert_same_parameters(one, fit(make(), data, 4, 0, batch_size=2, strategy=strategy, devices=2, accelerator="cpu"), rtol=0, atol=1e-6)
     before = make()
     before.initialise(data)
     moved = [(new - old).abs().max() for new, old in zip(one.parameters(), before.parameters(), strict=True)]
     assert max(moved) > 1e-3
+
+
+def test_gradients_are_summed_in_float64(rng, monkeypatch):
+    """In float32 as well: over the pieces of a batch, and over ranks."""
+    monkeypatch.setattr("lightning_hmm.models.neural_state_space._ROWS", 1)
+    data = random_vectors(rng, num_sequences=5, longest=9, missing=0.0)
+    model = NeuralHMM(**SMALL)
+    model.initialise(data)
+    paths = torch.randn(int(data.lengths.max()), len(data), 3, 2, generator=torch.Generator().manual_seed(0))
+    density = PathDensity(model.bind(data), paths, torch.ones(len(data), dtype=torch.float64))
+    parameters = list(model.parameters())
+    pieces = [torch.autograd.grad(piece, parameters, allow_unused=True) for piece in density._pieces()]
+    assert len(pieces) > 10
+    for name, found, parts in zip(dict(model.named_parameters()), density.gradient()[1], zip(*pieces, strict=True), strict=True):
+        expected = sum(part.double() for part in parts if part is not None)
+        torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14, msg=lambda text, name=name: f"{name}: {text}")
+    monkeypatch.setattr(model, "_sum_over_ranks", lambda value: value + (1.0 - 1e9))  # what the other rank has
+    model._set_gradients([torch.full_like(parameter, 1e9, dtype=torch.float64) for parameter in parameters], 2.0)
+    for parameter in parameters:
+        torch.testing.assert_close(parameter.grad, torch.full_like(parameter, 0.5))
+
+
+def predicted(model: NeuralHMM, sequences: Sequences, batch_size: int, world_size: int = 1) -> list[dict]:
+    """What `predict` returns for each sequence, in the order of the data: the parts of all ranks, one rank after the other."""
+    found: dict[int, dict] = {}
+    for rank in range(world_size):
+        trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+        batches = trainer.predict(model, loader(sequences, batch_size, rank=rank, world_size=world_size))
+        numbers = (number for batch in loader(sequences, batch_size, rank=rank, world_size=world_size).sampler for number in batch)
+        for batch in batches:
+            for n in range(len(batch["log_likelihood"])):
+                found[next(numbers)] = {name: values[n] for name, values in batch.items()}
+    return [found[number] for number in range(len(sequences))]
+
+
+def test_what_is_predicted_does_not_depend_on_batches_or_ranks(rng):
+    data = random_vectors(rng, num_sequences=7, longest=9, missing=0.2)
+    model = ready(data)
+    each, latents, scores = model.predict_each(data), model.latents(data), model.score(data)
+    for batch_size, world_size in ((7, 1), (3, 1), (4, 2), (2, 3)):
+        for n, found in enumerate(predicted(model, data, batch_size, world_size)):
+            torch.testing.assert_close(found["log_likelihood"], scores[n])
+            torch.testing.assert_close(found["predictions"], each[n])
+            torch.testing.assert_close(found["latents"], latents[n])
+    plain = DataLoader(list(data), batch_size=2, collate_fn=Sequences.collate)
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    torch.testing.assert_close(torch.cat([batch["log_likelihood"] for batch in trainer.predict(model, plain)]), scores)
+    torch.testing.assert_close(model.score(data[[5, 2]], numbers=[5, 2]), scores[[5, 2]])
+    with pytest.raises(ValueError, match="`numbers` must be one for each of 2 sequences, but are 1"):
+        model.score(data[[5, 2]], numbers=[5])
 
 
 def test_it_learns_where_particles_go():
@@ -278,6 +427,46 @@ def test_answers_in_pieces_are_those_in_one_go(rng, monkeypatch):
     widths = [len(piece) for piece, _ in model._pieces(data, num_paths=50)]
     assert max(widths) == 2  # paths count where there are more of them than steps
     torch.testing.assert_close(model.decode(data, num_paths=50).paths, whole.paths)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: NeuralHMM(**EXACT),
+        lambda: NeuralHMM(**EXACT, start_window=3),
+        lambda: NeuralDiscreteHMM(2, 2, width=8, embedding_dim=4),
+        lambda: LinearGaussianHMM(2, 2, "increments"),
+    ],
+    ids=["neural", "slow start", "discrete", "linear"],
+)
+def test_a_start_is_without_sequences_of_weight_zero(rng, make):
+    """Units and first networks, and with other weights a sequence of weight 2 is one that occurs twice."""
+    data = random_vectors(rng, num_sequences=6, longest=8, missing=0.0)
+    wild = [1e3 * rng.normal(size=(9, 2)).cumsum(0)]
+    weighted, plain = make(), make()
+    weighted.initialise(Sequences.from_list([*wild, *data], weights=[0.0, *[1.0] * 6]))
+    plain.initialise(data)
+    for (name, found), expected in zip(weighted.state_dict().items(), plain.state_dict().values(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+    with pytest.raises(ValueError, match="at least two steps somewhere"):
+        make().initialise(Sequences.from_list([*wild, data[0]], weights=[0.0, 1.0]))
+    if plain.hparams.get("start_window") is None:
+        weighted, plain = make(), make()
+        weighted.initialise(Sequences.from_list(list(data), weights=[2.0, *[1.0] * 4, 2.0]))
+        plain.initialise(Sequences.from_list([*data, data[0], data[5]]))
+        for name, found in weighted.named_buffers():
+            torch.testing.assert_close(found, plain.get_buffer(name), rtol=1e-9, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_clusters_and_logged_values_are_without_sequences_of_weight_zero(rng):
+    data = random_vectors(rng, num_sequences=6, longest=8, missing=0.0)
+    both = Sequences.from_list([*data, *(1e3 * sequence for sequence in data)], weights=[*[1.0] * 6, *[0.0] * 6])
+    model = ready(data)
+    assert torch.equal(model.cluster_latents(both, 3).values[: data.num_steps], model.cluster_latents(data, 3).values)
+    weighted, plain = (fit(NeuralHMM(**EXACT), sequences, 1, 0) for sequences in (both, data))
+    assert_same_parameters(weighted, plain)
+    for name, value in plain.trainer.callback_metrics.items():
+        torch.testing.assert_close(weighted.trainer.callback_metrics[name], value, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def test_bad_data_are_said(rng):

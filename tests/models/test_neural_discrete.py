@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -13,7 +14,7 @@ from datamodules import MovingTargetDataModule
 from lightning_hmm import Sequences, fit, load
 from lightning_hmm.metrics import PredictionError
 from lightning_hmm.models import NeuralDiscreteHMM
-from tests.helpers import assert_identical_parameters, random_vectors
+from tests.helpers import assert_identical_parameters, assert_same_parameters, random_vectors
 
 
 @pytest.mark.parametrize("residual", [True, False])
@@ -40,7 +41,57 @@ def test_all_paths_of_states(rng, residual):
             total += joint
         assert float(scores[n]) == pytest.approx(math.log(total), abs=1e-9)
         for t in range(1, len(sequence)):
+            if sequence[t - 1].isnan().all():
+                continue  # `predict_next` draws missing steps at the end
             torch.testing.assert_close(each[n][t], model.predict_next(Sequences.from_list([sequence[:t]])).mean[0])
+
+
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize("missing", [0, 2])
+def test_several_steps_ahead(rng, residual, missing):
+    """Three steps ahead, or missing steps at the end and fewer, against enumeration of the states, for emissions that read no window."""
+    data = Sequences.from_list([*random_vectors(rng, num_sequences=4, longest=6, missing=0.0), np.zeros((0, 2))])
+    model = NeuralDiscreteHMM(3, 2, emission_order=0, emission_mean="residual" if residual else "absolute", width=8, emission_log_variance=-1.0)
+    model.initialise(data)
+    density = model.emission(model.embedding.unsqueeze(0), model.emission.prepare(model.centre.new_zeros(0)))
+    means, variances = density.mean[0].detach() * model.units.emitted, density.variance[0].detach() * model.units.emitted.square()
+    probs = model.inference.predict_next(*model.inference_arguments(data))  # of the state one step ahead
+    later = Sequences.from_list([torch.cat([sequence, sequence.new_full((missing, 2), torch.nan)]) for sequence in data])
+    found = model.predict_next(later, steps=3 - missing, num_draws=20_000)
+    for n, sequence in enumerate(data):
+        base = sequence[-1] if len(sequence) else None
+        moments = []
+        for path in product(range(3), repeat=3):
+            share = probs[n, path[0]] * model.transition_probs[path[0], path[1]] * model.transition_probs[path[1], path[2]]
+            if not residual:
+                moments.append((share, model.centre + means[path[2]], variances[path[2]]))
+            elif base is not None:
+                moments.append((share, base + sum(means[state] for state in path), sum(variances[state] for state in path)))
+            else:  # the first value is Gaussian on its own
+                first = model.scale * model.first_log_variance.exp().detach()
+                moments.append((share, model.centre + sum(means[state] for state in path[1:]), first + sum(variances[state] for state in path[1:])))
+        mean = sum(share * own for share, own, _ in moments)
+        variance = sum(share * (own_variance + (own - mean).square()) for share, own, own_variance in moments)
+        np.testing.assert_allclose((found.mean[n] - mean) / variance.sqrt(), [0, 0], atol=5 / 20_000**0.5)
+        np.testing.assert_allclose(found.variance[n], variance, rtol=0.06)
+    with pytest.raises(ValueError, match="`steps` must be a whole number of at least 1, but is 0"):
+        model.predict_next(data, steps=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": "lstm", "emission": "mixture"}, {"num_layers": 1, "emission": "student"}])
+def test_a_step_of_training_is_a_step_of_adam(rng, options):
+    """Fused Adam ignores strides, and some weights are not contiguous. Each weight must still receive its own gradient."""
+
+    class Plain(NeuralDiscreteHMM):
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters(), lr=self.learning_rate, foreach=False)
+
+    data = random_vectors(rng, num_sequences=6, longest=9)
+    fused, plain = (kind(3, 2, width=8, embedding_dim=4, m_steps=3, **options) for kind in (NeuralDiscreteHMM, Plain))
+    for model in (fused, plain):
+        fit(model, data, max_epochs=2, tolerance=0, batch_size=3)
+    assert not fused.transition.from_state.is_contiguous()
+    assert_same_parameters(fused, plain, rtol=1e-6, atol=1e-8)
 
 
 def test_learned_saved_and_sampled(tmp_path):

@@ -31,8 +31,7 @@ class Poisson(Distribution):
     def log_prior(self) -> Tensor:
         return self.rate.detach().new_zeros(len(self.rate))
 
-    @property
-    def num_free_parameters(self) -> int:
+    def num_free_parameters(self, restart: int) -> int:
         return self.rate.shape[1]
 
 

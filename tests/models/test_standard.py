@@ -125,6 +125,11 @@ def test_criteria_count_degrees_of_freedom(clinic, gaussian, rng):
     assert trained.num_free_parameters == 7  # an estimate of zero was free all the same
     left_right = StandardHMM(num_states=2, num_symbols=3).set_parameters(transition=[[0.5, 0.5], [0.0, 1.0]])
     assert left_right.num_free_parameters == 1 + 1 + 4
+    assert StandardHMM(num_states=3, num_symbols=4, frozen=("emission",)).num_free_parameters == 2 + 6
+    two = StandardHMM(num_states=2, num_symbols=2, restarts=2).set_parameters(transition=[[[0.5, 0.5], [0.5, 0.5]], [[0.5, 0.5], [0.0, 1.0]]])
+    assert two.num_free_parameters == 1 + 2 + 2
+    two.chosen.fill_(1)
+    assert two.num_free_parameters == 1 + 1 + 2
 
 
 @pytest.mark.parametrize("initialisation", ["kmeans", "random"])

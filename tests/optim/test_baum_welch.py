@@ -235,7 +235,7 @@ def test_the_fused_pass_works_on_very_long_sequences_alone(rng, monkeypatch):
     workspace = cpu.workspace
     monkeypatch.setattr(cpu, "workspace", lambda dtype, size: sizes.append(size) or workspace(dtype, size))
     for model, longest_in_a_tile in zip(models, (1000, 16), strict=True):
-        monkeypatch.setattr(cpu, "_TILE_BYTES", 2 * 32 * 8 * 8 * longest_in_a_tile)
+        monkeypatch.setattr(cpu, "_TILE_BYTES", 2 * 32 * cpu.padded_size(3, 8) * 8 * longest_in_a_tile)
         BaumWelch(model.distributions, 0.5).fused_pass(sequences, 8, model.fused_kernel)
     assert_same_parameters(*models)
     assert sizes[1] < sizes[0] / 3

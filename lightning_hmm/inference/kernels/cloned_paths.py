@@ -102,9 +102,9 @@ def entry_towards(first, last, clone, columns, probs):
 
 @_strict_kernel
 def sample_chains(initial, layout, symbol_of, probs, offsets, uniforms):
-    """State paths of the Markov chain, one per sequence, from one uniform number a step."""
+    """State paths of the Markov chain, one per sequence, from one uniform number per step; -1 after a state without transitions."""
     starts, pair_first, _, pair_target, bound_base, bounds, columns = layout
-    states = np.empty(uniforms.shape[0], np.int64)
+    states = np.full(uniforms.shape[0], -1)
     for n in range(offsets.shape[0] - 1):
         for s in range(offsets[n], offsets[n + 1]):
             if s == offsets[n]:
@@ -113,6 +113,8 @@ def sample_chains(initial, layout, symbol_of, probs, offsets, uniforms):
             u = symbol_of[states[s - 1]]
             m = pair_first[u + 1] - pair_first[u]
             place = bound_base[u] + (states[s - 1] - starts[u]) * (m + 1)
+            if bounds[place] == bounds[place + m]:
+                break
             drawn = bounds[place] + _draw(probs[bounds[place] : bounds[place + m]], uniforms[s])
             k = 0
             while drawn >= bounds[place + k + 1]:

@@ -1,7 +1,7 @@
 """The cloned HMM in plain torch: any device, no compiled code, and the oracle of the compiled kernels.
 
 Everything is in log space. Where every step is a symbol, blocks are padded to the most clones a symbol has, M, and a step
-costs O(M^2) for each sequence; missing symbols and uncertain evidence go through the expanded matrix and `portable`.
+costs O(M^2) for each sequence; missing symbols and uncertain evidence go through the expanded matrix and `log_space`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_hmm.inference.kernels import portable
-from lightning_hmm.inference.kernels.dense_loops import STEPS
-from lightning_hmm.inference.kernels.portable import _chunks, _safe, wide_dtype
+from lightning_hmm.inference import log_space, operators
+from lightning_hmm.inference.log_space import _chunks, _safe, wide_dtype
 
 
 def positions(layout: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -67,10 +66,9 @@ def e_step(
         return _symbols_e_step(layout, initial.to(dtype), log_probs, values, offsets, weights, smooth=smooth)
     matrix, places = _expanded(layout, log_probs, -torch.inf)
     rows = step_rows(layout, values, evidence, dtype)
-    results = portable.e_step(STEPS, initial.to(dtype), matrix, [rows], values, offsets, weights, single=single, smooth=smooth)
-    log_likelihood, impossible, initial_counts, transition_counts, _, _, _, smoothed, filtered, last = results
-    counts = transition_counts.reshape(-1)[places] if smooth else transition_counts.new_zeros(0)
-    return log_likelihood, impossible, initial_counts, counts, smoothed, filtered, last
+    found = log_space.e_step(initial, operators.Dense(matrix), rows, offsets, weights, smooth=smooth)
+    counts = found.counts[0].reshape(-1)[places] if smooth else found.initial.new_zeros(0)
+    return *found[:3], counts, found.smoothed, found.filtered, found.last
 
 
 def _symbols_e_step(layout: Any, initial: Tensor, log_probs: Tensor, values: Tensor, offsets: Tensor, weights: Tensor, *, smooth: bool) -> tuple[Tensor, ...]:
@@ -149,4 +147,4 @@ def viterbi(layout: Any, initial: Tensor, probs: Tensor, values: Tensor, evidenc
     """As `cloned_cpu.viterbi`, by the expanded matrix."""
     dtype = wide_dtype(initial.device)
     matrix, _ = _expanded(layout, probs.to(dtype).log(), -torch.inf)
-    return portable.viterbi(STEPS, initial.to(dtype), matrix, [step_rows(layout, values, evidence, dtype)], values, offsets)
+    return log_space.viterbi(initial, operators.Dense(matrix), step_rows(layout, values, evidence, dtype), offsets)

@@ -231,7 +231,8 @@ def _exponential(emit, vectors, scalars):
     magic = 1.5 * 2.0**mantissa  # added to a number, it leaves the nearest whole number in the lowest bits
     (x,) = vectors
     shifted = emit.multiply_add(x, emit.constant(1.0 / math.log(2.0)), emit.constant(magic))
-    n = builder.fsub(shifted, emit.constant(magic))
+    # The flag keeps numba from adding those of `fastmath`, which would let LLVM cancel the number where there is no fused multiply-add.
+    n = builder.fsub(shifted, emit.constant(magic), flags=("contract",))
     r = emit.multiply_add(n, emit.constant(-high), x)
     r = emit.multiply_add(n, emit.constant(-low), r)
     series = emit.constant(1.0 / math.factorial(degree))

@@ -13,18 +13,62 @@ do not overlap than on the numbers; for five states the row operations below mad
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 
 import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
+from numba.core import config as numba_config
+from numba.core.codegen import get_host_cpu_features
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
-_HOST = llvm.get_host_cpu_features()
-_VECTOR_BYTES = 64 if _HOST.get("avx512f") else 32
+# For each value of LIGHTNING_HMM_SIMD: the features that the processor must have, and the processor that numba compiles for.
+# AVX-512 is compiled for the processor at hand, as without the variable. The features of AVX2 are those of the level x86-64-v3.
+_AVX2_FEATURES = ("avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe")
+_INSTRUCTION_SETS: dict[str, tuple[tuple[str, ...], str | None, str | None]] = {
+    "avx512": (("avx512f",), None, None),
+    "avx2": (_AVX2_FEATURES, "x86-64-v3", ",".join(f"+{feature}" for feature in _AVX2_FEATURES)),
+    "generic": ((), "generic", ""),
+}
+
+
+def _forced_target(name: str, host: Mapping[str, bool]) -> tuple[str | None, str | None]:
+    """Returns the processor name and the features that numba must compile for, given the value of LIGHTNING_HMM_SIMD; None stands for those of `host`."""
+    if name not in _INSTRUCTION_SETS:
+        *others, last = _INSTRUCTION_SETS
+        raise ValueError(f"`LIGHTNING_HMM_SIMD` must be {', '.join(others)} or {last}, but is {name!r} instead.")
+    required, cpu_name, features = _INSTRUCTION_SETS[name]
+    lacking = [feature for feature in required if not host.get(feature)]
+    if lacking:
+        raise ValueError(
+            f"`LIGHTNING_HMM_SIMD` must name instructions that the processor has, but is {name!r}, and this processor lacks {', '.join(lacking)}. "
+            "Use 'generic', or unset the variable."
+        )
+    return cpu_name, features
+
+
+def _target_features() -> str:
+    """Restricts numba to the instructions of LIGHTNING_HMM_SIMD where that is set; returns the features that numba compiles for."""
+    forced = os.environ.get("LIGHTNING_HMM_SIMD")
+    if forced:
+        cpu_name, wanted = _forced_target(forced, llvm.get_host_cpu_features())
+        vars(numba_config).update(CPU_NAME=cpu_name, CPU_FEATURES=wanted)
+    features: str = cpu_target.target_context.codegen().magic_tuple()[2]  # numba decides this once in a process
+    if forced and features != (get_host_cpu_features() if wanted is None else wanted):
+        raise RuntimeError(
+            f"`LIGHTNING_HMM_SIMD` is {forced!r}, but numba was set up for other instructions before lightning_hmm was imported. Import lightning_hmm first."
+        )
+    return features
+
+
+# The features are part of the key of numba's cache. The constants below depend on nothing else, so code with other constants is never loaded.
+_HAS_AVX512 = "+avx512f" in _target_features().split(",")
+_VECTOR_BYTES = 64 if _HAS_AVX512 else 32
 # The largest block whose accumulators fit into the registers: 4 x 4 of 32 with AVX-512, 4 x 2 of 16 otherwise.
-_WIDEST = 4 if _HOST.get("avx512f") else 2
+_WIDEST = 4 if _HAS_AVX512 else 2
 
 
 def padded_size(size: int, itemsize: int) -> int:

@@ -50,8 +50,17 @@ class KneserNey:
         self._orders: list[_Order] = []
 
     def fit(self, sequences: Any) -> KneserNey:
-        """Counts the n-grams of the sequences; none crosses from one to the next."""
+        """Counts the n-grams of the sequences; none crosses from one to the next.
+
+        A weight w counts a sequence w times. Weights must be whole numbers: the discounts are those of whole counts.
+        """
+        sequences = (sequences if isinstance(sequences, Sequences) else Sequences.from_list(sequences)).counted()
+        weights = np.ones(len(sequences)) if sequences.weights is None else sequences.weights.cpu().numpy()
+        if np.any(weights != np.floor(weights)):
+            n = int(np.flatnonzero(weights != np.floor(weights))[0])
+            raise ValueError(f"`sequences` must have whole numbers as weights for n-grams, but sequence {n} has {weights[n]:g}.")
         symbols, position = self._arrays(sequences)
+        repeats = np.repeat(weights.astype(np.int64), sequences.lengths.numpy())
         if not symbols.shape[0]:
             raise ValueError("`sequences` must hold at least one symbol, but hold none.")
         found = []
@@ -59,9 +68,8 @@ class KneserNey:
         for length in range(1, self.order + 1):
             context = np.append(-1, numbers[:-1]) if length > 1 else numbers
             valid = np.flatnonzero((position >= length - 1) & (context >= 0))
-            keys, first, inverse, counts = np.unique(
-                context[valid] * self.num_symbols + symbols[valid], return_index=True, return_inverse=True, return_counts=True
-            )
+            keys, first, inverse = np.unique(context[valid] * self.num_symbols + symbols[valid], return_index=True, return_inverse=True)
+            counts = np.bincount(inverse, repeats[valid], keys.shape[0]).astype(np.int64)
             suffix = numbers[valid[first]]
             numbers = np.full(symbols.shape[0], -1)
             numbers[valid] = inverse
@@ -71,6 +79,8 @@ class KneserNey:
         self._orders = []
         num_contexts = 1
         for n, (keys, counts, _, begins) in enumerate(found):
+            if not keys.shape[0]:  # no sequence is as long as this, so lower orders stay as they are
+                break
             if n + 1 < len(found):
                 counts = np.bincount(found[n + 1][2], minlength=keys.shape[0]) + begins  # different symbols before it
             once, twice = int((counts == 1).sum()), int((counts == 2).sum())
@@ -144,9 +154,9 @@ class KneserNey:
         return torch.from_numpy(sums[offsets[1:]] - sums[offsets[:-1]])
 
     def bits_per_symbol(self, sequences: Any) -> float:
-        """-log2 p over all sequences, per symbol."""
+        """-log2 p over all sequences, each with its weight, per symbol."""
         sequences = sequences if isinstance(sequences, Sequences) else Sequences.from_list(sequences)
-        return -float(self.score(sequences).sum()) / max(sequences.num_steps, 1) / math.log(2)
+        return -float(sequences.weighted(self.score(sequences)).sum()) / max(float(sequences.num_observed()), 1.0) / math.log(2)
 
 
 def _found(known: np.ndarray, keys: np.ndarray) -> np.ndarray:

@@ -249,15 +249,13 @@ class RecurrentNet(PredictionErrors):
                 "Call `model.initialise(sequences)` before training, or train with a datamodule or `lightning_hmm.fit`."
             )
 
-    def on_train_epoch_start(self) -> None:
-        optimizer: Any = self.optimizers()
-        for group in optimizer.param_groups:
-            group["lr"] = self.learning_rate * self.learning_rate_decay**self.current_epoch
-
     def training_step(self, batch: Sequences, batch_idx: int) -> None:
         self._require_sequences(batch)
         batch.check(self.num_symbols, self.num_features)
+        batch = batch.counted()  # a long sequence of weight zero would add updates without a gradient, and Adam moves in these too
         optimizer: Any = self.optimizers()
+        for group in optimizer.param_groups:  # not in `on_train_epoch_start`, which is not called for every resumed epoch
+            group["lr"] = self.learning_rate * self.learning_rate_decay**self.current_epoch
         longest = int(self._over_ranks(int(batch.lengths.max()) if len(batch) else 0, "max"))
         size = self.bptt_steps or max(longest, 1)
         weights = torch.ones(len(batch), dtype=torch.float64, device=self.device) if batch.weights is None else batch.weights
@@ -290,8 +288,7 @@ class RecurrentNet(PredictionErrors):
 
     def _update(self, metric: LogLikelihoodPerSymbol, batch: Sequences) -> None:
         self._require_sequences(batch)
-        scores = self.score(batch)
-        metric.update(scores.sum() if batch.weights is None else scores @ batch.weights, batch.num_observed())
+        metric.update(batch.weighted(self.score(batch)).sum(), batch.num_observed())
 
     def predict_step(self, batch: Sequences, batch_idx: int) -> dict[str, Any]:
         """What is expected at each step, and the log-likelihood of each sequence."""

@@ -57,6 +57,14 @@ def test_the_formula(rng, order):
         np.testing.assert_allclose(model.predict_next([context, [3, 3]])[0], following, rtol=1e-12)
 
 
+def test_an_order_longer_than_every_sequence():
+    train, test = [[0, 1, 2], [1, 1], [0]], [[0, 1], [0, 1, 2, 3, 0, 1, 2], [], [3]]
+    prob = written_out(train, 4, 6)
+    model = KneserNey(4, 6).fit(train)
+    np.testing.assert_allclose(model.step_probs(test), [prob(tuple(s[:t]), s[t], 6) for s in test for t in range(len(s))], rtol=1e-12)
+    np.testing.assert_allclose(model.predict_next(test), [[prob(tuple(s), x, 6) for x in range(4)] for s in test], rtol=1e-12)
+
+
 def test_scores_add_up_and_long_orders_find_what_repeats(rng):
     text = Sequences.from_list([[0, 1, 2, 3, 1, 2] * 200])
     model = KneserNey(5, 8).fit(text)

@@ -82,13 +82,16 @@ def vector_model(sequences: Sequences, **options) -> RecurrentNet:
 @pytest.mark.parametrize("cell", ["rnn", "lstm", "gru"])
 @pytest.mark.parametrize("kind", ["symbols", "vectors", "residual"])
 def test_the_equations(rng, cell, kind):
-    """Ragged batches with missing values, in pieces of three steps, against one sequence and one step at a time."""
+    """Ragged batches with missing values, in pieces of three steps, against one sequence and one step at a time.
+
+    The model is in training mode and has dropout, which must be off in evaluation and on again afterwards.
+    """
     if kind == "symbols":
         data, longer = random_symbols(rng, num_sequences=6, missing=0.2), torch.tensor([-1])
-        model = RecurrentNet(4, num_symbols=5, cell=cell, num_layers=2, **EXACT)
+        model = RecurrentNet(4, num_symbols=5, cell=cell, num_layers=2, dropout=0.5, **EXACT)
     else:
         data, longer = random_vectors(rng, num_sequences=6, missing=0.2), torch.full((1, 2), torch.nan, dtype=torch.float64)
-        model = vector_model(data, cell=cell, num_layers=2, residual=kind == "residual")
+        model = vector_model(data, cell=cell, num_layers=2, dropout=0.5, residual=kind == "residual")
     expected = [written_out(model, sequence) for sequence in data if len(sequence)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recurrent, "_AT_ONCE", 3 * len(data))
@@ -96,6 +99,8 @@ def test_the_equations(rng, cell, kind):
         scores = torch.stack([log_probs.sum() for _, log_probs in expected]).detach()
         torch.testing.assert_close(model.score(data)[data.lengths > 0], scores, rtol=1e-10, atol=1e-12)
     assert (model.score(data)[data.lengths == 0] == 0).all()
+    assert model.training
+    assert model.dropout.training
     following = model.predict_next(data)
     mean = following if kind == "symbols" else following.mean
     torch.testing.assert_close(mean, torch.stack([written_out(model, torch.cat([sequence, longer]))[0][-1] for sequence in data]).detach())

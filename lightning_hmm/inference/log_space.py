@@ -1,8 +1,8 @@
-"""The dense HMM in plain torch: any device, no compiled code, and the oracle of the compiled kernels.
+"""Forward-backward and Viterbi in log space, for any operator on any device.
 
-Everything is in log space and nothing is read back to the host: no branch depends on a tensor's value, so a GPU is never
-made to wait. Sequences are padded to the longest of a chunk; chunks hold at most `_PAIR_ENTRIES` entries of
-(sequences x states x states), which is what one step needs.
+It is right for every input and slow: each step needs (sequences x states x states) entries. `reference` runs it for sequences that
+leave the range of scaled probabilities, and tests compare everything else with it. Sequences are padded to the longest of a chunk, and
+chunks hold at most `_PAIR_ENTRIES` entries. No branch depends on a tensor's value, so the host never waits for a device.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_hmm.inference.kernels.dense_loops import SYMBOLS
+from lightning_hmm.inference.operators import Operator
+from lightning_hmm.inference.results import EStep
 
 _PAIR_ENTRIES = 1 << 24
 
@@ -47,42 +48,25 @@ def _chunks(offsets: Tensor, num_states: int, device: torch.device) -> list[_Chu
     return chunks
 
 
-def log_emissions(kind: int, parameters: list[Tensor], values: Tensor, dtype: torch.dtype) -> Tensor:
-    """(steps, K) log p(y_t | z_t = k)."""
-    if kind == SYMBOLS:
-        table = parameters[0].T.to(dtype)  # (V, K)
-        rows = table[values.clamp(min=0)]
-        return torch.where((values >= 0)[:, None], rows, rows.new_zeros(()))
-    if len(parameters) == 1:
-        return parameters[0].to(dtype)
-    eta1, eta2, log_norm, centre = parameters
-    u = values.to(centre.dtype) - centre  # (steps, D)
-    observed = ~u.isnan()
-    u = torch.where(observed, u, u.new_zeros(()))
-    return (u @ eta1.T + (u * u) @ eta2.T - observed.to(u.dtype) @ log_norm.T).to(dtype)
-
-
 def _safe(total: Tensor) -> Tensor:
     """Zero in place of -inf, so that subtracting it leaves -inf rather than NaN."""
     return torch.where(total == -torch.inf, torch.zeros_like(total), total)
 
 
-def e_step(
-    kind: int, initial: Tensor, transition: Tensor, parameters: list[Tensor], values: Tensor, offsets: Tensor, weights: Tensor, *, single: bool, smooth: bool
-) -> tuple[Tensor, ...]:
-    """As `cpu.e_step`: the same results, as tensors on the device of `initial`."""
+@torch.no_grad()
+def e_step(initial: Tensor, operator: Operator, log_rows: Tensor, offsets: Tensor, weights: Tensor, *, smooth: bool = True) -> EStep:
+    """As `reference.e_step`, in log space."""
     device, num_states = initial.device, initial.shape[0]
     wide = wide_dtype(device)
-    dtype = torch.float32 if single else wide
-    emissions = log_emissions(kind, parameters, values, dtype)
-    log_initial, log_transition = initial.to(dtype), transition.to(dtype)
+    emissions, log_initial = log_rows.to(wide), initial.to(wide)
+    operator = operator.to(wide)
     num_sequences, num_steps = len(offsets) - 1, len(emissions)
     log_likelihood = torch.zeros(num_sequences, dtype=wide, device=device)
     impossible_step = torch.full((num_sequences,), -1, dtype=torch.int64, device=device)
     last = torch.zeros(num_sequences, num_states, dtype=wide, device=device)
     smoothed, filtered = (torch.zeros(num_steps if smooth else 0, num_states, dtype=wide, device=device) for _ in range(2))
     initial_counts = torch.zeros(num_states, dtype=wide, device=device)
-    transition_counts = torch.zeros(num_states, num_states, dtype=wide, device=device)
+    counts = tuple(torch.zeros_like(value) for value in operator.natural)
 
     for chunk in _chunks(offsets, num_states, device):
         here = slice(chunk.first, chunk.last)
@@ -93,7 +77,7 @@ def e_step(
             if t == 0:
                 joint = log_initial + row
             else:
-                joint = torch.logsumexp(messages[-1][:, :, None] + log_transition, dim=1) + row
+                joint = torch.logsumexp(messages[-1][:, :, None] + operator.to_dense(chunk.rows[t]), dim=1) + row
             total = torch.where(running, torch.logsumexp(joint, dim=1), joint.new_zeros(()))
             message = joint - _safe(total)[:, None]
             messages.append(message if t == 0 else torch.where(running[:, None], message, messages[-1]))
@@ -104,55 +88,41 @@ def e_step(
             continue
         possible = impossible_step[here] < 0
         has_steps = chunk.running[0]
-        last[here] = torch.where((possible & has_steps)[:, None], messages[-1].exp().to(wide), last.new_zeros(()))
+        last[here] = torch.where((possible & has_steps)[:, None], messages[-1].exp(), last.new_zeros(()))
         if not smooth:
             continue
         back = torch.zeros_like(messages[0])
         for t in range(len(messages) - 1, -1, -1):
             counted = chunk.running[t] & possible
             joint = messages[t] + back
-            gamma = (joint - _safe(torch.logsumexp(joint, dim=1))[:, None]).exp().to(wide)
+            gamma = (joint - _safe(torch.logsumexp(joint, dim=1))[:, None]).exp()
             gamma = torch.where(counted[:, None], gamma * weight[:, None], gamma.new_zeros(()))
             # Padded places write to row 0, so results are added to zeros rather than stored.
             smoothed.index_add_(0, chunk.rows[t], gamma)
-            kept = torch.where(counted[:, None], messages[t].exp().to(wide), gamma.new_zeros(()))
+            kept = torch.where(counted[:, None], messages[t].exp(), gamma.new_zeros(()))
             filtered.index_add_(0, chunk.rows[t], kept)
             if t == 0:
                 initial_counts += gamma.sum(0)
             else:
-                pair = messages[t - 1][:, :, None] + log_transition + (emissions[chunk.rows[t]] + back)[:, None, :]  # (n, K, K)
+                pair = messages[t - 1][:, :, None] + operator.to_dense(chunk.rows[t]) + (emissions[chunk.rows[t]] + back)[:, None, :]  # (n, S, S)
                 total = _safe(torch.logsumexp(pair.flatten(1), dim=1))
                 pair = pair - total[:, None, None]
                 share = torch.where(counted, weight, weight.new_zeros(()))
-                expected = torch.where(counted[:, None, None], pair.exp().to(wide), share.new_zeros(()))
-                transition_counts += torch.einsum("n,nij->ij", share, expected)
+                expected = torch.where(counted[:, None, None], pair.exp(), share.new_zeros(())) * share[:, None, None]
+                for total_counts, found in zip(counts, operator.counts_of_pairs(expected, chunk.rows[t]), strict=True):
+                    total_counts += found
                 # Where alpha is zero the message back is of no use and may be infinite.
                 reachable = messages[t - 1] > -torch.inf
                 earlier = torch.where(reachable, torch.logsumexp(pair, dim=2) - _safe(messages[t - 1]), -torch.inf)
                 back = torch.where(chunk.running[t][:, None], earlier, back)
-    none = [smoothed.new_zeros(0, num_states) for _ in range(3)]  # three, as an operator must not return one tensor twice
-    visits, sum1, sum2 = _emission_statistics(kind, parameters, values, smoothed, none) if smooth else none
-    return log_likelihood, impossible_step, initial_counts, transition_counts, visits, sum1, sum2, smoothed, filtered, last
+    return EStep(log_likelihood, impossible_step, initial_counts, counts, smoothed, filtered, last)
 
 
-def _emission_statistics(kind: int, parameters: list[Tensor], values: Tensor, smoothed: Tensor, none: list[Tensor]) -> list[Tensor]:
-    if kind == SYMBOLS:
-        visits = smoothed.new_zeros(parameters[0].shape[1], smoothed.shape[1])
-        share = torch.where((values >= 0)[:, None], smoothed, smoothed.new_zeros(()))
-        return [visits.index_add_(0, values.clamp(min=0), share), *none[1:]]
-    if len(parameters) == 1:
-        return none
-    u = values.to(smoothed.dtype) - parameters[3].to(smoothed.dtype)
-    observed = ~u.isnan()
-    u = torch.where(observed, u, u.new_zeros(()))
-    return [observed.to(smoothed.dtype).T @ smoothed, u.T @ smoothed, (u * u).T @ smoothed]
-
-
-def viterbi(kind: int, initial: Tensor, transition: Tensor, parameters: list[Tensor], values: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """As `cpu.viterbi`."""
+@torch.no_grad()
+def viterbi(initial: Tensor, operator: Operator, log_rows: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """(steps,) the most probable states, -1 in impossible sequences; and (N,) their log-probabilities."""
     device, dtype = initial.device, wide_dtype(initial.device)
-    initial, transition = initial.to(dtype), transition.to(dtype)
-    emissions = log_emissions(kind, parameters, values, dtype)
+    initial, emissions, operator = initial.to(dtype), log_rows.to(dtype), operator.to(dtype)
     path = torch.zeros(len(emissions) + 1, dtype=torch.int64, device=device)  # one place more, for what padding writes
     log_probability = torch.zeros(len(offsets) - 1, dtype=dtype, device=device)
     for chunk in _chunks(offsets, initial.shape[0], device):
@@ -163,7 +133,7 @@ def viterbi(kind: int, initial: Tensor, transition: Tensor, parameters: list[Ten
             if t == 0:
                 delta = torch.where(running, initial + row, delta)
             else:
-                best, pointer = (delta[:, :, None] + transition).max(dim=1)
+                best, pointer = (delta[:, :, None] + operator.to_dense(chunk.rows[t])).max(dim=1)
                 pointers.append(pointer)
                 delta = torch.where(running, best + row, delta)
         best, state = delta.max(dim=1)

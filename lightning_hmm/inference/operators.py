@@ -1,0 +1,217 @@
+r"""Transition operators: linear maps of forward messages, with natural parameters.
+
+An operator is its method `predict`, which maps messages :math:`\alpha` to :math:`\alpha A` and is differentiable. Everything else follows
+from it: the backward messages :math:`A \kappa` are the vector-Jacobian product of `predict` in :math:`\alpha`, and the expected counts of
+the natural parameters are the one in these. An operator overrides `prepare` and `counts` where it has a faster way. It must do so to run inside
+an operator of `torch.library`, where autograd is off.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Prepared(NamedTuple):
+    """An operator in the precision of a pass, exponentiated once.
+
+    predict: (n, S) messages and (n,) step numbers to the messages after the transition into those steps.
+    retract: the transpose of `predict`.
+    """
+
+    predict: Callable[[Tensor, Tensor], Tensor]
+    retract: Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Operator(ABC):
+    """Base class of transition operators; the fields of a subclass are tensors, those with natural parameters floating point."""
+
+    @property
+    @abstractmethod
+    def num_states(self) -> int:
+        """S."""
+
+    @abstractmethod
+    def predict(self, alpha: Tensor, at: Tensor) -> Tensor:
+        """(n, S) messages after the transition into the steps `at` (n,), from those before it; linear in `alpha` and differentiable."""
+
+    @property
+    def natural(self) -> tuple[Tensor, ...]:
+        """The natural parameters, in the order of the fields."""
+        return tuple(value for value in self._values() if value.is_floating_point())
+
+    def with_natural(self, natural: tuple[Tensor, ...]) -> Operator:
+        """The same operator with other natural parameters."""
+        names = [field.name for field, value in zip(fields(self), self._values(), strict=True) if value.is_floating_point()]
+        changes: dict[str, Any] = dict(zip(names, natural, strict=True))
+        return replace(self, **changes)
+
+    def to(self, dtype: torch.dtype) -> Operator:
+        """The same operator with its natural parameters, detached, in another precision."""
+        return self.with_natural(tuple(value.detach().to(dtype) for value in self.natural))
+
+    def prepare(self, dtype: torch.dtype) -> Prepared:
+        """The maps of a pass in the given precision."""
+        operator = self.to(dtype)
+
+        def retract(kappa: Tensor, at: Tensor) -> Tensor:
+            with torch.enable_grad():
+                alpha = torch.zeros_like(kappa).requires_grad_()
+                (back,) = torch.autograd.grad(operator.predict(alpha, at), alpha, kappa)
+            return back
+
+        return Prepared(operator.predict, retract)
+
+    def counts(self, alpha: Tensor, kappa: Tensor, at: Tensor) -> tuple[Tensor, ...]:
+        """Expected counts, one tensor for each natural parameter, from (n, S) messages before the steps `at` and scaled ones after them."""
+        leaves = tuple(value.detach().to(alpha.dtype).requires_grad_() for value in self.natural)
+        with torch.enable_grad():
+            return torch.autograd.grad(self.with_natural(leaves).predict(alpha, at), leaves, kappa, materialize_grads=True)
+
+    def counts_of_pairs(self, pairs: Tensor, at: Tensor) -> tuple[Tensor, ...]:
+        """Expected counts, one tensor for each natural parameter, from those of all pairs of states (n, S, S) across the steps `at`."""
+        leaves = tuple(value.detach().to(pairs.dtype).requires_grad_() for value in self.natural)
+        with torch.enable_grad():
+            matrix = self.with_natural(leaves).to_dense(at)
+            return torch.autograd.grad(matrix, leaves, pairs.sum(0) if matrix.dim() == 2 else pairs, materialize_grads=True)
+
+    def to_dense(self, at: Tensor) -> Tensor:
+        """Log-probabilities of the transitions into the steps `at` (n,): (n, S, S), or (S, S) if they are the same for all steps."""
+        unit = torch.eye(self.num_states, dtype=self.natural[0].dtype, device=self.natural[0].device)
+        probs = self.predict(unit, at[:1].expand(len(unit)))
+        possible = probs > 0  # the logarithm of zero has no gradient
+        return torch.where(possible, torch.where(possible, probs, 1.0).log(), -torch.inf)
+
+    def restricted_to(self, at: Tensor) -> Operator:
+        """The operator of a batch that has the steps `at` of this one only."""
+        return self
+
+    def _values(self) -> list[Tensor]:
+        return [getattr(self, field.name) for field in fields(self)]
+
+
+@dataclass(frozen=True)
+class Dense(Operator):
+    """A full matrix: (S, S) log-probabilities, -inf for a transition that cannot happen."""
+
+    log_probs: Tensor
+
+    @property
+    def num_states(self) -> int:
+        return self.log_probs.shape[0]
+
+    def predict(self, alpha: Tensor, at: Tensor) -> Tensor:
+        return alpha @ self.log_probs.exp()
+
+    def prepare(self, dtype: torch.dtype) -> Prepared:
+        probs = self.log_probs.detach().exp().to(dtype)
+        return Prepared(lambda alpha, at: alpha @ probs, lambda kappa, at: kappa @ probs.T)
+
+    def counts(self, alpha: Tensor, kappa: Tensor, at: Tensor) -> tuple[Tensor, ...]:
+        return ((alpha.T @ kappa) * self.log_probs.detach().exp().to(alpha.dtype),)
+
+    def counts_of_pairs(self, pairs: Tensor, at: Tensor) -> tuple[Tensor, ...]:
+        return (pairs.sum(0),)
+
+    def to_dense(self, at: Tensor) -> Tensor:
+        return self.log_probs
+
+
+@dataclass(frozen=True)
+class MostlyConstant(Operator):
+    """Rows of which M entries are kept and all others share a constant.
+
+    indices: (S, M) the columns of the kept entries; log_values: (S, M) their log-probabilities; log_constants: (S,) the
+    log-probability of each of the others. With constants of -inf it is a sparse matrix.
+    """
+
+    indices: Tensor
+    log_values: Tensor
+    log_constants: Tensor
+
+    @property
+    def num_states(self) -> int:
+        return self.log_constants.shape[0]
+
+    def predict(self, alpha: Tensor, at: Tensor) -> Tensor:
+        constants = self.log_constants.exp()
+        above = alpha[:, :, None] * (self.log_values.exp() - constants[:, None])  # (n, S, M)
+        rest = (alpha @ constants)[:, None].expand(-1, self.num_states)
+        return rest.scatter_add(1, self.indices.reshape(1, -1).expand(len(alpha), -1), above.flatten(1))
+
+    def prepare(self, dtype: torch.dtype) -> Prepared:
+        operator = self.to(dtype)
+        assert isinstance(operator, MostlyConstant)
+        above, constants = operator.log_values.exp() - operator.log_constants.exp()[:, None], operator.log_constants.exp()
+
+        def retract(kappa: Tensor, at: Tensor) -> Tensor:
+            return kappa.sum(1, keepdim=True) * constants + (kappa[:, self.indices] * above).sum(2)
+
+        return Prepared(operator.predict, retract)
+
+    def counts(self, alpha: Tensor, kappa: Tensor, at: Tensor) -> tuple[Tensor, ...]:
+        kept = torch.stack([(alpha * kappa[:, column]).sum(0) for column in self.indices.T], 1)
+        every = alpha.T @ kappa.sum(1)
+        return kept * self.log_values.detach().exp().to(kept.dtype), (every - kept.sum(1)) * self.log_constants.detach().exp().to(kept.dtype)
+
+    def counts_of_pairs(self, pairs: Tensor, at: Tensor) -> tuple[Tensor, ...]:
+        total = pairs.sum(0)
+        return total.gather(1, self.indices), total.scatter(1, self.indices, 0.0).sum(1)
+
+    def to_dense(self, at: Tensor) -> Tensor:
+        return self.log_constants[:, None].expand(-1, self.num_states).scatter(1, self.indices, self.log_values)
+
+
+@dataclass(frozen=True)
+class TimeVarying(Operator):
+    """A matrix for each step: log_probs (M, S, S) and index (steps,), the matrix of the transition *into* each step."""
+
+    log_probs: Tensor
+    index: Tensor
+
+    @property
+    def num_states(self) -> int:
+        return self.log_probs.shape[1]
+
+    def predict(self, alpha: Tensor, at: Tensor) -> Tensor:
+        return (alpha[:, None] @ self.log_probs.exp()[self.index[at]]).squeeze(1)
+
+    def prepare(self, dtype: torch.dtype) -> Prepared:
+        probs = self.log_probs.detach().exp().to(dtype)
+        return Prepared(
+            lambda alpha, at: (alpha[:, None] @ probs[self.index[at]]).squeeze(1), lambda kappa, at: (probs[self.index[at]] @ kappa[:, :, None]).squeeze(2)
+        )
+
+    def to_dense(self, at: Tensor) -> Tensor:
+        return self.log_probs[self.index[at]]
+
+    def restricted_to(self, at: Tensor) -> Operator:
+        return TimeVarying(self.log_probs, self.index[at])
+
+
+@dataclass(frozen=True)
+class Duration(Operator):
+    """Explicit durations, for hidden semi-Markov models; the state K x D is never multiplied out.
+
+    log_jumps: (K, K) from one stay to the next; log_durations: (K, D) of a stay's length, 1 to D. State k D + r stays in k for r
+    more steps.
+    """
+
+    log_jumps: Tensor
+    log_durations: Tensor
+
+    @property
+    def num_states(self) -> int:
+        return self.log_durations.numel()
+
+    def predict(self, alpha: Tensor, at: Tensor) -> Tensor:
+        stays = alpha.reshape(len(alpha), *self.log_durations.shape)
+        entering = stays[:, :, 0] @ self.log_jumps.exp()
+        staying = torch.cat([stays[:, :, 1:], torch.zeros_like(stays[:, :, :1])], 2)
+        return (staying + entering[:, :, None] * self.log_durations.exp()).flatten(1)

@@ -1,0 +1,39 @@
+"""Figures and loggers observe a training. Where one of them fails, a warning reports it and the training continues."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from lightning.pytorch.loggers import Logger
+
+# What Lightning calls on a logger between the start and the end of a run.
+_LOGGER_METHODS = ("log_hyperparams", "log_graph", "log_metrics", "save", "after_save_checkpoint", "finalize")
+
+
+@contextmanager
+def reporting(what: str, reported: set[str]) -> Iterator[None]:
+    """Turns an exception of the body into a warning that names `what`, unless `reported` holds it already."""
+    try:
+        yield
+    except Exception as error:
+        if what not in reported:
+            reported.add(what)
+            warnings.warn(f"{what} failed, and the run continues without it: {type(error).__name__}: {error} (This is reported once.)", stacklevel=3)
+
+
+def guard_loggers(loggers: Iterable[Logger]) -> None:
+    """Makes the methods of `loggers` that Lightning calls during a run report their exceptions instead of raising them."""
+    for logger in loggers:
+        reported: set[str] = set()
+        for name in _LOGGER_METHODS:
+            if name not in vars(logger):  # a Trainer may run several times
+                setattr(logger, name, partial(_call, logger, name, reported))
+
+
+def _call(logger: Logger, name: str, reported: set[str], *args: Any, **options: Any) -> Any:
+    with reporting(f"{type(logger).__name__}.{name}", reported):
+        return getattr(type(logger), name)(logger, *args, **options)
