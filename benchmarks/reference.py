@@ -15,6 +15,7 @@ import torch
 
 from lightning_hmm import Sequences
 from lightning_hmm.inference import dense, operators, reference
+from lightning_hmm.inference.evidence import Rows
 from lightning_hmm.inference.kernels import cpu
 
 SETTINGS = ((10, 20, 256, 300), (50, 27, 64, 300), (200, 27, 16, 300))  # states, symbols, sequences, steps
@@ -45,7 +46,7 @@ def measured(states: int, symbols: int, number: int, length: int) -> tuple[float
 
     def plain() -> object:
         rows = dense.log_emissions(cpu.SYMBOLS, [table], data.values, torch.float64)
-        return reference.e_step(initial, operators.Dense(transition), rows, data.offsets, weights)
+        return reference.e_step(initial, operators.Dense(transition), Rows(rows), data.offsets, weights)
 
     compiled()  # compiles
     ours, theirs = _least([compiled, plain])

@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _get_current_dispatch_mode as get_current_dispatch_mode
 
 from lightning_hmm.inference import log_space, operators, reference
+from lightning_hmm.inference.evidence import Rows
 from lightning_hmm.inference.kernels import cpu, dense_loops
 from lightning_hmm.inference.log_space import wide_dtype
 from lightning_hmm.inference.results import EStep as EStepRows
@@ -178,7 +179,7 @@ def _e_step_op(
     per_step: bool,
 ) -> _Results:
     rows = log_emissions(kind, parameters, values, wide_dtype(initial.device))
-    found = reference.e_step(initial, operators.Dense(transition), rows, offsets, weights, dtype=torch.float32 if single else None, smooth=smooth)
+    found = reference.e_step(initial, operators.Dense(transition), Rows(rows), offsets, weights, dtype=torch.float32 if single else None, smooth=smooth)
     return _finish((*found[:3], *found.counts, *_statistics(kind, parameters, values, found.smoothed, smooth), *_rows(kind, found, per_step, smooth)), weights)
 
 
@@ -269,7 +270,7 @@ def _is_plain(*tensors: Tensor) -> bool:
 @torch.library.custom_op("lightning_hmm::dense_viterbi", mutates_args=())
 def _viterbi_op(kind: int, initial: Tensor, transition: Tensor, parameters: Sequence[Tensor], values: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
     rows = log_emissions(kind, parameters, values, wide_dtype(initial.device))
-    return log_space.viterbi(initial, operators.Dense(transition), rows, offsets)
+    return log_space.viterbi(initial, operators.Dense(transition), Rows(rows), offsets)
 
 
 @_viterbi_op.register_kernel("cpu")

@@ -27,6 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_hmm.inference import dense, log_space, operators, reference
 from lightning_hmm.inference.dense import Emission, Gaussian, Path, Steps, Symbols, _numpy, _uniforms, _unpack, _values_numpy
+from lightning_hmm.inference.evidence import Rows
 from lightning_hmm.inference.kernels import cpu, dmc_cpu
 from lightning_hmm.inference.log_space import wide_dtype
 from lightning_hmm.sequences import Sequences
@@ -177,7 +178,7 @@ def _e_step_op(
     given = Transition(indices, log_values, log_constants)
     operator = operators.Dense(given.expand()) if pairs else operators.MostlyConstant(*given)
     rows = dense.log_emissions(kind, parameters, values, wide_dtype(initial.device))
-    found = reference.e_step(initial, operator, rows, offsets, weights, dtype=torch.float32 if single else None, smooth=smooth)
+    found = reference.e_step(initial, operator, Rows(rows), offsets, weights, dtype=torch.float32 if single else None, smooth=smooth)
     if pairs:
         (counts,) = found.counts
         kept, others = counts.gather(1, indices), counts.scatter(1, indices, 0.0).sum(1)
@@ -264,7 +265,7 @@ def _viterbi_op(
     use_dense: bool,
 ) -> tuple[Tensor, Tensor]:
     rows = dense.log_emissions(kind, parameters, values, wide_dtype(initial.device))
-    return log_space.viterbi(initial, operators.MostlyConstant(indices, log_values, log_constants), rows, offsets)
+    return log_space.viterbi(initial, operators.MostlyConstant(indices, log_values, log_constants), Rows(rows), offsets)
 
 
 @_viterbi_op.register_kernel("cpu")

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_hmm.inference.evidence import Evidence
 from lightning_hmm.inference.operators import Operator
 from lightning_hmm.inference.results import EStep
 
@@ -54,11 +55,11 @@ def _safe(total: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def e_step(initial: Tensor, operator: Operator, log_rows: Tensor, offsets: Tensor, weights: Tensor, *, smooth: bool = True) -> EStep:
+def e_step(initial: Tensor, operator: Operator, evidence: Evidence, offsets: Tensor, weights: Tensor, *, smooth: bool = True) -> EStep:
     """As `reference.e_step`, in log space."""
     device, num_states = initial.device, initial.shape[0]
     wide = wide_dtype(device)
-    emissions, log_initial = log_rows.to(wide), initial.to(wide)
+    emissions, log_initial = evidence.rows().to(wide), initial.to(wide)
     operator = operator.to(wide)
     num_sequences, num_steps = len(offsets) - 1, len(emissions)
     log_likelihood = torch.zeros(num_sequences, dtype=wide, device=device)
@@ -115,14 +116,15 @@ def e_step(initial: Tensor, operator: Operator, log_rows: Tensor, offsets: Tenso
                 reachable = messages[t - 1] > -torch.inf
                 earlier = torch.where(reachable, torch.logsumexp(pair, dim=2) - _safe(messages[t - 1]), -torch.inf)
                 back = torch.where(chunk.running[t][:, None], earlier, back)
-    return EStep(log_likelihood, impossible_step, initial_counts, counts, smoothed, filtered, last)
+    pulled = evidence.pull(smoothed) if smooth else smoothed
+    return EStep(log_likelihood, impossible_step, initial_counts, counts, pulled, smoothed, filtered, last)
 
 
 @torch.no_grad()
-def viterbi(initial: Tensor, operator: Operator, log_rows: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+def viterbi(initial: Tensor, operator: Operator, evidence: Evidence, offsets: Tensor) -> tuple[Tensor, Tensor]:
     """(steps,) the most probable states, -1 in impossible sequences; and (N,) their log-probabilities."""
     device, dtype = initial.device, wide_dtype(initial.device)
-    initial, emissions, operator = initial.to(dtype), log_rows.to(dtype), operator.to(dtype)
+    initial, emissions, operator = initial.to(dtype), evidence.rows().to(dtype), operator.to(dtype)
     path = torch.zeros(len(emissions) + 1, dtype=torch.int64, device=device)  # one place more, for what padding writes
     log_probability = torch.zeros(len(offsets) - 1, dtype=dtype, device=device)
     for chunk in _chunks(offsets, initial.shape[0], device):

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from lightning_hmm.inference import log_space
+from lightning_hmm.inference.evidence import Evidence, Rows
 from lightning_hmm.inference.log_space import wide_dtype
 from lightning_hmm.inference.operators import Operator, Prepared
 from lightning_hmm.inference.results import EStep
@@ -87,20 +88,21 @@ class _Plan:
 
 @torch.no_grad()
 def e_step(
-    initial: Tensor, operator: Operator, log_rows: Tensor, offsets: Tensor, weights: Tensor, *, dtype: torch.dtype | None = None, smooth: bool = True
+    initial: Tensor, operator: Operator, evidence: Evidence, offsets: Tensor, weights: Tensor, *, dtype: torch.dtype | None = None, smooth: bool = True
 ) -> EStep:
     """Filters and smooths a batch.
 
     Args:
         initial: (S,) log-probabilities of the first state.
         operator: transitions.
-        log_rows: (steps, S) log p(y_t | z_t); -inf forbids a state.
+        evidence: of the steps for the S states.
         offsets: (N + 1,) where the sequences begin, on the CPU.
         weights: (N,) of the sequences.
         dtype: of the messages; float64 where the device has it, if not given. Sums are float64 in any case.
         smooth: whether to run the backward pass too.
     """
     device, wide = initial.device, wide_dtype(initial.device)
+    log_rows = evidence.rows()
     dtype = wide if dtype is None else dtype
     limits, plan = _RANGES[dtype], _Plan(offsets, device)
     num_sequences, num_states, num_steps = len(offsets) - 1, len(initial), len(log_rows)
@@ -119,7 +121,7 @@ def e_step(
     nothing = torch.zeros(0, num_states, dtype=wide, device=device)
     initial_counts = torch.zeros(num_states, dtype=wide, device=device)
     counts = tuple(torch.zeros_like(value, dtype=wide) for value in operator.natural)
-    smoothed = filtered = nothing
+    smoothed = filtered = pulled = nothing
     if smooth:
         lost = log_likelihood.isnan()
         share = torch.where(lost, 0.0, weights.to(wide))[plan.sequence].to(dtype)
@@ -139,14 +141,15 @@ def e_step(
         initial_counts = gamma[:first].sum(0)
         counts = _counts(operator, alpha.to(wide), kappa, plan, first, wide)
         smoothed = gamma[plan.inverse]
+        pulled = evidence.pull(smoothed)
         filtered = torch.where(log_likelihood.isnan()[plan.sequence][:, None], 0.0, alpha.to(wide))[plan.inverse]
     last = torch.zeros(num_sequences, num_states, dtype=wide, device=device)
     last[plan.order] = torch.where(log_likelihood[plan.order].isnan()[:, None], 0.0, alpha[plan.ends].to(wide))
     impossible = torch.full((num_sequences,), -1, dtype=torch.int64, device=device)
-    found = EStep(log_likelihood, impossible, initial_counts, counts, smoothed, filtered, last)
+    found = EStep(log_likelihood, impossible, initial_counts, counts, pulled, smoothed, filtered, last)
     if not bool(log_likelihood.isnan().any()):
         return found
-    return _with_lost_sequences(found, initial, operator, log_rows, offsets, weights, smooth)
+    return with_lost_sequences(found, initial, operator, evidence, offsets, weights, smooth)
 
 
 def _forward(start: Tensor, maps: Prepared, messages: Tensor, plan: _Plan, leak: float) -> tuple[Tensor, Tensor]:
@@ -184,16 +187,24 @@ def _counts(operator: Operator, alpha: Tensor, kappa: Tensor, plan: _Plan, first
     return totals
 
 
-def _with_lost_sequences(found: EStep, initial: Tensor, operator: Operator, log_rows: Tensor, offsets: Tensor, weights: Tensor, smooth: bool) -> EStep:
-    """Adds what log space finds of the sequences whose log-likelihood is NaN."""
+def with_lost_sequences(found: EStep, initial: Tensor, operator: Operator, evidence: Evidence, offsets: Tensor, weights: Tensor, smooth: bool) -> EStep:
+    """Adds what log space finds of the sequences whose log-likelihood is NaN. Rows that `found` does not have are not filled."""
     lost = torch.nonzero(found.log_likelihood.isnan()).flatten()
     which, boundaries = lost.cpu().numpy(), offsets.numpy()
     at = torch.from_numpy(np.concatenate([np.arange(boundaries[n], boundaries[n + 1]) for n in which])).to(initial.device)
     part = torch.from_numpy(np.append(0, np.cumsum(np.diff(boundaries)[which])))
-    exact = log_space.e_step(initial, operator.restricted_to(at), log_rows[at], part, weights[lost], smooth=smooth)
-    found.log_likelihood[lost], found.impossible_step[lost], found.last[lost] = exact.log_likelihood, exact.impossible_step, exact.last
+    theirs = evidence.at(at)
+    exact = log_space.e_step(initial, operator.restricted_to(at), theirs, part, weights[lost], smooth=smooth)
+    found.log_likelihood[lost], found.impossible_step[lost] = exact.log_likelihood, exact.impossible_step
+    if len(found.last):
+        found.last[lost] = exact.last
     if not smooth:
         return found
-    found.smoothed[at], found.filtered[at] = exact.smoothed, exact.filtered
-    counts = tuple(mine + theirs for mine, theirs in zip(found.counts, exact.counts, strict=True))
-    return found._replace(initial=found.initial + exact.initial, counts=counts)
+    if len(found.smoothed):
+        found.smoothed[at], found.filtered[at] = exact.smoothed, exact.filtered
+    counts = tuple(mine + extra for mine, extra in zip(found.counts, exact.counts, strict=True))
+    if isinstance(evidence, Rows):
+        pulled = found.evidence.index_copy(0, at, exact.smoothed)
+    else:
+        pulled = found.evidence + exact.evidence
+    return found._replace(initial=found.initial + exact.initial, counts=counts, evidence=pulled)

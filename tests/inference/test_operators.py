@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lightning_hmm.inference import log_space, reference
+from lightning_hmm.inference.evidence import Rows
 from lightning_hmm.inference.operators import Dense, Duration, MostlyConstant, Operator, TimeVarying
 
 LENGTHS = (4, 0, 7, 1, 1, 5)
@@ -88,9 +89,9 @@ def test_e_step(name, route):
     weights = torch.tensor([1.0, 1.0, -2.0, 0.0, 0.5, 1.0], dtype=torch.float64)  # a gradient may have either sign
     scores, counts = summed(operator, initial, rows, offsets, weights)
     if route == "log space":
-        found = log_space.e_step(initial, operator, rows, offsets, weights)
+        found = log_space.e_step(initial, operator, Rows(rows), offsets, weights)
     else:
-        found = reference.e_step(initial, operator, rows, offsets, weights, dtype=getattr(torch, route))
+        found = reference.e_step(initial, operator, Rows(rows), offsets, weights, dtype=getattr(torch, route))
     tolerance = {"rtol": 1e-4, "atol": 1e-5} if route == "float32" else {"rtol": 1e-10, "atol": 1e-12}
     torch.testing.assert_close(found.log_likelihood, scores.detach(), **tolerance)
     for mine, theirs in zip(found.counts, counts, strict=True):
@@ -105,9 +106,9 @@ def test_sequences_that_leave_the_range_of_floats_run_in_log_space(name):
     operator, initial, rows = OPERATORS[name], log_rows(6, seed=10), log_rows(STEPS, 6, seed=11)
     rows[6:10] -= 4.5e6 * (1 + torch.arange(6)).double() * (torch.arange(4)[:, None] % 2)
     offsets, weights = torch.tensor([0, *LENGTHS]).cumsum(0), torch.rand(len(LENGTHS), dtype=torch.float64)
-    exact = log_space.e_step(initial, operator, rows, offsets, weights)
+    exact = log_space.e_step(initial, operator, Rows(rows), offsets, weights)
     for dtype, rtol in ((torch.float64, 1e-9), (torch.float32, 1e-4)):
-        found = reference.e_step(initial, operator, rows, offsets, weights, dtype=dtype)
+        found = reference.e_step(initial, operator, Rows(rows), offsets, weights, dtype=dtype)
         torch.testing.assert_close(found.log_likelihood, exact.log_likelihood, rtol=rtol, atol=1e-4)
         for mine, theirs in zip(found.counts, exact.counts, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=rtol, atol=rtol)

@@ -10,6 +10,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_hmm.inference import dense, log_space, operators, reference
+from lightning_hmm.inference.evidence import Rows
 from lightning_hmm.inference.kernels import cpu
 from tests.inference import oracle
 from tests.inference.oracle import KINDS
@@ -33,10 +34,10 @@ def plain(model: oracle.Model, weights: torch.Tensor, *, single: bool = False, s
     kind, initial, transition, parameters, values, offsets = arguments(model)
     rows, operator = dense.log_emissions(kind, parameters, values, torch.float64), operators.Dense(transition)
     if exact:
-        found = log_space.e_step(initial, operator, rows, offsets, weights, smooth=smooth)
+        found = log_space.e_step(initial, operator, Rows(rows), offsets, weights, smooth=smooth)
     else:
-        found = reference.e_step(initial, operator, rows, offsets, weights, dtype=torch.float32 if single else None, smooth=smooth)
-    return *found[:3], *found.counts, *dense._statistics(kind, parameters, values, found.smoothed, smooth), *found[4:]
+        found = reference.e_step(initial, operator, Rows(rows), offsets, weights, dtype=torch.float32 if single else None, smooth=smooth)
+    return *found[:3], *found.counts, *dense._statistics(kind, parameters, values, found.smoothed, smooth), *found[5:]
 
 
 @pytest.mark.parametrize("route", ["float64", "float32", "log space"])
@@ -60,7 +61,7 @@ def test_e_step(kind, zeros, route):
 
 def best_path(model: oracle.Model) -> tuple[torch.Tensor, torch.Tensor]:
     kind, initial, transition, parameters, values, offsets = arguments(model)
-    return log_space.viterbi(initial, operators.Dense(transition), dense.log_emissions(kind, parameters, values, torch.float64), offsets)
+    return log_space.viterbi(initial, operators.Dense(transition), Rows(dense.log_emissions(kind, parameters, values, torch.float64)), offsets)
 
 
 @pytest.mark.parametrize("zeros", [0.0, 0.5])
@@ -77,7 +78,7 @@ def test_equally_probable_paths():
     """With everything uniform all paths tie: both say state 0 throughout."""
     flat = torch.zeros(6, 3, dtype=torch.float64)
     given = cpu.STEPS, torch.zeros(3).double(), torch.zeros(3, 3).double(), [flat], torch.zeros(6).long(), torch.tensor([0, 4, 6])
-    assert log_space.viterbi(given[1], operators.Dense(given[2]), flat, given[5])[0].tolist() == [0] * 6
+    assert log_space.viterbi(given[1], operators.Dense(given[2]), Rows(flat), given[5])[0].tolist() == [0] * 6
     assert cpu.viterbi(*as_numpy(given))[0].tolist() == [0] * 6
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_hmm.inference import log_space, operators
+from lightning_hmm.inference.evidence import Rows
 from lightning_hmm.inference.log_space import _chunks, _safe, wide_dtype
 
 
@@ -66,7 +67,7 @@ def e_step(
         return _symbols_e_step(layout, initial.to(dtype), log_probs, values, offsets, weights, smooth=smooth)
     matrix, places = _expanded(layout, log_probs, -torch.inf)
     rows = step_rows(layout, values, evidence, dtype)
-    found = log_space.e_step(initial, operators.Dense(matrix), rows, offsets, weights, smooth=smooth)
+    found = log_space.e_step(initial, operators.Dense(matrix), Rows(rows), offsets, weights, smooth=smooth)
     counts = found.counts[0].reshape(-1)[places] if smooth else found.initial.new_zeros(0)
     return *found[:3], counts, found.smoothed, found.filtered, found.last
 
@@ -147,4 +148,4 @@ def viterbi(layout: Any, initial: Tensor, probs: Tensor, values: Tensor, evidenc
     """As `cloned_cpu.viterbi`, by the expanded matrix."""
     dtype = wide_dtype(initial.device)
     matrix, _ = _expanded(layout, probs.to(dtype).log(), -torch.inf)
-    return log_space.viterbi(initial, operators.Dense(matrix), step_rows(layout, values, evidence, dtype), offsets)
+    return log_space.viterbi(initial, operators.Dense(matrix), Rows(step_rows(layout, values, evidence, dtype)), offsets)
