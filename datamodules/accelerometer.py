@@ -18,6 +18,7 @@ from datamodules.paths import cache_name, find_files, some
 from datamodules.reader import require_different, require_observed
 from datamodules.scaling import ScaledDataModule
 from datamodules.series import ENDINGS, SECOND, as_numbers, as_times, read_table, resample
+from lightning_hmm.columns import feature_columns
 from lightning_hmm.loading import generator
 from lightning_hmm.sequences import Sequences
 
@@ -67,7 +68,7 @@ class AccelerometerDataModule(ScaledDataModule):
         kwargs: the words of `SequenceDataModule`; the fractions are of the steps of each recording.
 
     Attributes:
-        columns: the names of the features.
+        columns: one real column for each feature, with the name of the column in the file.
         step: seconds between steps.
     """
 
@@ -107,9 +108,8 @@ class AccelerometerDataModule(ScaledDataModule):
             self._dataset, metadata = self.cached(cache_name([CACHE_VERSION, reader], {"train": files}), lambda: reader.read(files))
         self.step: float = json.loads(metadata["step"])
         names: list[str] = json.loads(metadata["columns"])
-        self.set_columns(names, chosen=columns is not None)
+        self.set_columns(feature_columns(len(names), names), chosen=columns is not None)
         self._segments: list[int] = json.loads(metadata["segments"])  # of each recording
-        self.num_features = len(names)
 
     def load_dataset(self) -> dict[str, datasets.Dataset]:
         table = self._dataset.with_format("arrow")[:]

@@ -1,7 +1,7 @@
 """What all data modules share: the split into parts, storage as Arrow, and loaders that visit each sequence once.
 
-A data module is a LightningDataModule with one method to write, `load_dataset`, and two numbers to know once it is
-constructed, `num_symbols` and `num_features`: the command line hands them to the model before any data is read.
+A data module is a LightningDataModule with one method to write, `load_dataset`, and one attribute to set when it is
+constructed, `columns`: the command line passes what it describes to the model before any data is read.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_hmm.columns import STEP_COLUMNS, Column, narrowest
 from lightning_hmm.loading import generator, loader
-from lightning_hmm.sequences import Sequences, Vocabulary
+from lightning_hmm.sequences import Sequences
+from lightning_hmm.vocabulary import Vocabulary
 
 Part = Literal["train", "val", "test"]
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -47,16 +49,22 @@ class SequenceDataModule(LightningDataModule, ABC):
         num_workers: processes that prepare batches.
 
     Attributes:
-        num_symbols: size of the alphabet, or ``None`` for real vectors. Known once constructed.
-        num_features: entries of a vector, or ``None`` for symbols. Known once constructed.
+        columns: what is observed at each step, in order. One categorical column means symbols; otherwise the values are vectors with
+            one entry for each column, in which a categorical column holds the numbers of categories. Set by the constructor.
         vocabulary: the names of the symbols, if they have names.
         state_names: the names of the true states, if they have names.
+        label_names: the names of the labels in the order of their numbers, if the sequences have labels with names.
+        input_names: the names of the inputs, if the sequences have inputs.
+        action_names: the names of the actions in the order of their numbers, if the sequences have actions with names.
+        num_actions: the number of actions, if the sequences have actions.
     """
 
-    num_symbols: int | None = None
-    num_features: int | None = None
     vocabulary: Vocabulary | None = None
     state_names: list[str] | None = None
+    label_names: list[str] | None = None
+    input_names: list[str] | None = None
+    action_names: list[str] | None = None
+    num_actions: int | None = None
 
     def __init__(
         self,
@@ -85,6 +93,7 @@ class SequenceDataModule(LightningDataModule, ABC):
         self.data_dir = Path(data_dir if data_dir is not None else os.environ.get("LIGHTNING_HMM_DATA", "data"))
         self.batch_size, self.seed, self.shuffle, self.num_workers = batch_size, seed, shuffle, num_workers
         self.val_fraction, self.test_fraction = val_fraction, test_fraction
+        self.columns: list[Column] = []
         self._sources: dict[Part, tuple[Sequences, Sequences | None, Tensor | None]] = {}
         self._gathered: dict[Part, Sequences] = {}
         self._trains_on_validation = False
@@ -96,8 +105,9 @@ class SequenceDataModule(LightningDataModule, ABC):
         """Builds or opens the data: the one method of a subclass.
 
         Gives a `datasets.Dataset` with a list column `values` (whole numbers are symbols, numbers or fixed-size lists of them
-        are vectors) and, where known, list column `states` and number column `weights`. Or gives several under "train", "val"
-        and "test" where these parts are fixed; "val" and "test" may be left out, and are then taken from "train".
+        are vectors) and, where known, list columns `states`, `labels`, `inputs`, `times` and `actions` and number column `weights`;
+        see `as_table`. Or gives several under "train", "val" and "test" where these parts are fixed; "val" and "test" may be left
+        out, and are then taken from "train".
 
         Runs on every rank and must give the same on each. What is slow or writes files (a download, a conversion) belongs
         into `prepare_data`, which Lightning runs once on each machine, or goes through `cached`.
@@ -117,13 +127,11 @@ class SequenceDataModule(LightningDataModule, ABC):
             raise ValueError(f"`load_dataset` must give the part 'train' and perhaps 'val' and 'test', but gives {sorted(given)} instead.")
         if len(given["train"]) == 0:
             raise ValueError(f"{type(self).__name__} must have at least one training sequence, but has none.")
-        if (self.num_symbols is None) == (self.num_features is None):
-            raise ValueError(
-                f"{type(self).__name__} must set one of `num_symbols` and `num_features`, but they are {self.num_symbols} and {self.num_features} instead."
-            )
+        if not self.columns:
+            raise ValueError(f"{type(self).__name__} must set `columns` in its constructor, but has none.")
         opened = {part: _open(dataset) for part, dataset in given.items()}
         for values, _ in opened.values():
-            values.check(self.num_symbols, self.num_features)
+            values.check_columns(self.columns)
         self._fixed_parts = {part for part in given if part != "train"}
         indices = self.split(len(given["train"]), [part for part in ("val", "test") if part not in given])
         self._sources = {part: (*opened[part], None) if part in given and part != "train" else (*opened["train"], indices[part]) for part in PARTS}
@@ -159,9 +167,19 @@ class SequenceDataModule(LightningDataModule, ABC):
         return self._part("test")
 
     @property
+    def num_symbols(self) -> int | None:
+        """The number of symbols; ``None`` where the values are vectors."""
+        return self.columns[0].num_categories if len(self.columns) == 1 else None
+
+    @property
+    def num_features(self) -> int | None:
+        """The number of entries of a vector; ``None`` where a column is categorical."""
+        return len(self.columns) if self.columns and not any(column.is_categorical for column in self.columns) else None
+
+    @property
     def symbol_names(self) -> list[str] | None:
-        """The names in `vocabulary`; the command line hands them to the model, whose checkpoint keeps them."""
-        return None if self.vocabulary is None else self.vocabulary.names
+        """The names of the symbols, if they have names; the command line passes them to the model, whose checkpoint keeps them."""
+        return self.columns[0].category_names if len(self.columns) == 1 else None
 
     @property
     def unknown_symbol(self) -> str | None:
@@ -229,7 +247,7 @@ class SequenceDataModule(LightningDataModule, ABC):
         values, _, indices = self._source(part)
         if part not in self._gathered:
             self._gathered[part] = values if indices is None else values[indices]
-            self._gathered[part].check(self.num_symbols, self.num_features)  # marks it as checked, so that no epoch checks it again
+            self._gathered[part].check_columns(self.columns)  # marks it as checked, so that no epoch checks it again
         return self._gathered[part]
 
     # Loaders
@@ -295,10 +313,18 @@ class SequenceDataModule(LightningDataModule, ABC):
 
 
 def as_table(sequences: Sequences, states: Sequences | None = None) -> pa.Table:
-    """Sequences as an Arrow table with columns `values`, `states` and `weights`, without copying them; the way back from `Sequences.from_arrow`."""
-    columns = {"values": _as_column(sequences)}
+    """Sequences as an Arrow table; `from_table` is the way back.
+
+    Symbols are stored in the narrowest type that holds them. What is in that type, and everything else, is not copied. The columns are
+    `values`, and `states`, `weights`, `labels`, `inputs`, `times` and `actions` where they are given.
+    """
+    values = narrowest(sequences.values) if sequences.is_discrete else sequences.values
+    columns = {"values": _as_column(values, sequences.offsets)}
     if states is not None:
-        columns["states"] = _as_column(states)
+        columns["states"] = _as_column(states.values, states.offsets)
+    for name in STEP_COLUMNS:
+        if (column := getattr(sequences, name)) is not None:
+            columns[name] = _as_column(column, sequences.offsets)
     if sequences.weights is not None:
         columns["weights"] = pa.array(sequences.weights.numpy())
     return pa.table(columns)
@@ -314,19 +340,22 @@ def metadata_of(schema: pa.Schema) -> dict[str, str]:
     return {key.decode(): value.decode() for key, value in (schema.metadata or {}).items()}
 
 
-def _as_column(sequences: Sequences) -> pa.Array:
-    values = np.ascontiguousarray(sequences.values.numpy())
-    flat = pa.array(values.reshape(-1))
-    steps = flat if sequences.num_features is None else pa.FixedSizeListArray.from_arrays(flat, sequences.num_features)
-    return pa.LargeListArray.from_arrays(pa.array(sequences.offsets.numpy()), steps)
+def from_table(table: pa.Table) -> Sequences:
+    """The sequences of a table of `as_table`, with their weights and all columns, on the memory of the table."""
+    weights = table["weights"].to_numpy().copy() if "weights" in table.column_names else None
+    return Sequences.from_arrow(table["values"], weights, **{name: table[name] for name in STEP_COLUMNS if name in table.column_names})
+
+
+def _as_column(packed: Tensor, offsets: Tensor) -> pa.Array:
+    flat = pa.array(np.ascontiguousarray(packed.numpy()).reshape(-1))
+    steps = flat if packed.dim() == 1 else pa.FixedSizeListArray.from_arrays(flat, packed.shape[1])
+    return pa.LargeListArray.from_arrays(pa.array(offsets.numpy()), steps)
 
 
 def _open(dataset: datasets.Dataset) -> tuple[Sequences, Sequences | None]:
-    """The values, with their weights, and the states, on the data set's own memory."""
+    """The sequences and the states, on the data set's own memory."""
     table = dataset.with_format("arrow")[:]
-    weights = table["weights"].to_numpy().copy() if "weights" in table.column_names else None
-    values = Sequences.from_arrow(table["values"], weights)
-    return values, Sequences.from_arrow(table["states"]) if "states" in table.column_names else None
+    return from_table(table), Sequences.from_arrow(table["states"]) if "states" in table.column_names else None
 
 
 def _is_plain(value: Any) -> bool:

@@ -24,6 +24,7 @@ import numpy as np
 
 from datamodules.base import no_progress_bars
 from datamodules.paths import cache_name, some
+from lightning_hmm.columns import symbol_dtype
 
 LETTERS = " abcdefghijklmnopqrstuvwxyz"
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
@@ -133,7 +134,7 @@ def _digest(options: Any) -> str:
 class Store:
     """Numbers that are added piece by piece, in memory or, where a path is given, in a file that is mapped into memory."""
 
-    def __init__(self, dtype: type, path: Path | None = None) -> None:
+    def __init__(self, dtype: np.dtype | type, path: Path | None = None) -> None:
         self.dtype, self.path = dtype, path
         self._pieces: list[np.ndarray] = []
 
@@ -190,9 +191,9 @@ def read_letters(
         # The same rule, applied to the training text as if it were the whole text and its last part were the test part.
         first_val, inner = _split(words[:first_test], names, val_fraction, max_train, cleaning)
         parts = {"train": (words[:first_val], inner), "val": (words[first_val:first_test], inner), "test": parts["test"], "whole": parts["train"]}
-    code = np.zeros(256, np.int64)
+    code = np.zeros(256, symbol_dtype(len(LETTERS)))
     code[np.frombuffer(LETTERS.encode(), np.uint8)] = np.arange(len(LETTERS))
-    symbols = Store(np.int64, folder and folder / "symbols")
+    symbols = Store(code.dtype, folder and folder / "symbols")
     sizes = dict.fromkeys(parts, 0)
     for part, (there, keeps) in parts.items():
         spelled = [name if keep else "rare" for name, keep in zip(names, keeps, strict=True)]
@@ -286,7 +287,7 @@ def read_characters(
     names = [UNKNOWN, *(name for name in vocabulary if name != UNKNOWN)]
     known = np.array([ord(name) for name in names])
     order = np.argsort(known)
-    symbols = Store(np.int64, folder and folder / "symbols")
+    symbols = Store(symbol_dtype(len(names)), folder and folder / "symbols")
     for block in _in_blocks(characters):
         place = np.minimum(np.searchsorted(known[order], block), len(names) - 1)
         symbols.add(np.where(known[order][place] == block, order[place], 0))

@@ -21,8 +21,10 @@ from datamodules.base import PARTS, as_dataset, as_table
 from datamodules.paths import cache_name, ending, find_files, some
 from datamodules.scaling import ScaledDataModule
 from datamodules.series import SECOND, as_numbers, as_times, read_table, resample
+from lightning_hmm.columns import feature_columns
 from lightning_hmm.loading import generator
-from lightning_hmm.sequences import MISSING, Sequences
+from lightning_hmm.sequences import Sequences
+from lightning_hmm.vocabulary import MISSING
 
 Units = Literal["degrees", "metres"]
 ENDINGS = (".gpx", ".geojson", ".json", *series.ENDINGS)
@@ -125,7 +127,7 @@ class GPSDataModule(ScaledDataModule):
                 raise ValueError(f"`origin` is for degrees, but `units` is 'metres'. Leave it out; it is {origin}.")
             if len(origin) != 2 or not (abs(origin[0]) <= 90 and abs(origin[1]) <= 180):
                 raise ValueError(f"`origin` must be a latitude and a longitude in degrees, but is {origin} instead.")
-        self.num_features = 2
+        self.columns = feature_columns(2, ["east", "north"])
         self.visitors, self.step, self.origin = visitors, step, origin
         if path is None:
             if step not in (None, DRAWN_STEP):

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from datamodules.base import PARTS, Part, SequenceDataModule, as_dataset, as_table
 from datamodules.paths import cache_name, find_files
+from lightning_hmm.columns import feature_columns
 from lightning_hmm.loading import generator
 from lightning_hmm.sequences import Sequences
 
@@ -112,7 +113,7 @@ class GuitarDataModule(SequenceDataModule):
             )
         if min_duration is not None and max_duration is not None and min_duration > max_duration:
             raise ValueError(f"`min_duration` must not be longer than `max_duration`, but is {min_duration:g} and {max_duration:g} s instead.")
-        self.num_features = len(PITCHES)
+        self.columns = feature_columns(len(PITCHES), PITCHES)
         self.frame_rate = sample_rate / hop
         self.num_sequences, self.chords_per_sequence, self.recordings = num_sequences, chords_per_sequence, recordings
         self.min_duration, self.max_duration, self.compression = min_duration, max_duration, compression

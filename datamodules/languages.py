@@ -5,6 +5,7 @@ Both are drawn from a Markov chain whose states emit one symbol each for certain
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,8 +16,10 @@ import torch
 from scipy.special import xlogy
 
 from datamodules.base import Part, SequenceDataModule, as_dataset, as_table
+from lightning_hmm.columns import symbol_column
 from lightning_hmm.loading import generator
-from lightning_hmm.sequences import Sequences, Vocabulary
+from lightning_hmm.sequences import Sequences
+from lightning_hmm.vocabulary import Vocabulary
 
 
 class Machine(NamedTuple):
@@ -113,9 +116,11 @@ def pieces(length: int, piece: int) -> list[int]:
 
 
 def in_pieces(sequences: Sequences, piece: int) -> Sequences:
-    """Every sequence cut into contiguous ones of at most `piece` steps."""
-    lengths = [size for length in sequences.lengths.tolist() for size in pieces(length, piece)]
-    return Sequences.from_lengths(sequences.values, lengths)
+    """Every sequence cut into contiguous ones of at most `piece` steps, each with the weight of the sequence."""
+    sizes = [pieces(length, piece) for length in sequences.lengths.tolist()]
+    offsets = torch.tensor([0, *itertools.accumulate(itertools.chain.from_iterable(sizes))], dtype=torch.int64)
+    weights = None if sequences.weights is None else sequences.weights.repeat_interleave(torch.tensor(list(map(len, sizes)), dtype=torch.int64))
+    return sequences.with_steps(slice(None), offsets, weights)
 
 
 class ToyMachineDataModule(LanguageDataModule):
@@ -157,8 +162,8 @@ class ToyMachineDataModule(LanguageDataModule):
         num_runs = round(1875 * 2 ** (k - 2)) if num_runs is None else num_runs
         super().__init__(length=round(num_runs * mean_length) if length is None else length, **kwargs)
         self.k = k
-        self.num_symbols = 4 * k + 2
-        self.vocabulary = Vocabulary(map(str, range(self.num_symbols)))
+        self.vocabulary = Vocabulary(map(str, range(4 * k + 2)))
+        self.columns = symbol_column(len(self.vocabulary), self.vocabulary.names)
         self.machine = self.test_machine = _toy_machine(k, alphas, shares)
         self.optimal_bits = bits / mean_length
 
@@ -257,8 +262,8 @@ class BracketDataModule(LanguageDataModule):
         if inside[2] == 0 or test_inside[2] == 0:
             raise ValueError("`inside` must leave a chance to close, or no sentence would end.")
         self.k = k
-        self.num_symbols = 5
         self.vocabulary = Vocabulary("()[]|")
+        self.columns = symbol_column(len(self.vocabulary), self.vocabulary.names)
         self.machine, self.test_machine = _bracket_machine(k, start, inside), _bracket_machine(k, test_start, test_inside)
         self.optimal_bits = self.machine.entropy_rate()
 

@@ -12,6 +12,7 @@ from scipy.special import gammaln, hyp1f1
 from torch import Tensor
 
 from datamodules.base import Part, SequenceDataModule, as_dataset, as_table
+from lightning_hmm.columns import feature_columns
 from lightning_hmm.loading import generator
 from lightning_hmm.sequences import Sequences
 
@@ -70,13 +71,12 @@ class MovingTargetDataModule(SequenceDataModule):
             raise ValueError(f"`num_features` must be at least 2, for steps to have a direction, but is {num_features} instead.")
         if burn_in < 0:
             raise ValueError(f"`burn_in` must not be negative, but is {burn_in} instead.")
-        self.num_features, self.noise, self.radius = num_features, noise, radius
+        self.columns, self.noise, self.radius = feature_columns(num_features), noise, radius
         self.extent, self.num_sequences, self.length, self.burn_in = extent, num_sequences, length, burn_in
         self.targets = self._uniform(generator(self.seed, "targets"), num_targets)
 
     def _uniform(self, draw: torch.Generator, count: int) -> Tensor:
-        assert self.num_features is not None
-        return self.extent * (2 * torch.rand(count, self.num_features, dtype=torch.float64, generator=draw) - 1)
+        return self.extent * (2 * torch.rand(count, len(self.columns), dtype=torch.float64, generator=draw) - 1)
 
     def _trajectories(self) -> tuple[Tensor, Tensor]:
         """(N, burn_in + length, d) positions and (N, burn_in + length) targets; the same at every call."""

@@ -1,15 +1,12 @@
-"""Reads tables (CSV, TSV, Parquet, JSON lines) and plain text into packed sequences; every mistake is told with its file and row."""
+"""Reads tables (CSV, TSV, Parquet, JSON lines) and plain text into packed sequences; every error names the file and the row."""
 
 from __future__ import annotations
 
-import bisect
-import contextlib
 import json
 import re
 from collections.abc import Callable
-from decimal import Decimal
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -19,22 +16,28 @@ import pyarrow.json
 import pyarrow.parquet
 
 from datamodules.base import as_table
+from datamodules.cells import Codes, codes, flattened, from_text, is_list, is_text, is_token, numbers, plain, vectors
 from datamodules.csv_options import parse_options
 from datamodules.paths import some
-from lightning_hmm.sequences import MISSING, Sequences
+from datamodules.series import as_seconds
+from lightning_hmm.sequences import Sequences
+from lightning_hmm.vocabulary import MISSING
 
-NO_NUMBER = pa.array(["", "NaN", "nan", "null"], pa.large_string())
-NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$|^[+-]?(?i:inf|infinity)$"
+OPTIONS = {"labels": "label_column", "inputs": "input_columns", "times": "time_column", "actions": "action_column"}
 DEEPEST = 100  # levels of nested JSON; some thousands overflow the stack of Arrow's reader and end the process
 JSON_STRING = re.compile(rb'(?s)"[^"\\]*(?:\\.[^"\\]*)*"')
 NO_BRACKET = bytes(set(range(256)) - set(b"[]{}\n"))
 
 
 class _Steps(NamedTuple):
-    """The steps of one file in its order: columns and their names (none for a text), row of each step, number of its sequence."""
+    """The steps of one file in its order: columns and their names (none for a text), row of each step, number of its sequence.
+
+    `others` are the columns that come with the values: of labels, inputs, times and actions.
+    """
 
     columns: list[pa.Array]
     names: list[str]
+    others: dict[str, list[pa.Array]]
     rows: np.ndarray
     keys: np.ndarray
     num_sequences: int
@@ -52,9 +55,12 @@ class Reader(NamedTuple):
     unit: str
     per: str
     missing_token: str | None
+    categorical: dict[str, bool]  # columns of categories, and whether they are read as names even if they hold numbers
+    others: dict[str, list[str]]  # the columns of labels, inputs, times and actions
+    time_format: str | None
 
     def read(self, files: dict[str, list[Path]]) -> pa.Table:
-        """All files as a table with column `values`; its metadata has the number of sequences in each part and the names of columns and symbols."""
+        """All files as a table of `as_table`; its metadata has the number of sequences in each part, and the columns with the names in them."""
         paths = [file for group in files.values() for file in group]
         contents = [self._read_file(path) for path in paths]
         names = contents[0].names
@@ -70,26 +76,28 @@ class Reader(NamedTuple):
             file = int(np.searchsorted(starts, step, side="right")) - 1
             return f"{'line' if self.format == 'text' else 'row'} {rows[step] + 1} of {paths[file]}"
 
-        columns = []
-        by_name = [[content.columns[content.names.index(name)] for name in names] if names else content.columns for content in contents]
-        for arrays in zip(*by_name, strict=True):
-            try:
-                columns.append(pa.concat_tables([pa.table([array], ["x"]) for array in arrays], promote_options="permissive")["x"].combine_chunks())
-            except pa.ArrowException as error:
-                raise ValueError(f"Columns must be of one type in all files, but those of {some(list(map(str, paths)))} are not: {error}") from None
-        values, metadata = self._convert([self._clean(column) for column in columns], place)
+        columns = [
+            _together([content.columns[content.names.index(names[i]) if names else i] for content in contents], paths) for i in range(len(contents[0].columns))
+        ]
+        found = self._convert(columns, names, place)
+        values, described = self._values(found, names)
         observed = (values != MISSING)[:, np.newaxis] if values.ndim == 1 else ~np.isnan(values)
         for path, rows_of_file in zip(paths, np.split(observed, starts[1:-1]), strict=True):
             require_observed(rows_of_file, path, names)
+        others = {kind: [_together([content.others[kind][i] for content in contents], paths) for i in range(len(those))] for kind, those in self.others.items()}
+        steps, coded = self._convert_others(others, place)
 
         sizes = [content.num_sequences for content in contents]
         keys = np.concatenate([content.keys + first for content, first in zip(contents, np.cumsum([0, *sizes[:-1]]), strict=True)])
-        if np.any(np.diff(keys) < 0):
-            values = values[np.argsort(keys, kind="stable")]
+        order = np.argsort(keys, kind="stable") if np.any(np.diff(keys) < 0) else None
+        if order is not None:
+            values, steps = values[order], {kind: column[order] for kind, column in steps.items()}
         lengths = np.bincount(keys, minlength=sum(sizes))
-        metadata["columns"] = json.dumps(names)
-        metadata["parts"] = json.dumps({part: sum(sizes[paths.index(file)] for file in group) for part, group in files.items()})
-        return as_table(Sequences.from_lengths(values, lengths)).replace_schema_metadata(metadata)
+        if "times" in steps:
+            self._require_order(steps["times"], lengths, lambda step: place(step if order is None else int(order[step])))
+        parts = {part: sum(sizes[paths.index(file)] for file in group) for part, group in files.items()}
+        metadata = {"columns": json.dumps(described), "parts": json.dumps(parts), "coded": json.dumps(coded)}
+        return as_table(Sequences.from_lengths(values, lengths, **steps)).replace_schema_metadata(metadata)
 
     # One file
 
@@ -127,7 +135,7 @@ class Reader(NamedTuple):
             keys = rows if self.unit == "word" else np.cumsum(skipped)
         values, rows, keys = values.filter(pa.array(~skipped)), rows[~skipped], keys[~skipped]
         keys = np.zeros_like(rows) if self.per == "file" else np.unique(keys, return_inverse=True)[1]
-        return _Steps([values], [], rows, keys, int(keys.max(initial=-1)) + 1)
+        return _Steps([values], [], {}, rows, keys, int(keys.max(initial=-1)) + 1)
 
     def _table(self, data: pa.Buffer, path: Path) -> _Steps:
         source = pa.BufferReader(data)
@@ -152,73 +160,170 @@ class Reader(NamedTuple):
             inferred = [table.schema.field(name) for name in every]
             if dates := [field.with_type(_without_dates(field.type)) for field in inferred if field.type != _without_dates(field.type)]:
                 table = pa.json.read_json(pa.BufferReader(data), read_options=whole, parse_options=pa.json.ParseOptions(explicit_schema=pa.schema(dates)))
-        steps = [_plain(table[name].combine_chunks()) for name in columns]
+        steps = [plain(table[name].combine_chunks()) for name in columns]
         rows = np.arange(len(table))
-        nested = [name for name, column in zip(columns, steps, strict=True) if _is_list(column.type)]
+        nested = [name for name, column in zip(columns, steps, strict=True) if is_list(column.type)]
         if nested:
             if len(columns) > 1 or self.sequence_column is not None:
                 raise ValueError(
-                    f"A column of lists must be the only one, but {nested[0]!r} of {path} is read beside others. "
+                    f"A column of lists must be the only one, but {nested[0]!r} of {path} is read together with others. "
                     "Set `columns` to it alone, without `sequence_column`."
                 )
             lists = steps[0]
             if lists.null_count:
                 raise ValueError(f"Column {nested[0]!r} must hold lists, but row {int(np.argmax(lists.is_null())) + 1} of {path} is null. Use an empty list.")
-            rows = np.repeat(rows, pc.list_value_length(lists).to_numpy())
-            return _Steps([_plain(lists.flatten())], columns, rows, rows, len(table))
+            lengths = pc.list_value_length(lists).to_numpy()
+            rows = np.repeat(rows, lengths)
+            return _Steps([plain(lists.flatten())], columns, self._others(table, lengths, path), rows, rows, len(table))
+        others = self._others(table, None, path)
         if self.sequence_column is None:
-            return _Steps(steps, columns, rows, np.zeros_like(rows), min(1, len(table)))
+            return _Steps(steps, columns, others, rows, np.zeros_like(rows), min(1, len(table)))
         ids = table[self.sequence_column].combine_chunks()
         encoded = (ids.dictionary_decode() if isinstance(ids, pa.DictionaryArray) else ids).dictionary_encode()
         if encoded.null_count:
             raise ValueError(
                 f"`sequence_column` must say for each row which sequence it belongs to, but row {int(np.argmax(encoded.is_null())) + 1} of {path} is empty."
             )
-        return _Steps(steps, columns, rows, encoded.indices.to_numpy().astype(np.int64), len(encoded.dictionary))
+        return _Steps(steps, columns, others, rows, encoded.indices.to_numpy().astype(np.int64), len(encoded.dictionary))
+
+    def _others(self, table: pa.Table, lengths: np.ndarray | None, path: Path) -> dict[str, list[pa.Array]]:
+        """The columns that come with the values, one entry for each step. `lengths` are those of lists, if the values are lists."""
+        found: dict[str, list[pa.Array]] = {}
+        for kind, names in self.others.items():
+            flat = [flattened(table[name].combine_chunks(), lengths, name, path) for name in names]
+            found[kind] = [column if kind == "times" and pa.types.is_temporal(column.type) else plain(column) for column in flat]
+        return found
 
     def _choose(self, names: list[str], path: Path) -> tuple[list[str], list[str]]:
-        """The columns of values, and the same with the one of sequences."""
-        ids = [] if self.sequence_column is None else [self.sequence_column]
-        columns = self.columns or [name for name in names if name not in ids]
-        for option, wanted in (("columns", columns), ("sequence_column", ids)):
+        """The columns of values, and the same with those of sequences, labels, inputs, times and actions."""
+        options = {"sequence_column": [] if self.sequence_column is None else [self.sequence_column]}
+        options |= {OPTIONS[kind]: those for kind, those in self.others.items()}
+        others = [name for wanted in options.values() for name in wanted]
+        columns = self.columns or [name for name in names if name not in others]
+        for option, wanted in {"columns": columns, **options}.items():
             if missing := [name for name in wanted if name not in names]:
                 raise ValueError(f"`{option}` must be in the file, but {path} has no column {missing[0]!r}. It has {some(names)}.")
-        require_different([*columns, *ids], names, path)
+        require_different([*columns, *others], names, path)
+        _require_one_use({"columns": columns, **options})
         if not columns:
-            raise ValueError(f"There must be a column of values beside `sequence_column`, but {path} has only {some(names)}.")
-        return columns, [*columns, *(name for name in ids if name not in columns)]
+            used = ", ".join(f"`{option}`" for option, wanted in options.items() if wanted)
+            raise ValueError(f"There must be a column of values apart from {used}, but {path} has only {some(names)}.")
+        if strange := [name for name in self.categorical if name not in columns]:
+            raise ValueError(f"`categorical_columns` must be columns of values, but {strange[0]!r} is not. In {path} they are {some(columns)}.")
+        return columns, [*columns, *others]
 
     # All files together
 
-    def _clean(self, column: pa.Array) -> pa.Array:
+    def _clean(self, column: pa.Array, as_names: bool) -> pa.Array:
         """The column as int64, float64, names, or vectors, with null where a value is missing; vectors are cleaned when they are taken apart."""
-        if self.missing_token is not None and not _is_list(column.type):
-            column = pc.if_else(_is_token(column, self.missing_token, numeric=self.format != "text"), None, column)
-        if _is_text(column) and self.format == "csv" and not self.named:
-            return _from_text(column)
+        if self.missing_token is not None and not is_list(column.type) and not pa.types.is_temporal(column.type):
+            column = pc.if_else(is_token(column, self.missing_token, numeric=self.format != "text"), None, column)
+        if as_names and not is_list(column.type):
+            return column if is_text(column) else column.cast(pa.large_string())
+        if is_text(column) and self.format == "csv":
+            return from_text(column)
         return column
 
-    def _convert(self, columns: list[pa.Array], place: Callable[[int], str]) -> tuple[np.ndarray, dict[str, str]]:
-        """(steps,) symbols or (steps, features) vectors; and the names of the symbols and where each first occurs."""
-        first = columns[0]
-        if self.kind == "vectors" or len(columns) > 1 or _is_list(first.type) or (self.kind == "auto" and pa.types.is_floating(first.type)):
-            if self.kind == "symbols":
-                raise ValueError(f"Symbols must be in one column, but here are {'vectors' if len(columns) == 1 else len(columns)}. Choose it with `columns`.")
-            vectors = [_vectors(column, self._clean, place) if _is_list(column.type) else _numbers(column, place)[:, np.newaxis] for column in columns]
-            return np.concatenate(vectors, axis=1), {}
-        if self.named and not _is_text(first):
-            first = first.cast(pa.large_string())
-        if not _is_text(first):
-            return _symbols(first, place), {}
-        encoded = first.dictionary_encode()
-        codes, found = encoded.indices.fill_null(MISSING).to_numpy().astype(np.int64), encoded.dictionary.to_pylist()
-        observed = np.flatnonzero(codes != MISSING)
-        steps = np.empty(len(found), np.int64)
-        steps[codes[observed[::-1]]] = observed[::-1]  # the last written stays: the first occurrence
-        order = sorted(range(len(found)), key=found.__getitem__)
-        ranks = np.empty(len(found) + 1, np.int64)
-        ranks[[*order, MISSING]] = [*range(len(found)), MISSING]
-        return ranks[codes], {"names": json.dumps([found[i] for i in order]), "places": json.dumps([place(int(steps[i])) for i in order])}
+    def _convert(self, columns: list[pa.Array], names: list[str], place: Callable[[int], str]) -> list[Codes | np.ndarray]:
+        """For each column the numbers of its names or symbols, or (steps,) numbers; or (steps, features) for a column of vectors."""
+        declared = [name in self.categorical for name in names] or [False]
+        cleaned = [self._clean(column, self.named or self.categorical.get(name, False)) for column, name in zip(columns, names or [""], strict=True)]
+        first, single = cleaned[0], len(columns) == 1
+        if self.kind == "symbols" and (not single or is_list(first.type)):
+            raise ValueError(f"Symbols must be in one column, but here are {'vectors' if single else len(columns)}. Choose it with `columns`.")
+        if self.kind == "vectors" and single and declared[0]:
+            raise ValueError(
+                f"A single categorical column must be read as symbols, but `kind` is 'vectors'. Leave it out, or {names[0]!r} out of `categorical_columns`."
+            )
+        if is_list(first.type):
+            if declared[0]:
+                raise ValueError(f"`categorical_columns` must hold names or whole numbers, but {names[0]!r} holds vectors.")
+            return [vectors(first, lambda entries: self._clean(entries, False), place)]
+        found: list[Codes | np.ndarray] = []
+        for column, is_declared in zip(cleaned, declared, strict=True):
+            if is_declared:
+                found.append(codes(column, place, "Categories must be names or whole numbers", "Leave the column out of `categorical_columns`."))
+            elif single and (self.kind == "symbols" or (self.kind == "auto" and not pa.types.is_floating(column.type))):
+                found.append(codes(column, place))
+            else:
+                found.append(numbers(column, place))
+        return found
+
+    def _values(self, found: list[Codes | np.ndarray], names: list[str]) -> tuple[np.ndarray, list[dict[str, Any]]]:
+        """(steps,) symbols or (steps, columns) vectors, with NaN where a value is missing; and name, kind and categories of each column."""
+        if len(found) == 1 and isinstance(found[0], Codes):
+            return found[0].numbers, [_described(names[0] if names else None, found[0])]
+        described, entries = [], []
+        for name, column in zip(names, found, strict=True):
+            if isinstance(column, Codes):
+                described.append(_described(name, column))
+                entries.append(np.where(column.numbers == MISSING, np.nan, column.numbers)[:, np.newaxis])
+            else:
+                entries.append(column.reshape(len(column), -1))
+                described += [_described(name if column.ndim == 1 else f"{name}[{feature}]", None) for feature in range(entries[-1].shape[1])]
+        return np.concatenate(entries, axis=1), described
+
+    def _convert_others(self, others: dict[str, list[pa.Array]], place: Callable[[int], str]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """The columns of labels, inputs, times and actions as numbers; and the names in those of labels and actions."""
+        steps, coded = {}, {}
+        for kind, columns in others.items():
+            cleaned = [self._clean_times(column) if kind == "times" else self._clean(column, as_names=False) for column in columns]
+            found = []
+            for name, column in zip(self.others[kind], cleaned, strict=True):
+
+                def where(step: int, name: str = name) -> str:
+                    return f"column {name!r} in {place(step)}"
+
+                if kind == "times":
+                    found.append(as_seconds(column, name, place, self.time_format))
+                    continue
+                if kind != "labels" and column.null_count:
+                    each = "an action" if kind == "actions" else "all inputs"
+                    raise ValueError(f"Each row must have {each}, but {where(int(np.argmax(column.is_null())))} is empty.")
+                if kind == "inputs":
+                    found.append(numbers(column, where, "Inputs", "Set `input_columns` to columns of numbers."))
+                    continue
+                there = codes(column, where, f"{kind.capitalize()} must be names or whole numbers", "")
+                if kind == "actions" and np.any(there.numbers == MISSING):
+                    raise ValueError(
+                        f"Actions must be names or whole numbers from 0, but {where(int(np.argmax(there.numbers == MISSING)))} has {MISSING} instead."
+                    )
+                found.append(there.numbers)
+                coded[kind] = _described(name, there)
+            steps[kind] = np.stack(found, axis=1) if kind == "inputs" else found[0]
+        return steps, coded
+
+    def _clean_times(self, column: pa.Array) -> pa.Array:
+        """A column of times with null in the place of the missing token; dates stay text."""
+        if self.missing_token is None or pa.types.is_temporal(column.type):
+            return column
+        return pc.if_else(is_token(column, self.missing_token, numeric=True), None, column)
+
+    def _require_order(self, times: np.ndarray, lengths: np.ndarray, place: Callable[[int], str]) -> None:
+        """Raises where (steps,) times decrease within a sequence."""
+        falls = np.append(False, np.diff(times) < 0)
+        starts = np.cumsum(lengths) - lengths
+        falls[starts[starts < len(falls)]] = False
+        if falls.any():
+            step = int(np.argmax(falls))
+            raise ValueError(
+                f"Times must not decrease within a sequence, but column {self.others['times'][0]!r} in {place(step)} is {times[step - 1] - times[step]:g} s "
+                f"before {place(step - 1)}. Sort the rows of each sequence by time."
+            )
+
+
+def _described(name: str | None, found: Codes | None) -> dict[str, Any]:
+    if found is None:
+        return {"name": name, "kind": "real"}
+    return {"name": name, "kind": "categorical", "names": found.names, "places": found.places}
+
+
+def _together(arrays: list[pa.Array], paths: list[Path]) -> pa.Array:
+    """The columns of several files, one after the other."""
+    try:
+        return pa.concat_tables([pa.table([array], ["x"]) for array in arrays], promote_options="permissive")["x"].combine_chunks()
+    except pa.ArrowException as error:
+        raise ValueError(f"Columns must be of one type in all files, but those of {some(list(map(str, paths)))} are not: {error}") from None
 
 
 def require_observed(observed: np.ndarray, path: Path, names: list[str]) -> None:
@@ -243,6 +348,17 @@ def require_different(wanted: list[str], names: list[str], path: Path) -> None:
             raise ValueError(f"Columns must have different names, but {path} has {count} columns {name!r}. Rename them in the file.")
 
 
+def _require_one_use(options: dict[str, list[str]]) -> None:
+    """Raises where a column is named twice, in one option or in two."""
+    found: dict[str, str] = {}
+    for option, wanted in options.items():
+        for name in wanted:
+            if name in found:
+                both = f"twice in `{option}`" if found[name] == option else f"in `{found[name]}` and in `{option}`"
+                raise ValueError(f"Each column must have one use, but {name!r} is {both}. Leave it out of one of them.")
+            found[name] = option
+
+
 def _require_safe_json(data: pa.Buffer, path: Path) -> None:
     """Raises for what would crash Arrow's reader: a file that begins with null, and deep nesting."""
     text = data.to_pybytes()
@@ -261,105 +377,6 @@ def _require_safe_json(data: pa.Buffer, path: Path) -> None:
 
 def _without_dates(kind: pa.DataType) -> pa.DataType:
     """The type with text for times: JSON has no dates, but Arrow takes strings that look like one for a timestamp."""
-    if _is_list(kind):
+    if is_list(kind):
         return pa.list_(_without_dates(kind.value_type))
     return pa.large_string() if pa.types.is_timestamp(kind) else kind
-
-
-def _is_token(column: pa.Array, token: str, numeric: bool) -> pa.Array:
-    """Which values are the token: the same text but for blanks around it or, if `numeric`, the same number."""
-    bare = token.strip() or token
-    number = Decimal(bare) if numeric and re.match(NUMBER, bare) else None
-    if _is_text(column):
-        trimmed = pc.utf8_trim_whitespace(column)
-        found = pc.or_(pc.equal(column, token), pc.equal(trimmed, bare))
-        if number is not None:
-            numbers = pc.if_else(pc.match_substring_regex(trimmed, NUMBER), trimmed, None).cast(pa.float64())
-            found = pc.or_(found, pc.equal(numbers, float(number)).fill_null(False))
-        return found
-    if number is not None and pa.types.is_floating(column.type):
-        return pc.equal(column, float(number))
-    if number is not None and abs(number) < 2**63 and number == int(number):
-        return pc.equal(column, int(number))
-    return pa.array(np.zeros(len(column), bool))
-
-
-def _plain(column: pa.Array) -> pa.Array:
-    """One Arrow type for each kind of value: names, whole numbers, numbers; lists as they are."""
-    column = column.dictionary_decode() if isinstance(column, pa.DictionaryArray) else column
-    kind = column.type
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
-        return column.cast(pa.large_string())
-    if pa.types.is_integer(kind) or pa.types.is_boolean(kind):
-        return column.cast(pa.int64())
-    if pa.types.is_floating(kind) or pa.types.is_decimal(kind) or pa.types.is_null(kind):
-        column = column.cast(pa.float64())
-        return pc.if_else(pc.is_nan(column), None, column)
-    if _is_list(kind):
-        return column
-    raise pa.ArrowInvalid(f"a column of {kind}, where names, numbers or lists of them are needed.")
-
-
-def _from_text(column: pa.Array) -> pa.Array:
-    """Names as whole numbers, or else as numbers; and as they are if one of them is neither."""
-    trimmed = pc.utf8_trim_whitespace(column)
-    numbers = pc.if_else(pc.is_in(trimmed, NO_NUMBER), None, trimmed)
-    if pc.any(pc.match_substring(numbers, "x", ignore_case=True)).as_py():  # 0x1F, which Arrow would take for 31
-        return column
-    numbers = pc.replace_substring_regex(numbers, r"^\+([0-9])", r"\1")  # Arrow reads a plus sign in real numbers alone
-    for kind in (pa.int64(), pa.float64()):
-        with contextlib.suppress(pa.ArrowException):
-            return numbers.cast(kind)
-    return column
-
-
-def _numbers(column: pa.Array, place: Callable[[int], str]) -> np.ndarray:
-    """(steps,) float64, NaN where missing."""
-    column = _from_text(column) if _is_text(column) else column
-    if _is_text(column):
-        step = bisect.bisect_left(range(len(column)), True, key=lambda last: _is_text(_from_text(column[: last + 1])))
-        raise ValueError(
-            f"Vectors must be numbers, but {place(step)} has {column[step].as_py()!r} instead. "
-            "Set `columns` to those of numbers, `missing_token` to what means missing, or `kind` to 'symbols'."
-        )
-    numbers: np.ndarray = column.cast(pa.float64()).fill_null(float("nan")).to_numpy()
-    if np.any(infinite := np.isinf(numbers)):
-        step = int(np.argmax(infinite))
-        raise ValueError(f"Vectors must be finite, but {place(step)} has {numbers[step]} instead. Set `missing_token` to it if it means missing.")
-    return numbers
-
-
-def _vectors(column: pa.Array, clean: Callable[[pa.Array], pa.Array], place: Callable[[int], str]) -> np.ndarray:
-    """(steps, features) float64 of a column of lists, NaN where missing."""
-    there = column.is_valid().to_numpy(zero_copy_only=False)
-    sizes = pc.list_value_length(column).fill_null(0).to_numpy()
-    size = int(sizes[there][0]) if there.any() else 1
-    if np.any(wrong := there & (sizes != size)):
-        raise ValueError(f"Vectors must have {size} features like the first, but {place(int(np.argmax(wrong)))} has one of {sizes[wrong][0]} instead.")
-    entries = _plain(column.flatten())
-    if _is_list(entries.type):
-        raise ValueError(f"Vectors must hold numbers, but those in {place(int(np.argmax(there)))} hold lists instead. Choose another column with `columns`.")
-    vectors = np.full((len(column), size), np.nan)
-    vectors[there] = _numbers(clean(entries), lambda entry: place(int(np.flatnonzero(there)[entry // size]))).reshape(-1, size)
-    return vectors
-
-
-def _symbols(column: pa.Array, place: Callable[[int], str]) -> np.ndarray:
-    """(steps,) int64 of a column of numbers, -1 where missing."""
-    values = column.fill_null(MISSING).to_numpy()
-    if np.any(wrong := (values != np.floor(values)) | (values < MISSING) | np.isinf(values)):
-        step = int(np.argmax(wrong))
-        raise ValueError(
-            f"Symbols must be whole numbers from 0, or {MISSING} for a missing one, but {place(step)} has {values[step]} instead. "
-            "To take them as names, set `vocabulary` or `unknown`."
-        )
-    symbols: np.ndarray = values.astype(np.int64)
-    return symbols
-
-
-def _is_text(column: pa.Array) -> bool:
-    return bool(pa.types.is_large_string(column.type))
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -9,74 +10,75 @@ from torch import Tensor
 
 from datamodules.base import Part, SequenceDataModule
 from datamodules.paths import some
+from lightning_hmm.columns import Column
 from lightning_hmm.sequences import Sequences
 
 
 class ScaledDataModule(SequenceDataModule):
     """Vectors that may be standardized. Columns and units of training are saved in the checkpoint, and other data are read with them.
 
-    A subclass sets `columns` with `set_columns`, passes what it has read through `in_order` and, to standardize, through `scaled`.
+    A subclass sets `columns`, with `set_columns` if they have names in the data. It passes what it has read through `in_order` and,
+    to standardize, through `scaled`.
 
     Args:
-        standardize: shift and scale each feature to mean 0 and standard deviation 1 in the training part.
+        standardize: shift and scale each real column to mean 0 and standard deviation 1 in the training part.
         kwargs: the words of `SequenceDataModule`.
 
     Attributes:
-        columns: the names of the columns in the order of the features, if the data have names.
-        mean: (num_features,) mean of the training part as it was read, if `standardize`, after `setup`.
-        std: (num_features,) standard deviation of the same.
+        mean: (columns,) mean of the training part as it was read, 0 for a categorical column; if `standardize`, after `setup`.
+        std: (columns,) standard deviation of the same, 1 for a categorical column.
     """
-
-    columns: list[str] | None = None
 
     def __init__(self, standardize: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.standardize = standardize
         self.mean: Tensor | None = None
         self.std: Tensor | None = None
-        self._columns_read: list[str] = []
+        self._columns_read: list[Column] = []
         self._columns_chosen = False
         self._trained = False  # whether columns and units come from a checkpoint
         self._constant: str | None = None
 
-    def set_columns(self, names: list[str], chosen: bool) -> None:
-        """Sets the names of the columns as they were read, and whether the user chose them."""
-        self.columns, self._columns_read, self._columns_chosen = names or None, names, chosen
+    def set_columns(self, columns: list[Column], chosen: bool) -> None:
+        """Sets the columns as they were read, and whether the user chose them. Those of other data are matched with them by name."""
+        self.columns, self._columns_read, self._columns_chosen = columns, columns, chosen
 
     @property
     def reordered(self) -> bool:
         """Whether the columns have another order than they were read in, that of training."""
-        return self.columns is not None and self.columns != self._columns_read
+        return bool(self._columns_read) and _names(self.columns) != _names(self._columns_read)
 
     def in_order(self, values: Sequences) -> Sequences:
         """Vectors as they were read, with their features in the order of `columns`."""
-        if self.columns is None or not self.reordered:
+        if not self.reordered:
             return values
-        return values.with_values(values.values[:, [self._columns_read.index(name) for name in self.columns]])
+        names = _names(self._columns_read)
+        return values.with_values(values.values[:, [names.index(column.name) for column in self.columns]])
 
     def require_variation(self, training: Tensor) -> None:
-        """Looks for a feature of (training steps, features) without two different values.
+        """Looks for a real column of (training steps, columns) without two different values.
 
-        Such a feature is refused when sequences are first used, not here: when the data are read, the checkpoint of a trained model
-        may not have been loaded yet, and its units apply to constant features too.
+        Such a column is refused when sequences are first used, not here: when the data are read, the checkpoint of a trained model
+        may not have been loaded yet, and its units apply to constant columns too.
         """
         self._constant = None
-        for feature, column in enumerate(training.T):
-            seen = column[~column.isnan()]
-            if not len(seen) or bool(seen.min() == seen.max()):
-                named = self.columns is not None and len(self.columns) == training.shape[1]
-                name = f"column {self.columns[feature]!r}" if named and self.columns is not None else f"feature {feature}"
+        for feature, (column, entries) in enumerate(zip(self.columns, training.T, strict=True)):
+            seen = entries[~entries.isnan()]
+            if not column.is_categorical and (not len(seen) or bool(seen.min() == seen.max())):
+                name = f"column {column.name!r}" if self._columns_read else f"feature {feature}"
                 what = f"is always {seen[0].item():g}" if len(seen) else "has no value"
                 self._constant = f"Each feature must vary in the training part, but {name} {what} there. Leave it out of `columns`."
                 return
 
     def scaled(self, values: Tensor, training: Tensor) -> Tensor:
-        """(steps, features) in the units of (training steps, features), or in those that came with a checkpoint."""
+        """(steps, columns) in the units of (training steps, columns), or in those that came with a checkpoint. Categories are left as they are."""
         if not self._trained:
             self.require_variation(training)
             count = (~training.isnan()).sum(0)
-            self.mean = training.nan_to_num().sum(0) / count
-            self.std = ((training - self.mean).nan_to_num().square().sum(0) / count).sqrt()
+            mean = training.nan_to_num().sum(0) / count
+            std = ((training - mean).nan_to_num().square().sum(0) / count).sqrt()
+            categorical = torch.tensor([column.is_categorical for column in self.columns])
+            self.mean, self.std = mean.masked_fill(categorical, 0.0), std.masked_fill(categorical, 1.0)
         assert self.mean is not None
         assert self.std is not None
         return (values - self.mean) / self.std.where(self.std > 0, torch.nan)
@@ -90,20 +92,46 @@ class ScaledDataModule(SequenceDataModule):
     def state_dict(self) -> dict[str, Any]:
         """What a trained model needs to read other data: the columns and units that it was trained on."""
         units = {} if self.mean is None or self.std is None else {"mean": self.mean, "std": self.std}
-        return units if self.columns is None else {**units, "columns": self.columns}
+        return units if not self._columns_read else {**units, "columns": [asdict(column) for column in self.columns]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        trained, before = state_dict.get("columns"), self.columns
-        if trained is not None and self.columns is not None and not self._columns_chosen:
-            if sorted(trained) != sorted(self._columns_read):
-                raise ValueError(
-                    f"The data must have the columns that the model was trained on, {some(trained)}, but have {some(self._columns_read)}. "
-                    "Choose them with `columns`, in that order."
-                )
-            self.columns = list(trained)
+        before = self.columns
+        if self._columns_read and (trained := [Column(**column) for column in state_dict.get("columns", [])]):
+            self.columns = self._matched(trained)
         self._trained = not self.standardize or "mean" in state_dict
         if self.standardize and self._trained:
             self.mean, self.std = state_dict["mean"], state_dict["std"]
         if self.standardize or self.columns != before:
             self._sources, self._gathered = {}, {}
             self.setup()
+
+    def _matched(self, trained: list[Column]) -> list[Column]:
+        """The columns that were read in the order, and with the categories, of those of training. Chosen columns keep their order."""
+        own = {column.name: column for column in self._columns_read}
+        if not self._columns_chosen and sorted(_names(trained)) != sorted(own):
+            raise ValueError(
+                f"The data must have the columns that the model was trained on, {some(_names(trained))}, but have {some(list(own))}. "
+                "Choose them with `columns`, in that order."
+            )
+        if len(trained) != len(own):
+            raise ValueError(
+                f"The data must have {len(trained)} columns as in training, {some(_names(trained))}, but {len(own)} are chosen: {some(list(own))}."
+            )
+        matched = self._columns_read if self._columns_chosen else [own[column.name] for column in trained]
+        if len(matched) == 1:
+            return matched  # the categories of symbols are the vocabulary, which the model has
+        for old, new in zip(trained, matched, strict=True):
+            if _contents(old) != _contents(new):
+                raise ValueError(
+                    f"Column {new.name!r} must hold {_contents(old)} as in training, but holds {_contents(new)}. "
+                    "Set `categorical_columns` as in training, or choose other columns with `columns`."
+                )
+        return [replace(new, categories=old.categories) for old, new in zip(trained, matched, strict=True)]
+
+
+def _names(columns: list[Column]) -> list[str]:
+    return [column.name for column in columns]
+
+
+def _contents(column: Column) -> str:
+    return "numbers" if not column.is_categorical else "numbers of categories" if column.category_names is None else "names of categories"

@@ -74,6 +74,16 @@ def as_times(column: pa.Array, name: str, place: Callable[[int], str], time_form
     )
 
 
+def as_seconds(column: pa.Array, name: str, place: Callable[[int], str], time_format: str | None = None) -> np.ndarray:
+    """(rows,) float64 seconds, from numbers as they are or from dates as seconds since 1970; see `as_times`."""
+    if time_format is None and not pa.types.is_temporal(column.type):
+        with contextlib.suppress(pa.ArrowException):  # then they are dates, or wrong
+            seconds: np.ndarray = _trimmed(column).cast(pa.float64()).fill_null(float("nan")).to_numpy()
+            if np.isfinite(seconds).all():
+                return seconds
+    return as_times(column, name, place, time_format) / SECOND
+
+
 def _formatted(column: pa.Array, name: str, place: Callable[[int], str], time_format: str) -> np.ndarray:
     """The same from dates in the directives of `datetime.strptime`. Unlike that of Arrow it refuses impossible dates, and reads fractions of a second."""
     if "%Z" in time_format.replace("%%", ""):

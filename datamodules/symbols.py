@@ -16,15 +16,17 @@ import torch
 
 from datamodules.base import SequenceDataModule, as_dataset, as_table, metadata_of
 from datamodules.paths import cache_name, find_files
-from lightning_hmm.sequences import MISSING, Sequences, Vocabulary
+from lightning_hmm.columns import symbol_column, symbol_dtype
+from lightning_hmm.sequences import Sequences
+from lightning_hmm.vocabulary import MISSING, Vocabulary
 
-CACHE_VERSION = 1  # raise it whenever the same file and options are read differently
+CACHE_VERSION = 2  # raise it whenever the same file and options are read differently
 
 
 class Symbols(NamedTuple):
     """Packed sequences of symbols.
 
-    numbers: (steps,) which of the names each is, -1 for a missing one; int64, or uint8 if none is missing.
+    numbers: (steps,) which of the names each is, -1 for a missing one; in the narrowest type, or uint8 if none is missing.
     lengths: (N,) steps of each sequence.
     names: the symbols; not all need to occur.
     states: (steps,) the states they were drawn from, if they were drawn.
@@ -80,7 +82,7 @@ class SymbolDataModule(SequenceDataModule):
         """Drawn sequences, for when there is no file."""
 
     def prepare(self, path: str | list[str] | None, endings: Collection[str], options: Any = None) -> None:
-        """Reads or draws the sequences and sets `num_symbols` and `vocabulary`.
+        """Reads or draws the sequences and sets `columns` and `vocabulary`.
 
         Args:
             path: where the files are; ``None`` to draw.
@@ -98,7 +100,7 @@ class SymbolDataModule(SequenceDataModule):
             self._dataset, metadata = self.cached(cache_name([CACHE_VERSION, settings], {"train": files}), lambda: self._table(self.read(files)))
         names = json.loads(metadata["names"])
         self.vocabulary = Vocabulary(names, self.residual if self.residual in names else None)
-        self.num_symbols = len(names)
+        self.columns = symbol_column(len(names), names)
 
     def load_dataset(self) -> datasets.Dataset:
         return self._dataset
@@ -153,7 +155,9 @@ def encode(symbols: Symbols, names: list[str], residual: str) -> Symbols:
         raise ValueError(
             f"Symbols must be in `vocabulary`, but {strangers[0]!r} is not. Name it there, or name one {residual!r}, for all symbols that it does not have."
         )
-    lookup = np.array([*(known.get(name, known.get(residual, MISSING)) for name in symbols.names), MISSING], np.int64)  # the last is where -1 leads
+    lookup = np.array(
+        [*(known.get(name, known.get(residual, MISSING)) for name in symbols.names), MISSING], symbol_dtype(len(names))
+    )  # the last is where -1 leads
     return symbols._replace(numbers=lookup[symbols.numbers], names=list(names))
 
 

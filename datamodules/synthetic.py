@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from datamodules.base import SequenceDataModule, as_dataset, as_table
+from lightning_hmm.columns import feature_columns, symbol_column
 from lightning_hmm.loading import generator
-from lightning_hmm.sequences import MISSING, Sequences
+from lightning_hmm.sequences import Sequences
+from lightning_hmm.vocabulary import MISSING
 
 Emission = Literal["categorical", "gaussian"]
 Transitions = Literal["dirichlet", "mostly_constant", "graded"]
@@ -113,10 +115,7 @@ class SyntheticDataModule(SequenceDataModule):
         self.num_states, self.num_sequences, self.missing_fraction = num_states, num_sequences, missing_fraction
         self.concentration, self.transitions, self.kept, self.kept_mass = concentration, transitions, kept, kept_mass
         self.layout, self.separation = layout, separation
-        if emission == "categorical":
-            self.num_symbols = num_symbols
-        else:
-            self.num_features = num_features
+        self.columns = symbol_column(num_symbols) if emission == "categorical" else feature_columns(num_features)
 
         for self._tries in range(DRAWS):
             self._draw_parameters()

@@ -12,12 +12,14 @@ import datasets
 import pyarrow as pa
 import torch
 
-from datamodules.base import SequenceDataModule, as_dataset, as_table, metadata_of
+from datamodules.base import SequenceDataModule, as_dataset, as_table, from_table, metadata_of
 from datamodules.corpus import UNKNOWN, Source, hub_texts, python_help, read_characters, read_letters, text_files
 from datamodules.languages import in_pieces, pieces
-from lightning_hmm.sequences import Sequences, Vocabulary
+from lightning_hmm.columns import symbol_column
+from lightning_hmm.sequences import Sequences
+from lightning_hmm.vocabulary import Vocabulary
 
-CACHE_VERSION = 2  # raise it whenever the same text and options are read differently
+CACHE_VERSION = 3  # raise it whenever the same text and options are read differently
 
 
 class TextDataModule(SequenceDataModule):
@@ -95,7 +97,7 @@ class TextDataModule(SequenceDataModule):
             self._dataset, metadata = as_dataset(table), metadata_of(table.schema)
         self._parts: dict[str, int] = json.loads(metadata["parts"])
         self.vocabulary = Vocabulary(json.loads(metadata["names"]), UNKNOWN if cleaning == "none" else None)
-        self.num_symbols = len(self.vocabulary)
+        self.columns = symbol_column(len(self.vocabulary), self.vocabulary.names)
 
     def _read(self, source: Source, folder: Path | None) -> pa.Table:
         """All parts as a table, with the names of the symbols and the numbers of sequences in its metadata; symbols are in a file where there is a folder."""
@@ -130,7 +132,7 @@ class TextDataModule(SequenceDataModule):
     def train_on_validation(self, yes: bool = True) -> None:
         super().train_on_validation(yes)
         if yes and self._whole is not None:
-            self._together = Sequences.from_arrow(self._whole.with_format("arrow")[:]["values"])
+            self._together = from_table(self._whole.with_format("arrow")[:])
 
     def as_training(self, sequences: Sequences) -> Sequences:
         return in_pieces(sequences, self.sequence_length)

@@ -1,63 +1,147 @@
-"""Trains and tests every row of a table of models on the ranks of one `torchrun`; the first rank saves what came out.
+"""Runs every row of `tests.table` on the ranks of one `torchrun`; the first rank saves what came out.
 
-Started by `tests/test_ranks.py`. All rows run in the same processes, since starting one takes longer than training a small model.
+Started by `tests/test_ranks.py`, which also calls the functions here on one rank. All rows run in the same processes, since starting a process takes longer
+than training a small model.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+import traceback
 import warnings
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningDataModule, Trainer
+from torch.utils.data import DataLoader
 
 from datamodules import SyntheticDataModule
-from lightning_hmm import DMCHMM, ClonedHMM, DenseHMM, NeuralHMM, StandardHMM
-from lightning_hmm.models import LinearGaussianHMM, NeuralDiscreteHMM
-from lightning_hmm.models.baselines import RecurrentNet
+from lightning_hmm import ClonedHMM, Sequences, StandardHMM
+from lightning_hmm.callbacks import CooccurrenceReport, Retraining
+from lightning_hmm.loading import loader, sequence_numbers
+from lightning_hmm.training import quiet_lightning
+from tests.helpers import random_symbols
+from tests.table import CLONES, ROWS, D, Row, V, data, state
 
-# How to make a model, and the kind of data it is for.
-MODELS: dict[str, tuple[Any, str]] = {
-    "standard": (lambda: StandardHMM(3, 4, transition_pseudocount=0.1), "categorical"),
-    "restarts": (lambda: StandardHMM(3, 4, restarts=2), "categorical"),
-    "gaussian": (lambda: StandardHMM(2, emission="gaussian", num_features=2, variance_prior=0.1), "gaussian"),
-    "online": (lambda: StandardHMM(3, 4, discount=0.8, transition_pseudocount=0.1), "categorical"),
-    "many updates": (lambda: StandardHMM(3, 4, discount=0.8, sequences_per_update=1), "categorical"),
-    "DMC": (lambda: DMCHMM(5, 2, num_symbols=4), "categorical"),
-    "dense, EM": (lambda: DenseHMM(3, 4, 2, objective="em", m_steps=2), "categorical"),
-    "dense, likelihood": (lambda: DenseHMM(3, 4, 2, objective="likelihood"), "categorical"),
-    "dense, co-occurrences": (lambda: DenseHMM(3, 4, 2, objective="cooccurrence", steps_per_epoch=2), "categorical"),
-    "cloned": (lambda: ClonedHMM(8, 4, pairs="all", transition_pseudocount=1e-3), "categorical"),
-    "cloned, online then batch": (lambda: ClonedHMM(8, 4, pairs="all", discount=0.8, online_epochs=1, transition_pseudocount=1e-3), "categorical"),
-    "linear-Gaussian": (lambda: LinearGaussianHMM(2, 2), "gaussian"),
-    "neural": (lambda: NeuralHMM(2, 2, num_particles=8, num_paths=2, m_steps=1), "gaussian"),
-    "neural, discrete": (lambda: NeuralDiscreteHMM(3, 2, m_steps=1), "gaussian"),
-    "recurrent": (lambda: RecurrentNet(4, 4), "categorical"),
-}
-RANDOM_BY_RANK = ("neural",)  # float32 sums in another order change the resampling
+QUIET: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 
 
-def run(name: str, **trainer_options: Any) -> dict[str, Any]:
-    """Two epochs and a test on fewer sequences than there are ranks: two to train on, one to validate on, one to test on."""
-    make, emission = MODELS[name]
-    model = make()
-    data = SyntheticDataModule(
-        emission=emission, num_states=3, num_symbols=4, num_features=2, num_sequences=4, length=12, val_fraction=0.25, test_fraction=0.25, batch_size=2
+class ForTesting(LightningDataModule):
+    """Sequences to test on and to predict, in global batches of 4."""
+
+    def __init__(self, sequences: Sequences) -> None:
+        super().__init__()
+        self.test_sequences = sequences
+
+    def test_dataloader(self) -> DataLoader:
+        assert self.trainer is not None
+        return loader(self.test_sequences, 4, rank=self.trainer.global_rank, world_size=self.trainer.world_size)
+
+    predict_dataloader = test_dataloader
+
+
+def ragged(name: str, **ranks: Any) -> dict[str, Any]:
+    """Trains a row on ragged sequences whose number is no multiple of that of ranks. Tests and predicts with starting values, which have no rounding errors."""
+    row = ROWS[name]
+    model = row.fit(data(row.kind), shuffle=True, accelerator="cpu", **ranks)
+    found: dict[str, Any] = {"state": state(model)}
+    if row.random_by_rank:
+        return found
+    used = row.make()
+    if used.starts_from_data:
+        used.initialise(data(row.kind))
+    unseen = ForTesting(data(row.kind, seed=1))
+    (found["metrics"],) = Trainer(**QUIET, **ranks).test(used, datamodule=unseen, verbose=False)
+    trainer = Trainer(**QUIET, **ranks)
+    batches: Any = trainer.predict(used, datamodule=unseen)
+    numbers: Any = sequence_numbers(loader(unseen.test_sequences, 4, rank=trainer.global_rank, world_size=trainer.world_size))
+    mine = {next(numbers): {key: values[n] for key, values in batch.items()} for batch in batches for n in range(len(batch["log_likelihood"]))}
+    found["predictions"] = _united(mine)
+    return found
+
+
+def _united(mine: dict[int, Any]) -> dict[int, Any]:
+    """The predictions of all ranks, by the numbers of the sequences. No number may occur twice."""
+    parts: list[Any] = [mine]
+    if torch.distributed.is_initialized():
+        parts = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(parts, mine)
+    assert sum(map(len, parts)) == len({number for part in parts for number in part})
+    return {number: found for part in parts for number, found in sorted(part.items())}
+
+
+def few(name: str, **ranks: Any) -> dict[str, Any]:
+    """Trains and tests a row with a datamodule of two sequences to train on, one to validate on, one to test on: for more ranks than sequences."""
+    row = ROWS[name]
+    model = row.make()
+    synthetic = SyntheticDataModule(
+        emission="categorical" if row.is_symbolic else "gaussian",
+        num_states=3,
+        num_symbols=V,
+        num_features=D,
+        num_sequences=4,
+        length=12,
+        val_fraction=0.25,
+        test_fraction=0.25,
+        batch_size=2,
     )
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-    precision = "64-true" if next(model.parameters()).dtype == torch.float64 else "32-true"
-    trainer = Trainer(max_epochs=2, accelerator="cpu", precision=precision, **quiet, **trainer_options)
-    trainer.fit(model, datamodule=data)
-    metrics = trainer.test(model, datamodule=data, verbose=False)[0]
-    return {"parameters": {key: value.detach().clone() for key, value in model.named_parameters()}, "metrics": metrics}
+    precision: Any = "64-true" if next(model.parameters()).dtype == torch.float64 else "32-true"
+    trainer = Trainer(max_epochs=2, precision=precision, callbacks=row.callbacks(), **QUIET, **ranks)
+    trainer.fit(model, datamodule=synthetic)
+    return {"state": state(model), "metrics": trainer.test(model, datamodule=synthetic, verbose=False)[0]}
+
+
+def report(**ranks: Any) -> dict[str, Any]:
+    """The co-occurrence report. The longest sequence is on the second rank only."""
+    rng = np.random.default_rng(0)
+    sequences = random_symbols(rng)
+    sequences = Sequences.cat([sequences[:5], Sequences.from_list([rng.integers(0, V, 60)]), sequences[5:]])
+    weights = torch.from_numpy(rng.integers(0, 4, len(sequences)) / 2 + (sequences.lengths == 60).numpy())
+    weighted = ForTesting(Sequences(sequences.values, sequences.offsets, weights))
+    (found,) = Trainer(**QUIET, callbacks=[CooccurrenceReport(seed=5)], **ranks).test(StandardHMM(3, V), datamodule=weighted, verbose=False)
+    return {"metrics": found}
+
+
+def retraining(**ranks: Any) -> dict[str, Any]:
+    """Online EM, then batch EM, as long as the validation data say; and again on all data."""
+    sequences, callback = data("whole symbols", seed=4), Retraining(patience=2)
+    row = Row(lambda: ClonedHMM(**CLONES, discount=0.8, sequences_per_update=2, online_epochs=2, transition_pseudocount=1e-3))
+    model = row.fit(sequences[:11], val_sequences=sequences[11:], callbacks=[callback], max_epochs=30, batch_size=6, accelerator="cpu", **ranks)
+    return {"state": state(model), "metrics": {"best epochs": callback.best_epochs, **dict(enumerate(callback.validated))}}
+
+
+# What there is besides the rows of the table.
+OTHERS: dict[str, Callable[..., dict[str, Any]]] = {"co-occurrence report": report, "retraining": retraining}
+
+
+def main(job: str, path: Path) -> None:
+    world_size = int(os.environ["WORLD_SIZE"])
+    ranks = {"strategy": "ddp", "devices": world_size}
+    names = [*ROWS, *OTHERS] if job == "ragged" else [*ROWS]
+    results: dict[str, Any] = {}
+    for name in names:
+        with quiet_lightning(announcements=False), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            results[name] = OTHERS[name](**ranks) if name in OTHERS else {"ragged": ragged, "few": few}[job](name, **ranks)
+        if os.environ["RANK"] == "0":  # after every row, so that a failure names the first one that is missing
+            torch.save(results, path.with_suffix(".part"))
+            path.with_suffix(".part").replace(path)
+    torch.distributed.barrier()
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    world_size, path = int(sys.argv[1]), sys.argv[2]
-    results = {}
-    for row in MODELS:
-        results[row] = run(row, strategy="ddp", devices=world_size)
-        if torch.distributed.get_rank() == 0:
-            torch.save(results, path)  # after every row, so that a failure names the first one that is missing
+    status = 1
+    try:
+        main(sys.argv[1], Path(sys.argv[2]))
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # The process ends here and now. A thread of torch's backend may otherwise abort it while the interpreter shuts down, when all results are saved already,
+    # and a test must not depend on that. `test_exit_of_ranks.py` is about the way in which a run of a user ends.
+    os._exit(status)

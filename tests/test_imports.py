@@ -10,9 +10,13 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 ORDER = [
     "_version",
+    "vocabulary",
+    "columns",
+    "conversion",
     "sequences",
     "loading",
     "observing",
+    "ranks",
     "runs",
     "inference",
     "distributions",
@@ -56,10 +60,10 @@ def test_inference_knows_neither_lightning_nor_models():
         assert not {name for name in imported(path) if name.split(".")[0] in ("lightning", "pytorch_lightning")}, path
 
 
-def test_datamodules_know_sequences_and_loading_only():
+def test_datamodules_import_sequences_and_loading_only():
     for path in (ROOT / "datamodules").rglob("*.py"):
         ours = {name for name in imported(path) if name.startswith("lightning_hmm")}
-        assert ours <= {"lightning_hmm.sequences", "lightning_hmm.loading"}, path
+        assert ours <= {"lightning_hmm.columns", "lightning_hmm.loading", "lightning_hmm.sequences", "lightning_hmm.vocabulary"}, path
 
 
 def test_importing_the_package_is_quiet():

@@ -11,7 +11,8 @@ import pyarrow as pa
 import pytest
 import torch
 
-from lightning_hmm.sequences import Sequences, Vocabulary
+from lightning_hmm.sequences import Sequences
+from lightning_hmm.vocabulary import Vocabulary
 
 NAN = float("nan")
 
@@ -597,3 +598,71 @@ def test_arrays_that_torch_does_not_take_are_converted():
 def test_what_would_be_read_as_something_else_is_refused(sequence, message):
     with pytest.raises(ValueError, match=message):
         Sequences.from_list([sequence])
+
+
+class TestSymbols:
+    """Symbols in the narrowest type, with the number of symbols in the place of a missing one."""
+
+    @pytest.mark.parametrize("given", [torch.int8, torch.int16, torch.int32, torch.int64])
+    @pytest.mark.parametrize(
+        ("num_symbols", "kind"),
+        [(5, torch.uint8), (127, torch.uint8), (128, torch.uint8), (255, torch.uint8), (256, torch.int16), (2**15 - 1, torch.int16), (2**15, torch.int32)],
+    )
+    @pytest.mark.parametrize("missing", [False, True])
+    def test_every_type(self, given, num_symbols, kind, missing):
+        largest = min(num_symbols - 1, torch.iinfo(given).max)
+        values = [0, largest, *([-1] if missing else [])]
+        batch = Sequences.from_lengths(torch.tensor(values, dtype=given), [len(values)])
+        assert batch.values.dtype == given
+        symbols = batch.symbols(num_symbols)
+        assert symbols.dtype == kind
+        assert symbols.tolist() == [0, largest, *([num_symbols] if missing else [])]
+        assert batch.values.tolist() == values  # the batch itself did not change
+        assert batch.symbols(num_symbols) is symbols
+
+    def test_nothing_is_copied_where_none_is_missing(self):
+        for kind, num_symbols in ((torch.int8, 5), (torch.int16, 300), (torch.int32, 2**20)):
+            batch = Sequences.from_lengths(torch.tensor([0, 4], dtype=kind), [2])
+            assert batch.symbols(num_symbols).data_ptr() == batch.values.data_ptr()
+
+    def test_another_number_of_symbols(self):
+        batch = Sequences.from_list([[0, None]])
+        assert [batch.symbols(number).tolist() for number in (1, 7, 1)] == [[0, 1], [0, 7], [0, 1]]
+
+    def test_parts_and_copies_have_their_own(self):
+        batch = Sequences.from_list([[0, 1], [2]])
+        batch.symbols(3)
+        assert batch[1:].symbols(3).tolist() == [2]
+        assert batch.with_values(torch.tensor([2, 2, 2])).symbols(3).tolist() == [2, 2, 2]
+
+    @pytest.mark.parametrize("kind", [torch.int8, torch.int64])
+    def test_errors(self, kind):
+        batch = Sequences.from_lengths(torch.tensor([0, 3, 100], dtype=kind), [1, 2])
+        with pytest.raises(ValueError, match="Symbols must be 0 to 2, or -1 for a missing one, but position 0 of sequence 1 is 3 instead"):
+            batch.symbols(3)
+        with pytest.raises(ValueError, match="`num_symbols` must be below 2\\^31"):
+            batch.symbols(2**31)
+        with pytest.raises(ValueError, match="hold real vectors"):
+            Sequences.from_list([[0.5]]).symbols(3)
+        batch.check(1000, None)  # more than the type can hold
+
+    @pytest.mark.parametrize(
+        ("given", "kept"),
+        [(torch.bool, torch.int8), (torch.uint8, torch.int16), (torch.int8, torch.int8), (torch.int16, torch.int16), (torch.int32, torch.int32)],
+    )
+    def test_types_that_can_hold_a_missing_symbol_are_kept(self, given, kept):
+        assert Sequences.from_lengths(torch.tensor([0, 1]).to(given), [2]).values.dtype == kept
+
+    @pytest.mark.parametrize(
+        ("given", "kept"), [(pa.int8(), torch.int8), (pa.int16(), torch.int16), (pa.int32(), torch.int32), (pa.uint8(), torch.int16), (pa.bool_(), torch.int8)]
+    )
+    def test_types_of_arrow(self, given, kept):
+        column = pa.array([[0, 1], [1]], pa.large_list(given)) if given != pa.bool_() else pa.array([[False, True], [True]])
+        batch = Sequences.from_arrow(column)
+        assert (batch.values.dtype, batch.tolist()) == (kept, [[0, 1], [1]])
+        if given in (pa.int8(), pa.int16(), pa.int32()):
+            assert batch.values.data_ptr() == column.values.buffers()[1].address
+
+    def test_batches_of_two_types(self):
+        narrow, wide = (Sequences.from_lengths(torch.tensor([number], dtype=kind), [1]) for number, kind in ((5, torch.int8), (300, torch.int16)))
+        assert Sequences.cat([narrow, wide]).tolist() == [[5], [300]]

@@ -16,10 +16,9 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import lightning_hmm
-from lightning_hmm import DMCHMM, ClonedHMM, DenseHMM, Sequences, StandardHMM, fit
-from lightning_hmm.callbacks import Convergence, Pruning
+from lightning_hmm import Sequences, StandardHMM, fit
+from lightning_hmm.callbacks import Convergence
 from lightning_hmm.loading import loader
-from lightning_hmm.models.baselines import RecurrentNet
 from tests.helpers import assert_identical_parameters, assert_same_parameters, random_symbols, random_vectors
 
 PRIORS = {"initial_pseudocount": 0.3, "transition_pseudocount": 0.5, "emission_pseudocount": 0.1}
@@ -121,20 +120,6 @@ def test_lengths_of_sequences_are_refused():
 # Laws
 
 
-@pytest.mark.parametrize("options", [{"batch_size": 1}, {"batch_size": 5}, {"batch_size": 5, "shuffle": True, "seed": 3}, {"batch_size": 100}])
-@pytest.mark.parametrize("emission", ["categorical", "gaussian"])
-def test_batch_em_does_not_depend_on_the_batches(rng, emission, options):
-    """Law 1, priors included."""
-    if emission == "categorical":
-        sequences, make = random_symbols(rng), lambda: categorical(**PRIORS)
-    else:
-        sequences, make = (
-            random_vectors(rng),
-            lambda: StandardHMM(num_states=2, emission="gaussian", num_features=2, variance_prior=0.1, transition_pseudocount=0.5),
-        )
-    assert_same_parameters(fit(make(), sequences, 8, 0), fit(make(), sequences, 8, 0, **options))
-
-
 def test_many_updates_in_a_batch_equal_one_update_a_batch(rng):
     """The fused pass through the Trainer; and where there is none, step by step."""
     symbols, vectors = random_symbols(rng, 32), random_vectors(rng, 32)
@@ -157,15 +142,6 @@ def test_one_thread_and_two_give_the_same_bits(rng):
     finally:
         torch.set_num_threads(threads)
     assert_identical_parameters(*models)
-
-
-def test_relabelling_states_changes_nothing(rng):
-    sequences, order = random_symbols(rng), torch.tensor([2, 0, 1])
-    first, second = categorical(), categorical()
-    second.set_parameters(first.initial_probs[order], first.transition_probs[order][:, order], first.emission_probs[order])
-    fit(first, sequences, 10, 0)
-    fit(second, sequences, 10, 0)
-    torch.testing.assert_close(second.transition_probs, first.transition_probs[order][:, order], rtol=1e-9, atol=1e-12)
 
 
 def test_weights_count_like_repeats(rng):
@@ -510,71 +486,6 @@ def test_a_word_in_the_place_of_a_checkpoint_is_refused():
         fit(categorical(), [[0, 1]], 1, ckpt_path="last")
 
 
-@pytest.mark.parametrize("options", [{}, {"discount": 0.9, "transition_pseudocount": 1.0}, {"discount": 0.9, "sequences_per_update": 2}, {"restarts": 3}])
-def test_resumed_equals_never_stopped(tmp_path, rng, options):
-    """Law 2, bit for bit, in one process; a killed process is another test."""
-    train, validation = random_symbols(rng), random_symbols(rng)
-    common = {"val_sequences": validation, "batch_size": 5, "shuffle": True}
-    whole = fit(categorical(**options), train, 8, 0, **common)
-    for epochs, path in ((4, None), (8, str(tmp_path / "last.ckpt"))):
-        saving = {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(tmp_path, save_last=True)], "ckpt_path": path}
-        resumed = fit(categorical(**options), train, epochs, 0, **saving, **common)
-    assert_identical_parameters(whole, resumed)
-    assert torch.equal(whole.chosen, resumed.chosen)
-    assert torch.equal(whole.epoch_log_likelihood, resumed.epoch_log_likelihood)
-
-
-@pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint.*")
-@pytest.mark.parametrize(
-    "make",
-    [
-        categorical,
-        lambda: categorical(restarts=2, **PRIORS),
-        lambda: categorical(discount=0.9, transition_pseudocount=1.0),
-        lambda: DMCHMM(6, 2, num_symbols=5, reselect_every=2),
-        lambda: DenseHMM(3, 5, 2, objective="em"),
-        lambda: ClonedHMM(10, 5, pairs="all"),
-        lambda: ClonedHMM(10, 5, pairs="all", discount=0.9, online_epochs=2, transition_pseudocount=1e-6),
-        lambda: RecurrentNet(4, 5, learning_rate_decay=0.5),
-    ],
-    ids=["batch", "restarts", "online", "DMC", "dense", "cloned", "cloned, online then batch", "recurrent"],
-)
-def test_every_checkpoint_resumes_exactly_or_is_refused(tmp_path, rng, make):
-    """Lightning writes files at the last batch, too, and calls no hook for the start of the epoch that is resumed from one."""
-    sequences, common = random_symbols(rng), {"batch_size": 5, "shuffle": True}
-    files = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{epoch}-{step}")
-    convergence = Convergence(1e-300)
-    whole = fit(make(), sequences, 3, 0, callbacks=[files, convergence], enable_checkpointing=True, **common)
-    resumed_from = []
-    for path in sorted(tmp_path.glob("*.ckpt")):
-        again = Convergence(1e-300)
-        try:
-            resumed = fit(make(), sequences, 3, 0, ckpt_path=str(path), callbacks=[again], **common)
-        except ValueError as error:
-            assert "saved in the middle of an epoch" in str(error)  # noqa: PT017
-            continue
-        resumed_from.append(path.name)
-        assert_identical_parameters(whole, resumed)
-        assert torch.equal(whole.chosen, resumed.chosen)
-        assert again.previous == convergence.previous
-        assert resumed.trainer.global_step == whole.trainer.global_step
-    assert len(resumed_from) == 3
-
-
-def test_a_checkpoint_of_the_last_batch_holds_the_pruned_model(tmp_path, rng):
-    sequences, options = random_symbols(rng, missing=0), {"pairs": "all", "start_concentration": 0.1, "transition_pseudocount": 1e-9}
-    files = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{epoch}")
-    whole = fit(ClonedHMM(15, 5, **options), sequences, 2, 0, batch_size=5, callbacks=[files, Pruning(1e-3, density=0.9)], enable_checkpointing=True)
-    assert whole.layout.is_sparse
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*callbacks used to create the checkpoint.*")
-        resumed = fit(
-            ClonedHMM(15, 5, **options), sequences, 2, 0, batch_size=5, callbacks=[Pruning(1e-3, density=0.9)], ckpt_path=str(tmp_path / "epoch=0.ckpt")
-        )
-    assert resumed.layout == whole.layout
-    assert_identical_parameters(whole, resumed)
-
-
 def test_a_converged_run_is_not_trained_on(tmp_path, rng):
     sequences, saving = random_symbols(rng), {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(tmp_path, save_last=True)]}
     whole = fit(categorical(), sequences, 100, 1e-3, **saving)
@@ -584,20 +495,3 @@ def test_a_converged_run_is_not_trained_on(tmp_path, rng):
     assert again.trainer.current_epoch == epochs
     assert_identical_parameters(whole, again)
     assert fit(categorical(), sequences, epochs + 3, 1e-9, ckpt_path=str(tmp_path / "last.ckpt"), **saving).trainer.current_epoch == epochs + 3
-
-
-def test_a_checkpoint_from_the_middle_of_an_epoch_is_refused(tmp_path, rng):
-    sequences = random_symbols(rng)
-    model = categorical(discount=0.9)
-    fit(
-        model,
-        sequences,
-        2,
-        0,
-        batch_size=5,
-        enable_checkpointing=True,
-        callbacks=[ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")],
-    )
-    with pytest.raises(ValueError, match="saved in the middle of an epoch"):
-        fit(categorical(discount=0.9), sequences, 4, 0, batch_size=5, ckpt_path=str(tmp_path / "step=2.ckpt"))
-    lightning_hmm.load(tmp_path / "step=2.ckpt")  # its parameters are fine

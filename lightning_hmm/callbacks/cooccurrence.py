@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lightning_hmm.inference.cooccurrence import cooccurrences, long_run, pair_counts
 from lightning_hmm.metrics import NormalisedNLL, PairFrequencies
-from lightning_hmm.sequences import Sequences
 
 _MOST_STEPS = 1 << 20  # drawn at a time
 
@@ -84,7 +83,7 @@ class CooccurrenceReport(Callback):
             except ValueError as error:
                 rank_zero_warn(f"`test/cooccurrence_mad_sampled` is not logged: {error}")
                 return None
-            pair_counts(Sequences(drawn.values, drawn.offsets, part[:, 1]), model.num_symbols, counts)
+            pair_counts(drawn.replaced(weights=part[:, 1]), model.num_symbols, counts)
         return (counts / counts.sum()).to(model.device)
 
 

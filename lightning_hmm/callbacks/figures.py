@@ -230,8 +230,8 @@ def _composition(model: Any) -> dict[str, Any]:
 def _excerpt(batch: Sequences, max_steps: int) -> Sequences:
     """A copy of the first sequences, the last one cut where there are too many steps; small, and on the CPU."""
     offsets = batch.offsets[: _MAX_SEQUENCES + 1].clamp(max=max_steps)
-    values = batch.values[: int(offsets[-1])].to("cpu", copy=True)
-    return Sequences(values, offsets, None if batch.weights is None else batch.weights[: len(offsets) - 1].to("cpu", copy=True))
+    steps = torch.arange(int(offsets[-1]))  # numbers, not a slice: a copy is wanted
+    return batch.with_steps(steps, offsets, None if batch.weights is None else batch.weights[: len(offsets) - 1].clone()).to("cpu")
 
 
 def _expected_visits(model: Any, sequences: Sequences) -> np.ndarray | None:

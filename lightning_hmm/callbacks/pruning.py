@@ -102,7 +102,7 @@ def _first_steps(sequences: Any, max_steps: int | None) -> Sequences | None:
     if max_steps is None:
         return sequences
     offsets = sequences.offsets.clamp(max=max_steps)
-    return Sequences(sequences.values[: int(offsets[-1])], offsets, sequences.weights)
+    return sequences.with_steps(slice(int(offsets[-1])), offsets, sequences.weights)
 
 
 def _bits(model: ClonedHMM, sequences: Sequences, layout: Layout, probs: Tensor) -> Tensor:

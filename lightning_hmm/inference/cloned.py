@@ -347,7 +347,7 @@ def _call(
 def _data(evidence: Tensor | None, sequences: Sequences) -> tuple[Tensor, Tensor]:
     """Symbols, of no meaning where there is evidence; and the evidence, without rows where there is none."""
     if evidence is None:
-        return sequences.values, sequences.values.new_zeros(0, 0, dtype=torch.float64)
+        return sequences.values.long(), sequences.values.new_zeros(0, 0, dtype=torch.float64)
     return torch.full((sequences.num_steps,), -1, device=evidence.device), evidence
 
 
@@ -477,7 +477,7 @@ def em_step(initial: Tensor, transition: Tensor, layout: Layout, sequences: Sequ
     """
     _check(initial, transition, layout, None, sequences)
     weights = torch.ones(len(sequences), dtype=torch.float64) if sequences.weights is None else sequences.weights
-    data = sequences.values.contiguous().numpy(), sequences.offsets.numpy(), weights.numpy()
+    data = sequences.values.long().contiguous().numpy(), sequences.offsets.numpy(), weights.numpy()
     found = cloned_cpu.em_step(layout.arrays, initial.double().contiguous().numpy(), _in_place(transition), *data)
     if found is not None:
         return torch.from_numpy(found)
@@ -509,7 +509,7 @@ def online_em(
     """Online EM over consecutive batches of `batch_size` sequences; parameters and buffers change in place. See `dense.online_em`."""
     _check(initial, transition, layout, None, sequences)
     if sequences.weights is None:
-        sequences = Sequences(sequences.values, sequences.offsets, torch.ones(len(sequences), dtype=torch.float64))
+        sequences = sequences.replaced(weights=torch.ones(len(sequences), dtype=torch.float64))
     assert sequences.weights is not None
     weights = sequences.weights
     initial_buffer, buffer = buffers
@@ -517,10 +517,10 @@ def online_em(
     batch_first = np.minimum(np.arange(num_batches + 1) * batch_size, len(sequences))
     scores, batch = np.zeros(len(sequences)), 0
     plain = transition.dtype == torch.float64 and layout.num_entries <= _FUSED_ENTRIES and not bool((sequences.values < 0).any())
-    row_first = layout.row_first
+    row_first, symbols = layout.row_first, sequences.values.long().contiguous().numpy() if plain else None
     while batch < num_batches:
         if plain:
-            data = batch, batch_first, sequences.offsets.numpy(), sequences.values.contiguous().numpy(), weights.numpy(), layout.arrays, row_first
+            data = batch, batch_first, sequences.offsets.numpy(), symbols, weights.numpy(), layout.arrays, row_first
             options = float(discount), updates + batch, size.reshape(1).numpy(), float(data_size), np.asarray(pseudocounts, float), np.asarray(frozen, bool)
             in_place = (tensor.detach().numpy() for tensor in (initial, transition, initial_buffer, buffer))
             batch = cloned_cpu.online_em(*data, *options, *in_place, scores)

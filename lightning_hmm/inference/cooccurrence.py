@@ -22,7 +22,7 @@ def pair_counts(sequences: Sequences, num_symbols: int, counts: Tensor | None = 
     Adds to `counts`, in place, where given: a corpus can be counted batch by batch.
     """
     sequences.check(num_symbols, None)
-    values = sequences.values
+    values = sequences.values.long()  # pairs have numbers up to V * V
     if counts is None:
         counts = torch.zeros(num_symbols, num_symbols, dtype=torch.float64, device=values.device)
     if len(values) < 2:

@@ -111,6 +111,11 @@ def _numpy(tensors: Sequence[Tensor]) -> list[np.ndarray]:
     return [tensor.detach().double().contiguous().numpy() for tensor in tensors]
 
 
+def kernel_values(sequences: Sequences) -> Tensor:
+    """The values in a type for which kernels are compiled: int64 for symbols."""
+    return sequences.values.long() if sequences.is_discrete else sequences.values
+
+
 def _values_numpy(values: Tensor) -> np.ndarray:
     return values.contiguous().numpy()
 
@@ -290,7 +295,7 @@ def _call(
 ) -> _Results:
     _check(initial, transition, emission, sequences)
     kind, parameters = _unpack(emission)
-    values, offsets = sequences.values, sequences.offsets
+    values, offsets = kernel_values(sequences), sequences.offsets
     if weights is None:
         weights = torch.ones(len(sequences), dtype=wide_dtype(initial.device), device=initial.device)
     if not _is_plain(initial, transition, *parameters, values):
@@ -369,8 +374,9 @@ def viterbi(initial: Tensor, transition: Tensor, emission: Emission, sequences: 
     """The most probable path of each sequence; of equally probable ones that with the lowest numbers from the end."""
     _check(initial, transition, emission, sequences)
     kind, parameters = _unpack(emission)
-    run = _viterbi_cpu if _is_plain(initial, transition, *parameters, sequences.values) else _viterbi_op
-    path, log_probability = run(kind, initial, transition, parameters, sequences.values, sequences.offsets)
+    values = kernel_values(sequences)
+    run = _viterbi_cpu if _is_plain(initial, transition, *parameters, values) else _viterbi_op
+    path, log_probability = run(kind, initial, transition, parameters, values, sequences.offsets)
     return Path(sequences.with_values(path), log_probability)
 
 
@@ -398,7 +404,7 @@ def _editable(tensor: Tensor, name: str) -> np.ndarray:
 def _data_arrays(sequences: Sequences) -> Any:
     """Values, offsets and weights as arrays."""
     weights = np.ones(len(sequences)) if sequences.weights is None else sequences.weights.numpy()
-    return _values_numpy(sequences.values), sequences.offsets.numpy(), weights
+    return _values_numpy(kernel_values(sequences)), sequences.offsets.numpy(), weights
 
 
 @torch.no_grad()
@@ -482,7 +488,7 @@ def sample_posterior(initial: Tensor, transition: Tensor, emission: Emission, se
     filtered = posterior(initial, transition, emission, sequences).filtered.values
     kind, parameters = _unpack(emission)
     (log_filtered, log_initial, log_transition, *natural) = _numpy([tensor.cpu() for tensor in (filtered, initial, transition, *parameters)])
-    values = _values_numpy(sequences.values.cpu())
+    values = _values_numpy(kernel_values(sequences).cpu())
     uniforms = _uniforms(sequences.num_steps, generator)
     states = cpu.sample_paths(log_filtered, kind, log_initial, log_transition, natural, values, sequences.offsets.numpy(), uniforms)
     return sequences.with_values(torch.from_numpy(states).to(initial.device))

@@ -317,7 +317,7 @@ def _call(
     if weights is None:
         weights = torch.ones(len(sequences), dtype=wide_dtype(initial.device), device=initial.device)
     use_dense = _use_dense(routine, transition, sequences, single=single, smooth=smooth, pairs=pairs)
-    data = (sequences.values, sequences.offsets, weights)
+    data = (dense.kernel_values(sequences), sequences.offsets, weights)
     return _e_step_op(kind, initial, *transition, parameters, *data, single, smooth, per_step, pairs, use_dense)
 
 
@@ -371,7 +371,7 @@ def viterbi(initial: Tensor, transition: Transition, emission: Emission, sequenc
     _check(initial, transition, emission, sequences, routine)
     kind, parameters = _unpack(emission)
     use_dense = _use_dense(routine, transition, sequences, single=single, smooth=False)
-    path, log_probability = _viterbi_op(kind, initial, *transition, parameters, sequences.values, sequences.offsets, single, use_dense)
+    path, log_probability = _viterbi_op(kind, initial, *transition, parameters, dense.kernel_values(sequences), sequences.offsets, single, use_dense)
     return Path(sequences.with_values(path), log_probability)
 
 

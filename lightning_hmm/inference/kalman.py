@@ -194,32 +194,6 @@ def expected_statistics(model: LinearGaussian, sequences: Sequences, weights: Te
     )
 
 
-def maximised(model: LinearGaussian, found: Statistics) -> LinearGaussian:
-    """The M-step (Shumway and Stoffer, 1982), with independent noise of the features; what no statistics speak of stays as it is."""
-    count = found.starts[-1, -1]
-    changed: dict[str, Tensor] = {}
-    if count > 0:
-        mean = found.starts[-1, :-1] / count
-        changed |= {"initial_mean": mean, "initial_cov": found.starts[:-1, :-1] / count - torch.outer(mean, mean)}
-    moves = found.before[-1, -1]
-    if moves > 0:
-        joint = torch.linalg.solve(found.before, found.across.T).T  # A and b side by side
-        noise = (found.after - joint @ found.across.T) / moves
-        changed |= {"transition": joint[:, :-1], "transition_offset": joint[:, -1], "transition_cov": (noise + noise.T) / 2}
-    seen = found.emitters[:, -1, -1] > 0
-    if bool(seen.any()):
-        joint = torch.linalg.solve(found.emitters[seen], found.products[seen].unsqueeze(2)).squeeze(2)
-        noise = (found.squares[seen] - (joint * found.products[seen]).sum(1)) / found.emitters[seen][:, -1, -1]
-        emission, offset, variance = model.emission.clone(), model.emission_offset.clone(), model.emission_cov.diagonal().clone()
-        emission[seen], offset[seen], variance[seen] = joint[:, :-1], joint[:, -1], noise
-        changed |= {"emission": emission, "emission_offset": offset, "emission_cov": variance.diag()}
-    better = model._replace(**changed)
-    if not bool((better.emission_cov.diagonal() > 0).all()):
-        feature = int(torch.nonzero(better.emission_cov.diagonal() <= 0)[0, 0])
-        raise ValueError(f"The noise of each feature must have a variance, but feature {feature} is explained without any. Use fewer entries of the state.")
-    return better
-
-
 def predict_next(model: LinearGaussian, sequences: Sequences) -> tuple[Tensor, Tensor]:
     """(steps, D) mean and (steps, D, D) covariance of p(y_{t+1} | y_1:t), for each step t."""
     found = posterior(model, sequences)

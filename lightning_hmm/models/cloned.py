@@ -520,7 +520,7 @@ def ngram_counts(sequences: Sequences, num_symbols: int, order: int, *, unique: 
     The n-grams at the start of a sequence are shorter. No n-gram ends in a missing symbol. A sequence of weight zero has none.
     """
     sequences = sequences.counted()
-    symbols = sequences.values.cpu().numpy()
+    symbols = sequences.values.long().cpu().numpy()
     offsets = sequences.offsets.numpy()
     position = np.arange(symbols.shape[0]) - np.repeat(offsets[:-1], np.diff(offsets))
     if not unique:
@@ -541,7 +541,7 @@ def ngram_counts(sequences: Sequences, num_symbols: int, order: int, *, unique: 
 def seen_pairs(sequences: Sequences) -> Tensor | None:
     """(P, 2) the pairs of symbols that follow each other in sequences of positive weight; ``None``, for all, where symbols are missing there."""
     sequences = sequences.counted()
-    values = sequences.values.cpu()
+    values = sequences.values.long().cpu()
     if bool((values < 0).any()):
         return None
     inside = torch.ones(max(len(values) - 1, 0), dtype=torch.bool)

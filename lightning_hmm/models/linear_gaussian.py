@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from lightning_hmm.distributions import Distribution, GaussianState, LinearGaussianEmission, LinearGaussianTransition
 from lightning_hmm.distributions.gaussian import data_location
 from lightning_hmm.inference import kalman
 from lightning_hmm.loading import generator
@@ -16,12 +17,13 @@ from lightning_hmm.models.baselines.recurrent import last_seen
 from lightning_hmm.models.prediction_errors import PredictionErrors
 from lightning_hmm.models.sequence_model import check_counts
 from lightning_hmm.models.standard import GaussianPrediction
+from lightning_hmm.models.training_loop import BaumWelchTraining
 from lightning_hmm.sequences import Sequences
 
 Observed = Literal["positions", "increments"]
 
 
-class LinearGaussianHMM(PredictionErrors):
+class LinearGaussianHMM(BaumWelchTraining, PredictionErrors):
     r"""A hidden Markov model with a state in R^d, linear means and Gaussian noise.
 
     .. math:: x_0 \sim N(m, P), \quad x_t \sim N(A x_{t-1} + b, Q), \quad y_t \sim N(C x_t + c, \operatorname{diag} r)
@@ -39,6 +41,11 @@ class LinearGaussianHMM(PredictionErrors):
         num_features: D.
         of: "positions" or "increments".
         seed: of the starting values.
+        discount: lambda of online EM, with an update after each batch; without it batch EM, an update after each epoch.
+        sequences_per_update: online EM with several updates inside each batch.
+        variance_prior: scatter that a prior adds to the noise of each feature, in units of the variance of what is described. A positive value keeps
+            the variances above zero.
+        frozen: any of "initial", "transition", "emission"; they keep their values.
         arithmetic: "float64".
 
     References:
@@ -52,7 +59,16 @@ class LinearGaussianHMM(PredictionErrors):
     located: Tensor
 
     def __init__(
-        self, latent_dim: int, num_features: int | None = None, of: Observed = "positions", seed: int = 0, arithmetic: Literal["float64"] = "float64"
+        self,
+        latent_dim: int,
+        num_features: int | None = None,
+        of: Observed = "positions",
+        seed: int = 0,
+        discount: float | None = None,
+        sequences_per_update: int | None = None,
+        variance_prior: float = 0.0,
+        frozen: Sequence[str] = (),
+        arithmetic: Literal["float64"] = "float64",
     ) -> None:
         if num_features is None:
             raise ValueError("`num_features` must be given: the model is for real vectors. For symbols use another one.")
@@ -61,36 +77,55 @@ class LinearGaussianHMM(PredictionErrors):
             raise ValueError(f"`of` must be one of {', '.join(get_args(Observed))}, but is {of!r} instead.")
         if arithmetic != "float64":
             raise ValueError(f"`arithmetic` must be float64, but is {arithmetic!r} instead: covariances need its digits.")
-        super().__init__(num_symbols=None, num_features=num_features, arithmetic=arithmetic)
+        for name in frozen:
+            if name not in ("initial", "transition", "emission"):
+                raise ValueError(f"`frozen` must name initial, transition or emission, but names {name!r} instead.")
+        super().__init__(
+            num_symbols=None,
+            num_features=num_features,
+            discount=discount,
+            sequences_per_update=sequences_per_update,
+            priors={"emission": {"variance_prior": variance_prior}},
+            frozen=frozen,
+            arithmetic=arithmetic,
+        )
         self.save_hyperparameters()
-        self.automatic_optimization = False
         self.latent_dim, self.of, self.seed = latent_dim, of, seed
         random = generator(seed, "start")
 
         def draw(*shape: int) -> Tensor:
             return torch.randn(*shape, dtype=torch.float64, generator=random)
 
+        def zeros(size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.float64)
+
         unit = torch.eye(latent_dim, dtype=torch.float64)
-        start = kalman.LinearGaussian(
-            initial_mean=torch.zeros(latent_dim, dtype=torch.float64),
-            initial_cov=unit,
-            transition=0.9 * unit + 0.05 * draw(latent_dim, latent_dim),  # slow: EM takes long to get there from fast turns
-            transition_offset=torch.zeros(latent_dim, dtype=torch.float64),
-            transition_cov=0.2 * unit,  # so that the variance stays about 1
-            emission=draw(num_features, latent_dim) / latent_dim**0.5,
-            emission_offset=torch.zeros(num_features, dtype=torch.float64),
-            emission_cov=0.1 * torch.eye(num_features, dtype=torch.float64),
-        )
-        self.linear = nn.ParameterDict(start._asdict())
+        self.initial = GaussianState(zeros(latent_dim), unit.clone())
+        # EM takes long to reach slow turns from fast ones. The covariance keeps the variance of the state at about 1.
+        self.transition = LinearGaussianTransition(0.9 * unit + 0.05 * draw(latent_dim, latent_dim), zeros(latent_dim), 0.2 * unit)
+        self.emission = LinearGaussianEmission(draw(num_features, latent_dim) / latent_dim**0.5, zeros(num_features), zeros(num_features) + 0.1)
         for name, value in {"centre": 0.0, "scale": 1.0, "first_centre": 0.0, "first_scale": 1.0}.items():
             self.register_buffer(name, torch.full((num_features,), value, dtype=torch.float64))
         self.register_buffer("located", torch.tensor(False))
-        self._statistics: kalman.Statistics | None = None
+
+    @property
+    def distributions(self) -> dict[str, Distribution]:
+        return {"initial": self.initial, "transition": self.transition, "emission": self.emission}
 
     @property
     def parameters_in_units(self) -> kalman.LinearGaussian:
         """Of what is described, in units of its spread."""
-        return kalman.LinearGaussian(**{name: value.detach() for name, value in self.linear.items()})
+        initial, transition, emission = self.initial, self.transition, self.emission
+        return kalman.LinearGaussian(
+            initial.mean.detach(),
+            initial.cov.detach(),
+            transition.matrix.detach(),
+            transition.offset.detach(),
+            transition.cov.detach(),
+            emission.matrix.detach(),
+            emission.offset.detach(),
+            emission.variance.detach().diag(),
+        )
 
     @property
     def _first_variance(self) -> Tensor | None:
@@ -218,13 +253,6 @@ class LinearGaussianHMM(PredictionErrors):
                 getattr(self, name).copy_(value)
         self.located.fill_(True)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.0)  # moves nothing: it counts EM steps, and without a count no checkpoint would be written
-
-    def on_fit_start(self) -> None:
-        super().on_fit_start()
-        self._statistics = None  # an interrupted run may have left something
-
     def on_train_start(self) -> None:
         if not bool(self.located):
             raise ValueError(
@@ -233,21 +261,22 @@ class LinearGaussianHMM(PredictionErrors):
             )
 
     @torch.no_grad()
-    def training_step(self, batch: Sequences, batch_idx: int) -> None:
+    def _e_step(self, batch: Sequences) -> dict[str, list[Tensor]]:
+        # The stored parameters are means and covariances, so their gradients are not the statistics: the smoother computes these.
         self._require_sequences(batch)
         weights = torch.ones(len(batch), dtype=torch.float64, device=self.device) if batch.weights is None else batch.weights
         self.train_likelihood.update(self.score(batch) @ weights, batch.num_observed())
-        found = kalman.expected_statistics(self.parameters_in_units, self._in_units(batch), weights, self._first_variance)
-        if self._statistics is not None:
-            found = kalman.Statistics(*(old + new for old, new in zip(self._statistics, found, strict=True)))
-        self._statistics = found
-        if self.trainer.is_last_batch:
-            totals = kalman.Statistics(*map(self._sum_over_ranks, found))
-            self._statistics = None
-            for name, value in kalman.maximised(self.parameters_in_units, totals)._asdict().items():
-                self.linear[name].copy_(value)
-            optimizer: Any = self.optimizers()
-            optimizer.step()
+        return self.statistics(batch, weights)
+
+    @torch.no_grad()
+    def statistics(self, sequences: Sequences, weights: Tensor) -> dict[str, list[Tensor]]:
+        """The expected statistics of sequences with (N,) weights, by distribution and in the order of its parameters."""
+        found = kalman.expected_statistics(self.parameters_in_units, self._in_units(sequences), weights, self._first_variance)
+        return {
+            "initial": [found.starts[-1], found.starts[:-1, :-1].contiguous()],
+            "transition": [found.across, found.before, found.after],
+            "emission": [found.products, found.emitters, found.squares],
+        }
 
     # Validation, test, prediction
 

@@ -91,7 +91,7 @@ def up_to_last_seen(sequences: Sequences, steps: int) -> tuple[Sequences, Tensor
     number = torch.arange(1, seen.shape[1] + 1, device=seen.device)
     lengths = torch.where(seen, number, 0).amax(1).cpu() if seen.shape[1] else torch.zeros(len(seen), dtype=torch.int64)
     kept = sequences.packed(number <= lengths.to(seen.device).unsqueeze(1))
-    shorter = Sequences.from_lengths(sequences.values[kept], lengths, sequences.weights)
+    shorter = sequences.with_steps(kept, torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]), sequences.weights)
     return shorter, sequences.lengths - lengths + steps
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_hmm.metrics import LogLikelihoodPerSymbol
 from lightning_hmm.observing import guard_loggers
 from lightning_hmm.optim import set_gradients
+from lightning_hmm.ranks import destroy_process_group_at_exit
 from lightning_hmm.sequences import Sequences, Vocabulary, as_list
 
 
@@ -111,6 +112,9 @@ class SequenceModel(LightningModule, ABC):
         datamodule: Any = getattr(self.trainer, "datamodule", None)
         if self.starts_from_data and self.trainer.ckpt_path is None and hasattr(datamodule, "train_sequences"):
             self.initialise(datamodule.train_sequences)
+
+    def teardown(self, stage: str) -> None:
+        destroy_process_group_at_exit()  # Lightning calls this method after a run that succeeded only
 
     @property
     def _validates(self) -> bool:

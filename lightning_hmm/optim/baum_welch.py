@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from lightning_hmm.distributions import Distribution
 from lightning_hmm.sequences import Sequences
 
-# The initial-state counts add up to the (weighted) number of sequences they come from, after whatever sums gradients.
+# Where only gradients are given, the counts of this distribution add up to the (weighted) number of sequences they come from.
 _MEASURE = "initial"
 
 
@@ -79,13 +79,22 @@ class BaumWelch(Optimizer):
         super().__init__(groups, {"discount": discount, "data_size": data_size})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, *, counts: Mapping[str, Sequence[Tensor]] | None = None, discounted: bool = True) -> Any:
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        counts: Mapping[str, Sequence[Tensor]] | None = None,
+        num_sequences: Tensor | None = None,
+        discounted: bool = True,
+    ) -> Any:
         """Performs one M-step. Afterwards `kept_rows` holds the number of rows without statistics by distribution.
 
         Args:
             closure: evaluated first, as in other optimizers of torch.
             counts: the expected statistics of each distribution by its name, one tensor for each of its parameters. If not given,
                 they are the negative gradients of the parameters; without any gradient nothing happens.
+            num_sequences: the (weighted) number of sequences that `counts` come from, which priors in online EM need. If not given, it is the sum
+                of the counts of "initial".
             discounted: ``False`` for statistics of the whole data set in an optimizer with a `discount`: they are used as they are
                 and the count buffer stays unchanged.
         """
@@ -97,7 +106,7 @@ class BaumWelch(Optimizer):
             if all(parameter.grad is None for group in self.param_groups for parameter in group["params"]):
                 return loss
             counts = {group["name"]: self._from_gradients(group) for group in self.param_groups}
-        share = self._prior_share(counts) if discounted else 1.0
+        share = self._prior_share(counts, num_sequences) if discounted else 1.0
         for group in self.param_groups:
             online = discounted and group["discount"] is not None
             statistics = list(counts[group["name"]])
@@ -127,13 +136,15 @@ class BaumWelch(Optimizer):
     def _discounted(self, group: dict[str, Any], parameter: Tensor, counts: Tensor) -> Tensor:
         return self._buffer(parameter, "statistics", counts).mul_(group["discount"]).add_(counts, alpha=1 - group["discount"])
 
-    def _prior_share(self, counts: Mapping[str, Sequence[Tensor]]) -> Tensor | float:
+    def _prior_share(self, counts: Mapping[str, Sequence[Tensor]], size: Tensor | None) -> Tensor | float:
         """The share of the data that the statistics represent: 1 in batch EM, the discounted batch size in online EM."""
         group = next((group for group in self.param_groups if group["name"] == _MEASURE), self.param_groups[0])
         if group["discount"] is None or group["data_size"] is None:
             return 1.0
-        (parameter,), (starts,) = group["params"], counts[group["name"]]
-        size = starts.sum() / parameter.shape[:-1].numel()  # restarts see the same sequences
+        parameter = group["params"][0]
+        if size is None:
+            (starts,) = counts[group["name"]]
+            size = starts.sum() / parameter.shape[:-1].numel()  # restarts see the same sequences
         buffer = self._buffer(parameter, "size", size).mul_(group["discount"]).add_(size, alpha=1 - group["discount"])
         return buffer / (1.0 - group["discount"] ** (group["updates"] + 1)) / group["data_size"]
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from itertools import pairwise, product
 
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch import Trainer
 
 import lightning_hmm
 from datamodules import SyntheticDataModule
@@ -123,28 +121,6 @@ def test_without_a_long_run_the_rest_is_reported(monkeypatch):
         found = report(model, sequences)
     assert "test/cooccurrence_mad_analytic" not in found
     assert np.isfinite(found["test/cooccurrence_mad_sampled"])
-
-
-def test_two_ranks_report_what_one_does(rng):
-    """The longest sequence is on the second rank only."""
-    sequences, model = random_symbols(rng), StandardHMM(3, 5)
-    sequences = Sequences.cat([sequences[:5], Sequences.from_list([rng.integers(0, 5, 60)]), sequences[5:]])
-    sequences = Sequences(sequences.values, sequences.offsets, torch.from_numpy(rng.integers(0, 4, len(sequences)) / 2 + (sequences.lengths == 60).numpy()))
-    strategy = DDPStrategy(start_method="spawn", timeout=timedelta(seconds=60), process_group_backend="gloo")
-    data = SequencesTest(sequences)
-    callbacks = [CooccurrenceReport(seed=5)]
-    (two,) = Trainer(**QUIET, callbacks=callbacks, strategy=strategy, devices=2, accelerator="cpu").test(model, datamodule=data, verbose=False)
-    (one,) = Trainer(**QUIET, callbacks=callbacks, accelerator="cpu").test(model, datamodule=data, verbose=False)
-    assert two == pytest.approx(one, rel=1e-12)
-
-
-class SequencesTest(LightningDataModule):
-    def __init__(self, sequences: Sequences) -> None:
-        super().__init__()
-        self.sequences = sequences
-
-    def test_dataloader(self):
-        return loader(self.sequences, 4, rank=self.trainer.global_rank, world_size=self.trainer.world_size)
 
 
 def test_a_known_truth_stands_for_the_test_data():

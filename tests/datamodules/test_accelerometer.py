@@ -75,7 +75,7 @@ class TestReading:
     )
     def test_ways_to_write_times(self, times, words):
         data = ready(write("x.csv", table(times, X, Y)), **RAW, **words)
-        assert (data.step, data.columns, data.num_features, data.num_symbols) == (5.0, ["x", "y"], 2, None)
+        assert (data.step, [column.name for column in data.columns], data.num_features, data.num_symbols) == (5.0, ["x", "y"], 2, None)
         assert same(data.train_sequences.tolist(), [STEPS])
 
     @pytest.mark.parametrize("kind", [pa.timestamp("ns"), pa.timestamp("s", "Europe/Berlin"), pa.int64(), pa.float64()])
@@ -260,7 +260,7 @@ def test_wrong_words(words, message):
 
 def test_drawn_days_have_a_rhythm_and_true_states():
     data = ready(days=30, standardize=False, val_fraction=0.0, test_fraction=0.0)
-    assert (data.columns, data.step, data.state_names) == (["wrist", "hip"], 60.0, ACTIVITIES)
+    assert ([column.name for column in data.columns], data.step, data.state_names) == (["wrist", "hip"], 60.0, ACTIVITIES)
     states, values = data.true_states("train").values.reshape(30, 24, 60), data.train_sequences.values
     asleep = (states == 0).double().mean(dim=(0, 2))
     assert bool((asleep[2:5] > 0.8).all())

@@ -15,6 +15,7 @@ from jsonargparse import ArgumentParser
 
 from datamodules import FileDataModule, SequenceDataModule, SyntheticDataModule
 from datamodules.base import PARTS, as_dataset, as_table
+from lightning_hmm.columns import symbol_column
 from lightning_hmm.sequences import Sequences
 
 NUM = 17
@@ -25,7 +26,7 @@ class Counting(SequenceDataModule):
 
     def __init__(self, num_sequences: int = NUM, weighted: bool = False, given: dict[str, int] | None = None, note: object = None, **kwargs) -> None:
         super().__init__(**kwargs)
-        self.num_symbols = max(1, num_sequences)
+        self.columns = symbol_column(max(1, num_sequences))
         self.sizes, self.weighted = given or {"all": num_sequences}, weighted
         self.loads = 0
 
@@ -183,7 +184,9 @@ def test_gathered_data_is_checked_once_for_all_epochs():
     assert batch._checked == (NUM, None)
 
 
-@pytest.mark.parametrize("values", [torch.arange(5), torch.randn(5, 2, dtype=torch.float64), torch.randn(5, 3)], ids=["symbols", "float64", "float32"])
+@pytest.mark.parametrize(
+    "values", [torch.arange(5, dtype=torch.int8), torch.randn(5, 2, dtype=torch.float64), torch.randn(5, 3)], ids=["symbols", "float64", "float32"]
+)
 def test_a_table_and_back(values):
     sequences = Sequences.from_lengths(values, [2, 0, 3], weights=[1.0, 2.0, 3.0])
     table = as_table(sequences)
@@ -286,10 +289,10 @@ def test_wrong_data():
     with pytest.raises(ValueError, match="`part` must be one of train, val, test, but is 'dev' instead"):
         ready(Counting()).true_states("dev")
     neither = Counting()
-    neither.num_symbols = None
-    with pytest.raises(ValueError, match="must set one of `num_symbols` and `num_features`"):
+    neither.columns = []
+    with pytest.raises(ValueError, match="Counting must set `columns` in its constructor, but has none"):
         neither.setup()
     small = Counting()
-    small.num_symbols = 5
+    small.columns = symbol_column(5)
     with pytest.raises(ValueError, match="Symbols must be 0 to 4"):
         small.setup()

@@ -12,8 +12,8 @@ from lightning.pytorch import Trainer
 
 from datamodules import FileDataModule
 from lightning_hmm import StandardHMM
-from lightning_hmm.sequences import MISSING, Vocabulary
 from lightning_hmm.training import quiet_lightning
+from lightning_hmm.vocabulary import MISSING, Vocabulary
 
 ALL = {"val_fraction": 0.0, "test_fraction": 0.0}
 
@@ -531,7 +531,8 @@ def test_batches_of_a_text(folder):
         ({"columns": ["x", "i"]}, "Vectors must be finite, but row 3 of x.csv has inf instead"),
         ({"columns": ["i"], "kind": "symbols"}, "whole numbers from 0, .* but row 3 of x.csv has inf instead"),
         ({"columns": ["x"]}, "whole numbers from 0, .* but row 3 of x.csv has -3 instead"),
-        ({"columns": ["x"], "format": "text"}, "`columns` and `sequence_column` are for tables, but a text has no columns"),
+        ({"columns": ["x"], "format": "text"}, "`columns` is for tables, but a text has no columns"),
+        ({"action_column": "x", "format": "text"}, "`action_column` is for tables, but a text has no columns"),
         ({"columns": ["x"], "sequence_column": "id"}, "which sequence it belongs to, but row 2 of x.csv is empty"),
     ],
 )

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datamodules.symbols import Symbols, cut, encode, merge_rare
-from lightning_hmm.sequences import MISSING
+from lightning_hmm.vocabulary import MISSING
 
 NAMES = ["d", "b", "a", "e", "c", "never"]
 

@@ -127,7 +127,7 @@ def test_every_symbol_occurs_in_training():
         torch.testing.assert_close(data.initial_probs @ data.transition_probs, data.initial_probs, rtol=1e-12, atol=1e-15)
         same = torch.equal(data.transition_probs, plain.transition_probs)
         assert same == (len(plain.train_sequences.values.unique()) == 10)  # redrawn where needed, and only there
-        assert bool((data.emission_probs[data.true_states("train").values, data.train_sequences.values] > 0).all())
+        assert bool((data.emission_probs[data.true_states("train").values, data.train_sequences.values.long()] > 0).all())
         redrawn += not same
     assert 0 < redrawn < 20
 

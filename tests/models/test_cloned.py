@@ -1,16 +1,14 @@
-"""ClonedHMM: EM against the dense model, online EM, clones and pairs from data, checkpoints, ranks, uncertain evidence."""
+"""ClonedHMM: EM against the dense model, online EM, clones and pairs from data, uncertain evidence."""
 
 from __future__ import annotations
 
 import warnings
-from datetime import timedelta
 
 import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import lightning_hmm
@@ -53,20 +51,6 @@ def test_batch_em_equals_the_dense_model_with_fixed_emissions(rng, missing):
     torch.testing.assert_close(model.initial_probs, same.initial_probs, rtol=1e-9, atol=1e-12)
 
 
-def test_the_likelihood_never_falls_and_rows_sum_to_one(rng):
-    sequences, model = whole(rng), ClonedHMM(**OPTIONS)
-    model.initialise(sequences)
-    optimizer, scores = BaumWelch(model.distributions, frozen=["initial"]), []
-    for _ in range(30):
-        found = model.inference.e_step(*model.inference_arguments(sequences))
-        optimizer.step(counts={"initial": [found.initial[None]], "transition": [found.transition[None]]})
-        scores.append(float(found.log_likelihood.sum()))
-    assert np.diff(scores).min() > -1e-9 * sequences.num_steps
-    assert scores[-1] > scores[0] + 50
-    rows = torch.segment_reduce(model.transition.probs.detach()[0], "sum", lengths=model.layout.row_lengths)
-    np.testing.assert_allclose(rows, 1, rtol=1e-12)
-
-
 def test_gradients_of_probabilities_are_not_taken_for_counts(rng):
     sequences, model = whole(rng), ClonedHMM(**OPTIONS)
     model.initialise(sequences)
@@ -96,13 +80,6 @@ def test_a_sparse_start_carries_a_context_over_noise():
     # A run has a bit for its signal and five of noise, and the answer is free if the signal is remembered.
     assert bits[0.05] < 6 / 7 + 0.05
     assert bits[None] > 6 / 7 + 0.1
-
-
-def test_the_order_of_batches_does_not_matter_to_batch_em(rng):
-    sequences = whole(rng)
-    first = fit(ClonedHMM(**OPTIONS, restarts=2, transition_pseudocount=0.1), sequences, 5, 0)
-    second = fit(ClonedHMM(**OPTIONS, restarts=2, transition_pseudocount=0.1), sequences, 5, 0, batch_size=3, shuffle=True)
-    assert_same_parameters(first, second)
 
 
 @pytest.mark.parametrize("missing", [0.0, 0.1], ids=["one compiled pass", "batch by batch"])
@@ -330,56 +307,6 @@ def test_the_graph_has_the_transitions_as_edges(rng):
     assert all(weight == pytest.approx(float(counts[i, j])) for i, j, weight in counted.edges(data="weight"))
 
 
-# Checkpoints
-
-
-@pytest.mark.parametrize(
-    ("options", "how"),
-    [({"allocation": "ngram"}, {}), ({"discount": 0.8}, {"batch_size": 3}), ({"discount": 0.8, "sequences_per_update": 2}, {"batch_size": 6})],
-    ids=["batch EM", "online EM", "many updates"],
-)
-def test_resuming_is_as_if_nothing_had_happened(rng, tmp_path, options, how):
-    sequences = whole(rng)
-    options = OPTIONS | options | {"transition_pseudocount": 1e-3}
-    straight = fit(ClonedHMM(**options), sequences, 6, 0, **how)
-    for epochs, path in ((3, None), (6, str(tmp_path / "last.ckpt"))):
-        saving = {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(tmp_path, save_last=True)], "ckpt_path": path}
-        resumed = fit(ClonedHMM(**options), sequences, epochs, 0, **saving, **how)
-    assert_identical_parameters(straight, resumed)
-    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["optimizer_states"][0]["state"]
-    assert bool(saved) == ("discount" in options)  # the count buffer
-
-
-def test_saving_and_loading_keeps_layout_and_answers(rng, tmp_path):
-    sequences = whole(rng)
-    model = ClonedHMM(**OPTIONS, allocation="frequency")
-    fit(model, sequences, 3, 0, callbacks=[ModelCheckpoint(tmp_path, filename="model")], enable_checkpointing=True)
-    loaded = lightning_hmm.load(tmp_path / "model.ckpt")
-    assert loaded.layout == model.layout
-    assert torch.equal(loaded.score(sequences), model.score(sequences))
-    assert torch.equal(loaded.decode(sequences).values, model.decode(sequences).values)
-
-
-# Ranks
-
-
-@pytest.mark.parametrize(
-    ("options", "how"),
-    [({}, {"batch_size": 4, "callbacks": True}), ({"discount": 0.8, "sequences_per_update": 3, "transition_pseudocount": 0.05}, {"batch_size": 8})],
-    ids=["batch EM, pruned", "online EM"],
-)
-def test_two_ranks_equal_one(rng, options, how):
-    sequences, epochs = whole(rng), 20 if "callbacks" in how else 3
-    strategy = DDPStrategy(start_method="spawn", timeout=timedelta(seconds=60), process_group_backend="gloo")
-    models = []
-    for ranks in ({}, {"strategy": strategy, "devices": 2, "accelerator": "cpu"}):
-        more = how | {"callbacks": [Pruning(1e-3, 0.95)]} if "callbacks" in how else how
-        models.append(fit(ClonedHMM(**OPTIONS, **options), sequences, epochs, 0, **more, **ranks))
-    assert models[0].layout == models[1].layout
-    assert models[0].layout.is_sparse == ("callbacks" in how)
-    assert_same_parameters(*models, rtol=1e-8, atol=1e-10)
-
-
 # Online EM first, batch EM then
 
 
@@ -396,16 +323,6 @@ def test_batch_em_goes_on_where_online_em_ended(rng):
     by_batch = {**PHASES, "sequences_per_update": None}
     steps = fit(ClonedHMM(**OPTIONS, **by_batch), sequences, 5, 0, batch_size=2)
     assert_same_parameters(both, steps)
-
-
-@pytest.mark.parametrize("stop", [1, 2, 3])
-def test_resuming_in_either_phase(rng, tmp_path, stop):
-    sequences = whole(rng)
-    straight = fit(ClonedHMM(**OPTIONS, **PHASES), sequences, 5, 0, batch_size=6)
-    for epochs, path in ((stop, None), (5, str(tmp_path / "last.ckpt"))):
-        saving = {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(tmp_path, save_last=True)], "ckpt_path": path}
-        resumed = fit(ClonedHMM(**OPTIONS, **PHASES), sequences, epochs, 0, batch_size=6, **saving)
-    assert_identical_parameters(straight, resumed)
 
 
 # Chosen on validation, retrained on all

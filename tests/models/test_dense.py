@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from datetime import timedelta
 
 import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
-import lightning_hmm
 from datamodules import SyntheticDataModule
 from lightning_hmm import DenseHMM, Sequences, StandardHMM, fit
 from lightning_hmm.inference.cooccurrence import cooccurrences, pair_counts, squared_error
 from lightning_hmm.models.dense import expected_log_likelihood, fair_num_states, kernel_log_probs
-from tests.helpers import assert_identical_parameters, assert_same_parameters, parameters, random_symbols, random_vectors
+from tests.helpers import assert_same_parameters, parameters, random_symbols, random_vectors
 
 OBJECTIVES = ["em", "cooccurrence", "likelihood"]
 
@@ -250,35 +246,6 @@ def test_every_option_trains(rng, objective, options):
 
 
 # Promises
-
-
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_two_ranks_equal_one(rng, objective):
-    sequences, options = random_symbols(rng), {"objective": objective, "restarts": 2}
-    strategy = DDPStrategy(start_method="spawn", timeout=timedelta(seconds=60), process_group_backend="gloo")
-    one = fit(small(**options), sequences, 3, 0, batch_size=4)
-    two = fit(small(**options), sequences, 3, 0, batch_size=4, strategy=strategy, devices=2, accelerator="cpu")
-    assert_same_parameters(one, two)
-    assert not torch.equal(one.Z, small(**options).Z)
-
-
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_resumed_equals_never_stopped(tmp_path, rng, objective):
-    sequences, options = random_symbols(rng), {"objective": objective, "restarts": 2}
-    whole = fit(small(**options), sequences, 6, 0, batch_size=5)
-    for epochs, path in ((3, None), (6, str(tmp_path / "last.ckpt"))):
-        saving = {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(tmp_path, save_last=True)], "ckpt_path": path}
-        resumed = fit(small(**options), sequences, epochs, 0, batch_size=5, **saving)
-    assert_identical_parameters(whole, resumed)
-    loaded = lightning_hmm.load(tmp_path / "last.ckpt")
-    assert isinstance(loaded, DenseHMM)
-    assert torch.equal(loaded.score(sequences), whole.score(sequences))
-
-
-@pytest.mark.parametrize("objective", ["em", "cooccurrence"])
-def test_batches_do_not_matter(rng, objective):
-    sequences = random_symbols(rng)
-    assert_same_parameters(fit(small(objective=objective), sequences, 3, 0), fit(small(objective=objective), sequences, 3, 0, batch_size=3, shuffle=True))
 
 
 def test_questions_are_answered_as_by_a_standard_model_with_the_same_probabilities(rng):

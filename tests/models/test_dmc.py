@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.callbacks import Callback
 
-import lightning_hmm
 from lightning_hmm import DMCHMM, BaumWelch, Sequences, StandardHMM, fit
 from lightning_hmm.inference import dense, dmc, selection
 from lightning_hmm.inference.selection import PairSums
-from tests.helpers import assert_identical_parameters, assert_same_parameters, random_symbols, random_vectors
+from tests.helpers import assert_same_parameters, random_symbols, random_vectors
 
 GAUSSIAN = {"emission": "gaussian", "num_features": 2}
 MODES = [("window", "gemm"), ("largest", "gemm"), ("largest", "lazy")]
@@ -124,43 +120,6 @@ def test_between_choices_the_set_stays(rng):
     assert not torch.equal(before, sets[0][0])
     assert torch.equal(sets[0][0], sets[2][0])
     assert torch.equal(sets[3][0], sets[4][0])
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_states": 160, "num_kept": 2, "num_symbols": 5, "restarts": 2, "reselect_every": 2},  # so many that the sparse routine is used
-        {"num_states": 9, "num_kept": 3, "criterion": "largest", "selection": "lazy", **GAUSSIAN},  # which always uses it
-    ],
-    ids=["gemm, restarts", "lazy, Gaussian"],
-)
-def test_two_ranks_equal_one(rng, options):
-    """17 sequences in global batches of 5: the last leaves a rank with one."""
-    sequences = random_vectors(rng) if "emission" in options else random_symbols(rng)
-    strategy = DDPStrategy(start_method="spawn", timeout=timedelta(seconds=60), process_group_backend="gloo")
-    one = fit(DMCHMM(transition_pseudocount=0.1, **options), sequences, 4, 0, batch_size=5)
-    two = fit(DMCHMM(transition_pseudocount=0.1, **options), sequences, 4, 0, batch_size=5, strategy=strategy, devices=2, accelerator="cpu")
-    assert torch.equal(one.transition.indices, two.transition.indices)
-    assert_same_parameters(one, two)
-    assert not torch.equal(one.indices, DMCHMM(**options).indices)  # it chose
-
-
-@pytest.mark.parametrize("how", [("window", "auto", 1), ("largest", "lazy", 2)])
-def test_resumed_equals_never_stopped(rng, tmp_path, how):
-    criterion, chosen_by, every = how
-    options = {"criterion": criterion, "selection": chosen_by, "reselect_every": every, "restarts": 2}
-    sequences = random_symbols(rng)
-    straight = fit(DMCHMM(8, 2, 5, **options), sequences, 6, 0, batch_size=5)
-    saving = {"callbacks": [ModelCheckpoint(tmp_path, save_last=True)], "enable_checkpointing": True, "batch_size": 5}
-    fit(DMCHMM(8, 2, 5, **options), sequences, 3, 0, **saving)
-    loaded = lightning_hmm.load(tmp_path / "last.ckpt")
-    again = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
-    resumed = fit(DMCHMM(8, 2, 5, **options), sequences, 6, 0, ckpt_path=str(tmp_path / "last.ckpt"), **saving)
-    assert_identical_parameters(straight, resumed)
-    assert torch.equal(straight.transition.indices, resumed.transition.indices)
-    assert isinstance(loaded, DMCHMM)
-    assert (loaded.criterion, loaded.selection, loaded.reselect_every, loaded.num_kept) == (criterion, chosen_by, every, 2)
-    assert all(torch.equal(value, again[name]) for name, value in loaded.state_dict().items())
 
 
 @pytest.mark.parametrize("kind", ["categorical", "gaussian"])

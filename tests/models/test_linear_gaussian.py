@@ -7,42 +7,26 @@ import math
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ModelCheckpoint
 from scipy import stats
 
-from lightning_hmm import Sequences, fit, load
+from lightning_hmm import BaumWelch, Sequences, fit
 from lightning_hmm.inference import kalman
 from lightning_hmm.models import LinearGaussianHMM
-from tests.helpers import assert_identical_parameters, assert_same_parameters, random_vectors
-
-
-class Likelihoods(Callback):
-    def __init__(self) -> None:
-        self.values: list[float] = []
-
-    def on_train_epoch_end(self, trainer, pl_module) -> None:
-        self.values.append(float(pl_module.train_likelihood.compute()))
-
-
-@pytest.mark.parametrize("of", ["positions", "increments"])
-def test_the_likelihood_never_falls_and_batches_do_not_matter(rng, of):
-    data, seen = random_vectors(rng, longest=12, missing=0.15), Likelihoods()
-    model = fit(LinearGaussianHMM(3, 2, of), data, 8, 0, callbacks=[seen])
-    assert np.diff(seen.values).min() > -1e-9
-    assert seen.values[-1] > seen.values[0] + 0.1
-    assert_same_parameters(model, fit(LinearGaussianHMM(3, 2, of), data, 8, 0, batch_size=5, shuffle=True), rtol=1e-6, atol=1e-8)
-    assert seen.values[-1] < float(model.score(data).sum()) / float(data.num_observed())  # after the last step
+from tests.helpers import assert_same_parameters, random_vectors
 
 
 @pytest.mark.parametrize("sums", [False, True], ids=["positions", "increments"])
 def test_the_m_step_is_a_maximum(rng, sums):
     """Of the expected log-density: by its gradient in the parameters, which Fisher's identity makes that of the likelihood at the old ones."""
     data = random_vectors(rng, num_sequences=5, longest=8, missing=0.2)
-    model = LinearGaussianHMM(2, 2).parameters_in_units
+    whole = LinearGaussianHMM(2, 2)
+    model = kalman.LinearGaussian(*(value.clone() for value in whole.parameters_in_units))
     first = torch.tensor([2.0, 0.5], dtype=torch.float64) if sums else None
     statistics = kalman.expected_statistics(model, data, torch.ones(5, dtype=torch.float64), first)
-    better = kalman.maximised(model, statistics)
+    whole.initial.maximise([statistics.starts[-1], statistics.starts[:-1, :-1]])
+    whole.transition.maximise([statistics.across, statistics.before, statistics.after])
+    whole.emission.maximise([statistics.products, statistics.emitters, statistics.squares])
+    better = whole.parameters_in_units
 
     def expected(parameters: kalman.LinearGaussian) -> torch.Tensor:
         """E[log p(x, y)] from the statistics, as a sum of Gaussian log-densities."""
@@ -73,6 +57,131 @@ def test_the_m_step_is_a_maximum(rng, sums):
         )
     for gradient in gradients(better, expected):
         assert float(gradient.abs().max()) < 1e-8
+
+
+def log_likelihood_of_potentials(naturals: list[list[torch.Tensor]], sequence: torch.Tensor) -> torch.Tensor:
+    """log p(y) as the integral of exp(natural parameters times statistics) over all states at once: one Gaussian integral over R^(T d)."""
+    (start, start_square), (across, before, after), (products, states, squares) = naturals
+    size, steps = len(start) - 1, len(sequence)
+    quadratic = torch.zeros(steps * size, steps * size, dtype=torch.float64)
+    linear, constant = torch.zeros(steps * size, dtype=torch.float64), start[-1]
+
+    def at(t: int) -> torch.Tensor:
+        """(T d, d) which entries of all states are those of step t."""
+        return torch.eye(steps * size, dtype=torch.float64)[:, t * size : (t + 1) * size]
+
+    def add_square(t: int, matrix: torch.Tensor) -> None:
+        """z_t' matrix z_t."""
+        nonlocal quadratic, linear, constant
+        quadratic = quadratic + at(t) @ matrix[:-1, :-1] @ at(t).T
+        linear = linear + at(t) @ (matrix[:-1, -1] + matrix[-1, :-1])
+        constant = constant + matrix[-1, -1]
+
+    quadratic, linear = quadratic + at(0) @ start_square @ at(0).T, linear + at(0) @ start[:-1]
+    for t in range(1, steps):
+        add_square(t - 1, before)
+        quadratic = quadratic + at(t) @ after @ at(t).T + at(t) @ across[:, :-1] @ at(t - 1).T
+        linear = linear + at(t) @ across[:, -1]
+    for t, row in enumerate(sequence):
+        for feature, value in enumerate(row):
+            if not bool(value.isnan()):
+                add_square(t, states[feature])
+                linear, constant = linear + value * at(t) @ products[feature, :-1], constant + value * products[feature, -1] + value**2 * squares[feature]
+    precision = -(quadratic + quadratic.T)
+    return constant + (linear @ torch.linalg.solve(precision, linear) + len(linear) * math.log(2 * math.pi) - precision.logdet()) / 2
+
+
+def test_the_statistics_are_gradients_in_natural_parameters(rng):
+    """Each entry of the natural parameters is treated as free."""
+    model, data = LinearGaussianHMM(2, 2), random_vectors(rng, num_sequences=4, longest=5, missing=0.2)
+    fit(model, data, 2, 0)
+    naturals = [[value.requires_grad_() for value in part.natural()] for part in model.distributions.values()]
+    flat = [value for part in naturals for value in part]
+    in_units = model._in_units(data)
+    totals = torch.stack([log_likelihood_of_potentials(naturals, sequence) for sequence in in_units])
+    torch.testing.assert_close(totals.detach(), kalman.log_likelihood(model.parameters_in_units, in_units))
+    weights = torch.tensor([1.0, 0.5, 2.0, 0.0], dtype=torch.float64)
+    statistics = [value for part in model.statistics(data, weights).values() for value in part]
+    for gradient, expected in zip(torch.autograd.grad(totals @ weights, flat), statistics, strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("of", ["positions", "increments"])
+def test_the_objective_never_falls_with_priors(rng, of):
+    data = random_vectors(rng, longest=12, missing=0.15)
+    model = LinearGaussianHMM(3, 2, of)
+    model.initialise(data)
+    priors = {"initial": {"variance_prior": 0.5}, "transition": {"variance_prior": 2.0}, "emission": {"variance_prior": 5.0}}
+    optimizer, weights, objectives = BaumWelch(model.distributions, priors=priors), torch.ones(len(data), dtype=torch.float64), []
+    for _ in range(12):
+        objectives.append(float(model.score(data).sum() + optimizer.log_prior()))
+        optimizer.step(counts=model.statistics(data, weights))
+    assert np.diff(objectives).min() > -1e-9
+    assert objectives[-1] > objectives[0] + 1
+    plain = fit(LinearGaussianHMM(3, 2, of), data, 12, 0)
+    assert bool((model.emission.variance > plain.emission.variance).all())
+
+
+def test_the_prior_is_that_of_its_density(rng):
+    """The M-step with a prior is a maximum of expected log-density plus log prior, by finite differences of one variance."""
+    data = random_vectors(rng, longest=8)
+    model = LinearGaussianHMM(2, 2, variance_prior=3.0)
+    model.initialise(data)
+    products, states, squares = model.statistics(data, torch.ones(len(data), dtype=torch.float64))["emission"]
+    model.emission.maximise([products, states, squares], variance_prior=3.0)
+
+    def objective(change: float) -> float:
+        joint, variance = torch.cat([model.emission.matrix, model.emission.offset.unsqueeze(1)], 1).detach(), model.emission.variance.detach().clone()
+        variance[1] += change
+        error = squares - 2 * (joint * products).sum(1) + torch.einsum("di,dij,dj->d", joint, states, joint)
+        model.emission.variance.data, kept = variance, model.emission.variance.data
+        prior = float(model.emission.log_prior(variance_prior=3.0))
+        model.emission.variance.data = kept
+        return float(-0.5 * (error / variance + states[:, -1, -1] * variance.log()).sum()) + prior
+
+    assert abs(objective(1e-5) - objective(-1e-5)) / 2e-5 < 1e-3
+    assert objective(0.0) > max(objective(1e-2), objective(-1e-2))
+
+
+def test_online_em_is_the_discounted_sum(rng):
+    """One epoch of online EM, against the sums written out; with the whole data in each batch and no discount it is batch EM."""
+    data = random_vectors(rng, longest=8)
+    online = fit(LinearGaussianHMM(2, 2, discount=0.7, variance_prior=0.4), data, 1, 0, batch_size=6)
+    by_hand = LinearGaussianHMM(2, 2)
+    by_hand.initialise(data)
+    sums: dict[str, list[torch.Tensor]] = {}
+    size, updates = 0.0, 0
+    for first in range(0, len(data), 6):
+        batch, updates = data[first : min(first + 6, len(data))], updates + 1
+        found = by_hand.statistics(batch, torch.ones(len(batch), dtype=torch.float64))
+        sums = {name: [0.7 * (sums[name][i] if sums else 0) + 0.3 * value for i, value in enumerate(values)] for name, values in found.items()}
+        size = 0.7 * size + 0.3 * len(batch)
+        correction = 1 - 0.7**updates
+        for name, part in by_hand.distributions.items():
+            prior = {"variance_prior": 0.4} if name == "emission" else {}
+            part.maximise([value / correction for value in sums[name]], size / correction / len(data), **prior)
+    assert_same_parameters(online, by_hand)
+    assert_same_parameters(fit(LinearGaussianHMM(2, 2, discount=0.0), data, 3, 0), fit(LinearGaussianHMM(2, 2), data, 3, 0))
+
+
+@pytest.mark.parametrize("frozen", ["initial", "transition", "emission"])
+def test_frozen_parts_keep_their_values(rng, frozen):
+    start, model = LinearGaussianHMM(2, 2), fit(LinearGaussianHMM(2, 2, frozen=[frozen]), random_vectors(rng, longest=8), 2, 0)
+    for name, part in model.distributions.items():
+        same = all(torch.equal(old, new) for old, new in zip(start.distributions[name].parameters(), part.parameters(), strict=True))
+        assert same == (name == frozen), name
+
+
+def test_parameters_without_statistics_stay(rng):
+    """The second feature is never observed, and the only sequence with a transition has weight 0."""
+    data = Sequences.from_list([[[1.0, np.nan], [2.0, np.nan]], [[3.0, np.nan]], [[2.5, np.nan]]])
+    start, model = LinearGaussianHMM(2, 2), LinearGaussianHMM(2, 2)
+    BaumWelch(model.distributions).step(counts=model.statistics(data, torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64)))
+    for old, new in zip(start.emission.parameters(), model.emission.parameters(), strict=True):
+        assert torch.equal(old[1], new[1])
+        assert not torch.equal(old[0], new[0])
+    assert all(torch.equal(old, new) for old, new in zip(start.transition.parameters(), model.transition.parameters(), strict=True))
+    assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("of", ["positions", "increments"])
@@ -203,23 +312,17 @@ def test_a_gap_is_as_long_as_its_steps():
     assert float(gap.mean) == pytest.approx(69, abs=3)
 
 
-def test_saved_loaded_and_resumed(rng, tmp_path):
-    data = random_vectors(rng, longest=8)
-
-    def trained(epochs: int, **more) -> LinearGaussianHMM:
-        keep = ModelCheckpoint(dirpath=tmp_path, filename="{epoch}", save_top_k=-1, every_n_epochs=1, save_on_train_epoch_end=True)
-        return fit(LinearGaussianHMM(2, 2), data, epochs, 0, batch_size=8, callbacks=[keep], enable_checkpointing=True, **more)
-
-    whole = trained(3)
-    assert_identical_parameters(whole, load(tmp_path / "epoch=2.ckpt"))
-    assert_identical_parameters(whole, trained(3, ckpt_path=str(tmp_path / "epoch=0.ckpt")))
-
-
 def test_bad_input_is_said():
     with pytest.raises(ValueError, match="`steps` must be a whole number of at least 1, but is 0"):
         LinearGaussianHMM(2, 1).predict_next([[[1.0]]], steps=0)
     with pytest.raises(ValueError, match="`of` must be one of positions, increments, but is 'speeds'"):
         LinearGaussianHMM(2, 2, "speeds")
+    with pytest.raises(ValueError, match="`frozen` must name initial, transition or emission, but names 'noise'"):
+        LinearGaussianHMM(2, 2, frozen=["noise"])
+    with pytest.raises(ValueError, match="`emission_variance_prior` must not be negative, but is -1"):
+        LinearGaussianHMM(2, 2, variance_prior=-1)
+    with pytest.raises(ValueError, match="feature 0 is explained without any"):
+        fit(LinearGaussianHMM(1, 1), [[[1.0]] * 3, [[1.0]] * 2], 1)
     with pytest.raises(ValueError, match="at least two steps somewhere"):
         fit(LinearGaussianHMM(2, 1), [[[1.0]], [[3.0]]], 1)
     with pytest.raises(ValueError, match="position 1 of sequence 0 is inf"):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from datetime import timedelta
 
 import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy
 from scipy import stats
 from torch import nn
 from torch.utils.data import DataLoader
@@ -23,7 +21,7 @@ from lightning_hmm.loading import loader
 from lightning_hmm.metrics import PredictionError
 from lightning_hmm.models import LinearGaussianHMM, NeuralDiscreteHMM
 from lightning_hmm.models.neural_state_space import PathDensity
-from tests.helpers import assert_identical_parameters, assert_same_parameters, random_vectors
+from tests.helpers import assert_same_parameters, random_vectors
 
 SMALL = {"latent_dim": 2, "num_features": 2, "num_particles": 16, "num_paths": 4, "width": 8}
 EXACT = {**SMALL, "arithmetic": "float64"}
@@ -283,45 +281,6 @@ def test_drawn_data_have_the_moments_that_are_predicted(rng):
     assert float(surprise.square().mean()) == pytest.approx(1, abs=0.3)
     inside = ((threes[:200, 2] > ahead.lower) & (threes[:200, 2] < ahead.upper)).double().mean()
     assert float(inside) == pytest.approx(0.9, abs=0.06)
-
-
-@pytest.mark.parametrize("options", [{}, {"e_step_fraction": 0.6, "fine_tuning_epochs": 1, "smoothing": "genealogy", "transition_order": 1}])
-def test_saved_loaded_and_resumed(rng, tmp_path, options):
-    """Bit for bit, with random parts of batches too."""
-    data = random_vectors(rng, longest=8)
-
-    def trained(epochs: int, **more) -> NeuralHMM:
-        keep = ModelCheckpoint(dirpath=tmp_path, filename="{epoch}", save_top_k=-1, every_n_epochs=1, save_on_train_epoch_end=True)
-        torch.rand(17 * epochs)  # whatever the global generator has been used for
-        return fit(NeuralHMM(**SMALL, **options), data, epochs, 0, batch_size=8, shuffle=True, callbacks=[keep], enable_checkpointing=True, **more)
-
-    whole = trained(3)
-    loaded = load(tmp_path / "epoch=2.ckpt")
-    assert isinstance(loaded, NeuralHMM)
-    assert_identical_parameters(whole, loaded)
-    assert torch.equal(whole.score(data), loaded.score(data))
-    assert_identical_parameters(whole, trained(3, ckpt_path=str(tmp_path / "epoch=0.ckpt")))
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: NeuralHMM(**EXACT, e_step_fraction=0.5, transition_order=1),
-        lambda: LinearGaussianHMM(2, 2),
-        lambda: NeuralDiscreteHMM(2, 2, width=8, embedding_dim=4),
-    ],
-    ids=["neural", "linear", "discrete"],
-)
-def test_two_ranks_equal_one(rng, make):
-    """In float64 after four epochs, with lengths that differ, a last batch of one, and a share of each batch that may leave a rank without any."""
-    data = random_vectors(rng, num_sequences=5, longest=8)
-    strategy = DDPStrategy(start_method="spawn", timeout=timedelta(seconds=60), process_group_backend="gloo")
-    one = fit(make(), data, 4, 0, batch_size=2)
-    assert_same_parameters(one, fit(make(), data, 4, 0, batch_size=2, strategy=strategy, devices=2, accelerator="cpu"), rtol=0, atol=1e-6)
-    before = make()
-    before.initialise(data)
-    moved = [(new - old).abs().max() for new, old in zip(one.parameters(), before.parameters(), strict=True)]
-    assert max(moved) > 1e-3
 
 
 def test_gradients_are_summed_in_float64(rng, monkeypatch):

@@ -125,7 +125,7 @@ class RecurrentNet(PredictionErrors):
     def _inputs(self, sequences: Sequences) -> Tensor:
         """(N, longest) symbols or (N, longest, 2 D) vectors last seen and where something was seen, all one step late."""
         if self.num_symbols is not None:
-            padded = sequences.padded()
+            padded = sequences.padded().long()  # room for the number of what is missing
             late = torch.cat([padded.new_full((len(padded), 1), MISSING), padded], 1)[:, : padded.shape[1]]
             return torch.where(late == MISSING, self.num_symbols, late)
         last, observed = last_seen(sequences.padded())
@@ -153,6 +153,7 @@ class RecurrentNet(PredictionErrors):
     def _scored(self, sequences: Sequences, size: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """As `_outputs`: the numbers of sequences, and (sequences, steps) log p(y_t | y_1:t-1), zero where nothing is observed, and where something is."""
         targets = sequences.padded()
+        targets = targets.long() if sequences.is_discrete else targets
         first = last_seen(targets)[0].isnan() if self.num_features else None
         for steps, rows, outputs in self._outputs(sequences, size):
             target = targets[rows, steps]

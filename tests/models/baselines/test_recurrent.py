@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-from datetime import timedelta
 
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
 from datamodules import MovingTargetDataModule, ToyMachineDataModule
-from lightning_hmm import Sequences, fit, load
+from lightning_hmm import Sequences, fit
 from lightning_hmm.metrics import PredictionError
 from lightning_hmm.models.baselines import RecurrentNet, persistence, recurrent
-from tests.helpers import assert_identical_parameters, assert_same_parameters, random_symbols, random_vectors
+from tests.helpers import assert_same_parameters, random_symbols, random_vectors
 
 EXACT = {"arithmetic": "float64"}
 
@@ -149,26 +146,6 @@ def test_truncated_gradients_with_carried_state(rng):
     assert (trained.head[0].bias - RecurrentNet(**options).head[0].bias).abs().max() > 1e-3  # it moved
 
 
-def test_saved_loaded_and_resumed(rng, tmp_path):
-    """Bit for bit, dropout and its random masks included."""
-    data = random_vectors(rng)
-    options = {"hidden_size": 4, "num_features": 2, "num_layers": 2, "dropout": 0.5, "bptt_steps": 5, "learning_rate_decay": 0.5}
-
-    def trained(epochs: int, **more) -> RecurrentNet:
-        keep = ModelCheckpoint(dirpath=tmp_path, filename="{epoch}", save_top_k=-1, every_n_epochs=1, save_on_train_epoch_end=True)
-        torch.rand(17 * epochs)  # whatever the global generator has been used for
-        return fit(RecurrentNet(**options), data, epochs, 0, batch_size=8, shuffle=True, callbacks=[keep], enable_checkpointing=True, **more)
-
-    whole = trained(4)
-    loaded = load(tmp_path / "epoch=3.ckpt")
-    assert isinstance(loaded, RecurrentNet)
-    assert_identical_parameters(whole, loaded)
-    assert torch.equal(whole.score(data), loaded.score(data))
-    assert_identical_parameters(whole, trained(4, ckpt_path=str(tmp_path / "epoch=1.ckpt")))
-    with pytest.raises(AssertionError):
-        assert_identical_parameters(whole, trained(3))
-
-
 def test_it_learns_the_toy_machine():
     """The answer depends on a symbol five steps back, which no smaller context tells."""
     data = ToyMachineDataModule(k=2, val_length=2000)
@@ -222,11 +199,3 @@ def test_bad_data_are_said(rng):
         RecurrentNet(2, num_features=2).on_train_start()
     with pytest.raises(ValueError, match="`precision` must be that of the network's parameters, but is float64"):
         fit(RecurrentNet(2, num_symbols=5), random_symbols(rng), 1, precision=64)
-
-
-def test_two_ranks_equal_one(rng):
-    """With lengths that differ, so that one rank has more to go through than the other, and a last batch that leaves one without any."""
-    data, options = random_vectors(rng, num_sequences=5), {"hidden_size": 4, "num_features": 2, "bptt_steps": 7, **EXACT}
-    strategy = DDPStrategy(start_method="spawn", timeout=timedelta(seconds=60), process_group_backend="gloo")
-    one = fit(RecurrentNet(**options), data, 2, 0, batch_size=2)
-    assert_same_parameters(one, fit(RecurrentNet(**options), data, 2, 0, batch_size=2, strategy=strategy, devices=2, accelerator="cpu"))

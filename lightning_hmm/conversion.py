@@ -1,0 +1,226 @@
+"""Conversion of lists, arrays, pandas objects and Arrow columns into packed steps; every error names the sequence."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from lightning_hmm.vocabulary import MISSING
+
+
+def as_tensor(values: Tensor | np.ndarray) -> Tensor:
+    """A tensor on the same memory. torch warns of read-only memory, a mapped file's for example; nothing here writes to it."""
+    if isinstance(values, np.ndarray) and not values.flags.writeable:
+        try:
+            return from_dlpack(values)
+        except BufferError:  # NumPy before 2.1 does not hand out read-only memory
+            values = values.copy()
+    return torch.as_tensor(values)
+
+
+def as_list(data: Any) -> Sequence[Any]:
+    """The single sequences in what a user gave for several: a list, or one array, tensor, DataFrame or Series (see `Sequences.from_list`)."""
+    refuse_one_string(data)
+    given, data = data, from_pandas(data)
+    if data is not given and data.dtype.kind != "O":
+        return [data]
+    if isinstance(data, Tensor):
+        data = data.detach().cpu().numpy()
+    if not isinstance(data, np.ndarray):
+        return [from_pandas(sequence) for sequence in data]
+    if data.ndim < 2 and (data.dtype.kind != "O" or any(isinstance(item, str) or not hasattr(item, "__len__") for item in data.flat)):
+        raise ValueError(
+            f"`sequences` must be a list of sequences, but is an array of shape {data.shape} instead. For one sequence give a list of one, `[X]`. "
+            "For names of symbols use `Sequences.from_strings` with a vocabulary."
+        )
+    if data.ndim == 2 and data.dtype.kind == "O" and any(isinstance(item, (float, np.floating)) for item in data.flat):
+        data = _without_none(list(data), 0)
+    if data.ndim == 2 and data.dtype.kind == "f":
+        return [data]
+    if data.ndim == 2 and data.shape[1] == 1:
+        raise ValueError(
+            f"`sequences` must not be a single column of symbols, but has shape {data.shape}, which could be one sequence or {len(data)}. "
+            f"Use `Sequences.from_lengths(X, lengths)` with the length of each sequence, or give shape (1, {len(data)}) for one sequence."
+        )
+    return list(data)
+
+
+def refuse_one_string(data: Any, name: str = "sequences") -> None:
+    if isinstance(data, str):
+        raise ValueError(f"`{name}` must be a list of sequences, but is the string {data[:20]!r} instead. For one sequence give a list of one.")
+
+
+def from_pandas(data: Any) -> Any:
+    """A DataFrame or Series as an array of whole numbers, real numbers or, from a Series, other objects; anything else unchanged."""
+    pandas = sys.modules.get("pandas")  # where it is not imported, nothing can be of its types
+    if pandas is None or not isinstance(data, (pandas.DataFrame, pandas.Series)):
+        return data
+    kinds = pandas.api.types
+    table = data.to_frame() if isinstance(data, pandas.Series) else data
+    for name, kind in table.dtypes.items():
+        if not kinds.is_numeric_dtype(kind):
+            if table is not data:
+                return data.to_numpy(object)
+            raise ValueError(
+                f"A DataFrame must hold numbers, but column {name!r} holds {kind} instead. Select the columns of numbers, as in `df[['x', 'y']]`. "
+                f"For names of symbols use `Sequences.from_strings([df[{name!r}]], vocabulary)`."
+            )
+    if table.shape[1] == 1 and (kinds.is_integer_dtype(table.dtypes.iloc[0]) or kinds.is_bool_dtype(table.dtypes.iloc[0])):
+        return table.iloc[:, 0].to_numpy(np.int64, na_value=MISSING)
+    return table.to_numpy(np.float64, na_value=np.nan)
+
+
+def filled(array: np.ndarray) -> np.ndarray:
+    """Without a mask: -1 or NaN where an entry is masked."""
+    whole: np.ndarray = np.ma.filled(array, np.nan if array.dtype.kind == "f" else MISSING)
+    return whole
+
+
+def as_array(sequence: Any, index: int, name: str = "sequences") -> np.ndarray:
+    """One sequence as an array: int64 (masked where ``None`` stands for a symbol), or real with NaN.
+
+    Args:
+        sequence: a list, array or tensor of symbols, numbers or vectors.
+        index: the number of the sequence, for errors.
+        name: the argument that the sequence is a part of, for errors.
+    """
+    if isinstance(sequence, Tensor):
+        sequence = sequence.detach().cpu().numpy()
+    try:
+        array = sequence if isinstance(sequence, np.ma.MaskedArray) else np.asarray(sequence)
+    except ValueError:  # steps of different shapes
+        array = np.empty(0, object)
+    if array.dtype.kind == "O":
+        array = _without_none(list(sequence), index)
+    if array.dtype.kind not in "iubf":
+        what = f"sequence {index} holds {array.dtype} instead"
+        remedy = "For names of symbols use `Sequences.from_strings` with a vocabulary." if name == "sequences" else "Convert names into numbers first."
+        raise ValueError(f"`{name}` must hold numbers, but {what}. {remedy}")
+    if array.ndim == 0:
+        raise ValueError(f"`{name}` must be a list of sequences, but item {index} is a single number. For one sequence give a list of one.")
+    if array.ndim > 2:
+        raise ValueError(f"A sequence must have shape (steps,) or (steps, features), but sequence {index} has shape {array.shape} instead.")
+    if array.dtype.kind == "u" and array.size and array.max() > np.iinfo(np.int64).max:
+        raise ValueError(f"`{name}` must hold symbols below 2^63, but sequence {index} holds {array.max()} instead.")
+    if any(stride < 0 for stride in array.strides) or not array.dtype.isnative:  # torch takes neither
+        array = array.astype(array.dtype.newbyteorder("="), order="C")
+    return array if array.dtype.kind == "f" else array.astype(np.int64, copy=False)
+
+
+def _without_none(steps: list[Any], index: int) -> np.ndarray:
+    """Symbols with ``None`` for missing ones as a masked array; numbers and vectors with NaN in the place of ``None``."""
+    widths = [None if step is None else len(step) if hasattr(step, "__len__") and not isinstance(step, str) else 0 for step in steps]  # 0: a number
+    width = next((width for width in widths if width is not None), 0)
+    if any(other not in (width, None) for other in widths):
+        odd = next(t for t, other in enumerate(widths) if other not in (width, None))
+        raise ValueError(f"Each step must have {width or 1} features like the first, but position {odd} of sequence {index} has {widths[odd] or 1} instead.")
+    if width:
+        return np.asarray([[float("nan") if entry is None else entry for entry in (step if step is not None else [None] * width)] for step in steps])
+    if all(step is None or isinstance(step, (int, np.integer)) for step in steps):
+        return np.ma.masked_array([MISSING if step is None else step for step in steps], [step is None for step in steps], dtype=np.int64)
+    return np.asarray([float("nan") if step is None else step for step in steps])
+
+
+def as_vectors(array: np.ndarray) -> np.ndarray:
+    array = array.astype(np.float64) if array.dtype not in (np.float32, np.float64) else array
+    array = np.ma.filled(array, np.nan)
+    return array.reshape(len(array), -1) if len(array) else array
+
+
+def brief(array: np.ndarray) -> str:
+    return str(array.tolist()) if len(array) <= 8 else f"[{array[0]}, {array[1]}, ..., {array[-1]}] ({len(array)} numbers)"
+
+
+def packed_steps(steps: Any, name: str = "sequences") -> Tensor:
+    """(steps, ...) numbers of all sequences as a tensor, from an array, tensor, list, DataFrame or Series; -1 or NaN in the place of ``None``."""
+    return steps if isinstance(steps, Tensor) else as_tensor(filled(as_array(from_pandas(steps), 0, name)))
+
+
+def packed_column(column: Any, lengths: Sequence[int], name: str) -> Tensor:
+    """Packs a per-step column that was given for each sequence.
+
+    Args:
+        column: one list, array or tensor for each sequence, or one array, tensor, DataFrame or Series as in `Sequences.from_list`.
+        lengths: (N,) the number of steps of each sequence.
+        name: of the column, for errors.
+
+    Returns:
+        (steps,) or (steps, M) numbers; -1 or NaN in the place of ``None``.
+    """
+    refuse_one_string(column, name)
+    column = from_pandas(column)
+    if isinstance(column, Tensor):
+        column = column.detach().cpu().numpy()
+    if isinstance(column, np.ndarray) and column.dtype.kind != "O" and column.ndim < 3 and [*lengths] == [len(column)]:
+        column = [column]  # an array of all steps of the only sequence
+    arrays = [as_array(from_pandas(part), n, name) for n, part in enumerate(column)]
+    if len(arrays) != len(lengths):
+        raise ValueError(f"`{name}` must hold one list for each of the {len(lengths)} sequences, but holds {len(arrays)} instead.")
+    for n, (array, length) in enumerate(zip(arrays, lengths, strict=True)):
+        if len(array) != length:
+            raise ValueError(f"`{name}` must have one entry for each step, but sequence {n} has {length} steps and {len(array)} entries.")
+    parts = [array for array in arrays if len(array)] or arrays[:1]
+    if any(array.dtype.kind == "f" for array in parts):
+        parts = [np.ma.filled(array.astype(np.float64), np.nan) if array.dtype.kind != "f" else filled(array) for array in parts]
+    shapes = [array.shape[1:] for array in parts]
+    if len(set(shapes)) > 1:
+        odd = next(n for n, array in enumerate(arrays) if len(array) and array.shape[1:] != shapes[0])
+        raise ValueError(f"`{name}` must have the same number of entries at each step, but sequence {odd} has another than the first.")
+    return torch.from_numpy(np.ascontiguousarray(np.concatenate([filled(array) for array in parts]) if parts else np.zeros(0, np.int64)))
+
+
+def arrow_steps(column: Any, name: str = "column") -> tuple[Tensor, Tensor]:
+    """The packed steps and the offsets of an Arrow list column; see `Sequences.from_arrow`. `name` is for errors."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if isinstance(column, pa.ChunkedArray):
+        column = column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+    if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
+        raise ValueError(f"`{name}` must be an Arrow list column, but is {column.type} instead.")
+    if column.null_count:
+        n = pc.index(column.is_null(), True).as_py()
+        raise ValueError(f"`{name}` must have no null sequences, but sequence {n} is one. Use an empty list for an empty sequence.")
+    offsets = column.offsets.to_numpy().astype(np.int64)
+    offsets, flat = offsets - offsets[0], column.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
+    width, given = None, None  # features of a vector; which steps hold one, if not all
+    if pa.types.is_fixed_size_list(flat.type) or pa.types.is_list(flat.type) or pa.types.is_large_list(flat.type):
+        if flat.null_count:
+            given = flat.is_valid().to_numpy(zero_copy_only=False)
+            flat = flat.drop_null()
+        if pa.types.is_fixed_size_list(flat.type):
+            width = flat.type.list_size
+        else:
+            inner = pc.list_value_length(flat).to_numpy()
+            width = int(inner[0]) if len(inner) else 1
+            if np.any(inner != width):
+                step = np.flatnonzero(inner != width)[0] if given is None else np.flatnonzero(given)[inner != width][0]
+                n = int(np.searchsorted(offsets, step, side="right")) - 1
+                where = f"position {step - offsets[n]} of sequence {n}"
+                raise ValueError(f"`{name}` must hold vectors of {width} features like the first, but {where} has another number.")
+        flat = flat.flatten()
+    if not (pa.types.is_integer(flat.type) or pa.types.is_floating(flat.type) or pa.types.is_boolean(flat.type) or pa.types.is_null(flat.type)):
+        remedy = "For names of symbols use `Sequences.from_strings` with a vocabulary."
+        raise ValueError(f"`{name}` must hold numbers, but holds {flat.type} instead. {remedy}")
+    discrete = width is None and not pa.types.is_floating(flat.type)
+    if discrete:  # one of the types of a tensor that can hold -1
+        wanted = (
+            flat.type
+            if pa.types.is_signed_integer(flat.type)
+            else {pa.bool_(): pa.int8(), pa.uint8(): pa.int16(), pa.uint16(): pa.int32()}.get(flat.type, pa.int64())
+        )
+    else:
+        wanted = flat.type if flat.type in (pa.float32(), pa.float64()) else pa.float64()
+    flat = flat.cast(wanted)  # no copy where it is of that type
+    values = from_dlpack(pc.fill_null(flat, MISSING if discrete else float("nan")) if flat.null_count else flat)
+    if not discrete:
+        values = values.reshape(-1, width or 1)
+    if given is not None:
+        values = values.new_full((len(given), values.shape[1]), torch.nan).index_copy_(0, torch.from_numpy(np.flatnonzero(given)), values)
+    return values, torch.from_numpy(offsets)

@@ -1,0 +1,175 @@
+"""The parts of a linear-Gaussian state-space model: the initial state, the transition and the emission.
+
+Each part stores means and covariances, because these keep more digits than natural parameters. The statistics are still gradients of the
+log-likelihood in natural parameters, which `natural` returns: with z = (x, 1) and J = (A b), the log-density of a transition from x to x' is
+
+.. math:: \\log N(x' \\mid A x + b, Q) = \\langle -\\tfrac12 Q^{-1}, x' x'^T \\rangle + \\langle Q^{-1} J, x' z^T \\rangle
+    + \\langle -\\tfrac12 J^T Q^{-1} J - \\tfrac12 \\log|2 \\pi Q| \\, e e^T, z z^T \\rangle
+
+where e is the unit vector of the last entry of z. The gradients in these three matrices are the expected sums of x'x'^T, x'z^T and zz^T.
+
+The prior of every part is :math:`\\exp(-\\tfrac{s}{2} \\operatorname{tr} Q^{-1})` with ``variance_prior = s`` for its covariance Q. It adds s to the scatter
+along every axis, so that no variance falls to zero.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hmm.distributions.base import Distribution
+
+
+class GaussianState(Distribution):
+    """The initial state x_1 ~ N(mean, cov).
+
+    Statistics: (d + 1,) the sum of E[z_1], whose last entry is the number of sequences, and (d, d) the sum of E[x_1 x_1^T].
+
+    Args:
+        mean: (d,).
+        cov: (d, d).
+    """
+
+    has_natural_parameters = False
+
+    def __init__(self, mean: Tensor, cov: Tensor) -> None:
+        super().__init__()
+        self.mean, self.cov = nn.Parameter(mean), nn.Parameter(cov)
+
+    def natural(self) -> tuple[Tensor, Tensor]:
+        """The parameters in which the gradient of the log-likelihood is the statistics."""
+        precision = torch.linalg.inv(self.cov.detach())
+        linear = precision @ self.mean.detach()
+        norm = (self.mean.detach() @ linear + len(linear) * math.log(2 * math.pi) + self.cov.detach().logdet()) / 2
+        return torch.cat([linear, -norm.unsqueeze(0)]), -precision / 2
+
+    @torch.no_grad()
+    def maximise(self, statistics: list[Tensor], share: Tensor | float = 1.0, *, variance_prior: float = 0.0) -> Tensor:  # type: ignore[override]
+        sums, squares = statistics
+        seen, count = sums[-1] > 0, _or_one(sums[-1])
+        mean = sums[:-1] / count
+        cov = squares / count - torch.outer(mean, mean) + variance_prior * share * _unit(squares) / count
+        _set_where(seen, {self.mean: mean, self.cov: cov})
+        return (~seen).sum()
+
+    def log_prior(self, *, variance_prior: float = 0.0) -> Tensor:  # type: ignore[override]
+        return _log_prior(self.cov, variance_prior)
+
+    def num_free_parameters(self, restart: int) -> int:
+        size = len(self.mean)
+        return size + size * (size + 1) // 2
+
+
+class LinearGaussianTransition(Distribution):
+    """The transition x_t ~ N(matrix x_t-1 + offset, cov).
+
+    Statistics: (d, d + 1) the sum of E[x_t z_t-1^T], (d + 1, d + 1) the sum of E[z_t-1 z_t-1^T], whose last entry is the number of transitions, and
+    (d, d) the sum of E[x_t x_t^T].
+
+    Args:
+        matrix: (d, d).
+        offset: (d,).
+        cov: (d, d).
+    """
+
+    has_natural_parameters = False
+
+    def __init__(self, matrix: Tensor, offset: Tensor, cov: Tensor) -> None:
+        super().__init__()
+        self.matrix, self.offset, self.cov = nn.Parameter(matrix), nn.Parameter(offset), nn.Parameter(cov)
+
+    def natural(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The parameters in which the gradient of the log-likelihood is the statistics."""
+        precision = torch.linalg.inv(self.cov.detach())
+        joint = torch.cat([self.matrix.detach(), self.offset.detach().unsqueeze(1)], 1)
+        inner = -joint.T @ precision @ joint / 2
+        inner[-1, -1] -= (len(joint) * math.log(2 * math.pi) + self.cov.detach().logdet()) / 2
+        return precision @ joint, inner, -precision / 2
+
+    @torch.no_grad()
+    def maximise(self, statistics: list[Tensor], share: Tensor | float = 1.0, *, variance_prior: float = 0.0) -> Tensor:  # type: ignore[override]
+        across, before, after = statistics
+        seen, count = before[-1, -1] > 0, _or_one(before[-1, -1])
+        joint = torch.linalg.solve(torch.where(seen, before, _unit(before)), across.T).T
+        cov = (after - joint @ across.T + variance_prior * share * _unit(after)) / count
+        _set_where(seen, {self.matrix: joint[:, :-1], self.offset: joint[:, -1], self.cov: (cov + cov.T) / 2})
+        return (~seen).sum()
+
+    def log_prior(self, *, variance_prior: float = 0.0) -> Tensor:  # type: ignore[override]
+        return _log_prior(self.cov, variance_prior)
+
+    def num_free_parameters(self, restart: int) -> int:
+        size = len(self.offset)
+        return size * size + size + size * (size + 1) // 2
+
+
+class LinearGaussianEmission(Distribution):
+    """The emission y_t ~ N(matrix x_t + offset, diag variance), whose features are independent given the state.
+
+    Statistics, each over the steps at which a feature is observed: (D, d + 1) the sum of E[y_t z_t], (D, d + 1, d + 1) the sum of E[z_t z_t^T], whose
+    last entry is the number of these steps, and (D,) the sum of E[y_t^2].
+
+    Args:
+        matrix: (D, d).
+        offset: (D,).
+        variance: (D,).
+    """
+
+    has_natural_parameters = False
+
+    def __init__(self, matrix: Tensor, offset: Tensor, variance: Tensor) -> None:
+        super().__init__()
+        self.matrix, self.offset, self.variance = nn.Parameter(matrix), nn.Parameter(offset), nn.Parameter(variance)
+
+    def natural(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The parameters in which the gradient of the log-likelihood is the statistics."""
+        precision = 1 / self.variance.detach()
+        joint = torch.cat([self.matrix.detach(), self.offset.detach().unsqueeze(1)], 1)
+        linear = precision.unsqueeze(1) * joint
+        inner = -linear.unsqueeze(2) * joint.unsqueeze(1) / 2
+        inner[:, -1, -1] -= (2 * math.pi * self.variance.detach()).log() / 2
+        return linear, inner, -precision / 2
+
+    @torch.no_grad()
+    def maximise(self, statistics: list[Tensor], share: Tensor | float = 1.0, *, variance_prior: float = 0.0) -> Tensor:  # type: ignore[override]
+        """As `Distribution.maximise`. One value is read on the host: a feature without noise raises an error."""
+        products, states, squares = statistics
+        seen, count = states[:, -1, -1] > 0, _or_one(states[:, -1, -1])
+        joint = torch.linalg.solve(torch.where(seen[:, None, None], states, _unit(states[0])), products.unsqueeze(2)).squeeze(2)
+        variance = (squares - (joint * products).sum(1) + variance_prior * share) / count
+        if bool((seen & ~(variance > 0)).any()):
+            feature = int(torch.nonzero(seen & ~(variance > 0))[0, 0])
+            raise ValueError(
+                f"The noise of each feature must have a variance, but feature {feature} is explained without any. "
+                "Use fewer entries of the state, or give a `variance_prior`."
+            )
+        _set_where(seen.unsqueeze(1), {self.matrix: joint[:, :-1]})
+        _set_where(seen, {self.offset: joint[:, -1], self.variance: variance})
+        return (~seen).sum()
+
+    def log_prior(self, *, variance_prior: float = 0.0) -> Tensor:  # type: ignore[override]
+        return -variance_prior / 2 * (1 / self.variance.detach()).sum()
+
+    def num_free_parameters(self, restart: int) -> int:
+        return self.matrix.numel() + 2 * len(self.offset)
+
+
+def _or_one(count: Tensor) -> Tensor:
+    """A count to divide by."""
+    return torch.where(count > 0, count, torch.ones_like(count))
+
+
+def _unit(like: Tensor) -> Tensor:
+    return torch.eye(len(like), dtype=like.dtype, device=like.device)
+
+
+def _log_prior(cov: Tensor, variance_prior: float) -> Tensor:
+    return -variance_prior / 2 * torch.linalg.inv(cov.detach()).trace()
+
+
+def _set_where(condition: Tensor, values: dict[nn.Parameter, Tensor]) -> None:
+    """Sets parameters where the condition holds; elsewhere they keep their values."""
+    for parameter, value in values.items():
+        parameter.copy_(torch.where(condition, value, parameter))
