@@ -37,9 +37,9 @@ PEERS = ("hmmlearn", "dynamax", "pomegranate")
 COLUMNS = ("ours float32", "ours float64", "ours fit float32", "ours fit float64", *PEERS)
 TOLERANCE = 1e-4  # between new transition matrices; float32 against float64
 ROUNDS, SLOW_ROUNDS, SLOW = 10, 3, 2.0  # contestants that need SLOW seconds a call get SLOW_ROUNDS
-INTRO = """Seconds of a call in the best round. All data are one batch for every contestant. Ours uses all threads; `em_step` is the bare call, and "fit" is an
-epoch of `lightning_hmm.fit`. hmmlearn is `CategoricalHMM(implementation="scaling")`, its public methods, always float64 on one thread. dynamax and
-pomegranate are float32 on all threads. Where the work is small, as in the first row, our call runs in float64 on one thread in either column.
+INTRO = """Seconds of a call in the best round. All data are one batch for every contestant. Ours uses all threads; an iteration is
+`inference.e_step` and `BaumWelch.step`, and "fit" is an epoch of `lightning_hmm.fit`. hmmlearn is `CategoricalHMM(implementation="scaling")`, its
+public methods, always float64 on one thread. dynamax and pomegranate are float32 on all threads.
 [benchmarks/README.md](../../benchmarks/README.md) describes what is timed."""
 BURST = 0.02  # seconds; a faster call is repeated until a round lasts this long
 
@@ -190,22 +190,23 @@ def our_sequences(problem: Problem) -> Any:
 
 
 def our_iteration(problem: Problem, sequences: Any, single: bool) -> Local:
+    """The E-step of `inference` and the M-step of `BaumWelch`, without a Trainer."""
     import torch
 
-    from lightning_hmm.inference import dense
+    from lightning_hmm import BaumWelch, inference
 
-    start = [torch.from_numpy(array).log() for array in (problem.initial, problem.transition, problem.emission)]
-    initial, transition, emission = now = [tensor.clone() for tensor in start]
-    symbols = dense.Symbols(emission)
+    model = our_model(problem, single)
+    optimizer = BaumWelch(model.distributions)
 
     def reset() -> None:
-        for tensor, origin in zip(now, start, strict=True):
-            tensor.copy_(origin)
+        model.set_parameters(initial=problem.initial, transition=problem.transition, emission=problem.emission)
 
+    @torch.no_grad()
     def run() -> None:
-        dense.em_step(initial, transition, symbols, sequences, single=single)
+        found = inference.e_step(*model.chain(0), model.evidence(0, sequences), sequences.offsets, dtype=model.message_dtype)
+        optimizer.step(counts={"initial": [found.initial[None]], "transition": [found.counts[0][None]], "emission": [found.evidence[None]]})
 
-    return Local(f"ours {'float32' if single else 'float64'}", reset, run, lambda: transition.exp().numpy())
+    return Local(f"ours {'float32' if single else 'float64'}", reset, run, lambda: model.transition_probs.numpy())
 
 
 def our_model(problem: Problem, single: bool) -> Any:
@@ -568,11 +569,11 @@ def ratio(seconds: dict[str, float], slower: str, faster: str) -> str:
 def iteration_ratios(rows: Sequence[Row], threads: int) -> str:
     """Times of the peers divided by ours. Every column names both sides: what was called, precision and threads."""
     columns = {
-        f"hmmlearn's `fit` (1 thread) / our `em_step` ({threads} threads), both float64": ("hmmlearn", "ours float64"),
-        f"hmmlearn's `fit` (1 thread), float64 / our `em_step` ({threads} threads), float32": ("hmmlearn", "ours float32"),
+        f"hmmlearn's `fit` (1 thread) / our iteration ({threads} threads), both float64": ("hmmlearn", "ours float64"),
+        f"hmmlearn's `fit` (1 thread), float64 / our iteration ({threads} threads), float32": ("hmmlearn", "ours float32"),
         f"hmmlearn's `fit` (1 thread) / an epoch of our `fit` ({threads} threads), both float64": ("hmmlearn", "ours fit float64"),
-        f"dynamax / our `em_step`, both float32, {threads} threads": ("dynamax", "ours float32"),
-        f"pomegranate / our `em_step`, both float32, {threads} threads": ("pomegranate", "ours float32"),
+        f"dynamax / our iteration, both float32, {threads} threads": ("dynamax", "ours float32"),
+        f"pomegranate / our iteration, both float32, {threads} threads": ("pomegranate", "ours float32"),
     }
     measured = {row.contestant for row in rows}
     columns = {title: pair for title, pair in columns.items() if measured.issuperset(pair)}

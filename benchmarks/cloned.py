@@ -33,7 +33,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from datamodules import TextDataModule, ToyMachineDataModule
-from lightning_hmm import ClonedHMM, Sequences, fit
+from lightning_hmm import BaumWelch, ClonedHMM, Sequences, fit, inference
 from lightning_hmm.callbacks import Pruning
 from lightning_hmm.inference import cloned
 from lightning_hmm.models.contexts import BackOff, Contexts
@@ -95,7 +95,8 @@ def iterations(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     for clones, steps in [(5, 2_000)] if arguments.quick else SETTINGS:
         symbols = np.random.default_rng(0).integers(0, NUM_SYMBOLS, steps)
         model = ClonedHMM(clones=[clones] * NUM_SYMBOLS, num_symbols=NUM_SYMBOLS, pairs="all", arithmetic="float32")
-        initial, transition, layout = (part.detach() if isinstance(part, torch.Tensor) else part for part in model.chain(0))
+        optimizer, layout = BaumWelch(model.distributions), model.layout
+        transition = model.transition.probs.detach().view(-1)
         peer = None if arguments.peer is None else Peer(arguments.peer, symbols, clones)
         start = torch.rand(layout.num_states, layout.num_states) if peer is None else torch.from_numpy(peer.start[0].astype(np.float32))
         start = (start / start.sum(1, keepdim=True)).reshape(-1)
@@ -103,8 +104,10 @@ def iterations(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         whole = Sequences.from_lengths(symbols, [steps])
         chunks = Sequences.from_lengths(symbols, [len(part) for part in np.array_split(symbols, CHUNKS)])
 
-        def iterate(data: Sequences, transition=transition, initial=initial, layout=layout) -> None:
-            cloned.em_step(initial, transition, layout, data)
+        @torch.no_grad()
+        def iterate(data: Sequences, model=model, optimizer=optimizer) -> None:
+            found = inference.e_step(*model.chain(0), model.evidence(0, data), data.offsets, dtype=torch.float32)
+            optimizer.step(counts={"initial": [found.initial[None]], "transition": [found.counts[0][None]]})
 
         reset = functools.partial(transition.copy_, start)
         in_pieces = f"ours, {CHUNKS} sequences"
@@ -147,15 +150,16 @@ def trainer(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 warnings.simplefilter("ignore")
                 fit(ClonedHMM(num_symbols=data.num_symbols, **options), sequences, epochs, 0)
 
+        @torch.no_grad()
         def bare(epochs: int, options=options, sequences=sequences, data=data) -> None:
             model = ClonedHMM(num_symbols=data.num_symbols, **options)
-            model.initialise(sequences)
-            initial, transition, layout = (part.detach() if isinstance(part, torch.Tensor) else part for part in model.chain(0))
+            model.initialize(sequences)
             if model.discount is None:
                 for _ in range(epochs):
-                    counts = cloned.e_step(initial, transition, layout, None, sequences, single=True).transition
-                    model.transition.maximise([counts.unsqueeze(0)])
+                    found = inference.e_step(*model.problem(sequences), dtype=model.message_dtype)
+                    model.transition.maximize([found.counts[0][None]])
                 return
+            initial, transition, layout = model.initial.log_probs.detach()[0], model.transition.probs.detach()[0], model.layout
             buffers, size = [torch.zeros_like(initial), torch.zeros_like(transition)], torch.zeros((), dtype=torch.float64)
             how = {"layout": layout, "discount": model.discount, "size": size, "data_size": 1.0, "pseudocounts": [0, 0], "frozen": [True, False]}
             for epoch in range(epochs):
@@ -251,7 +255,8 @@ def large(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 PARTS = {"iterations": iterations, "trainer": trainer, "forward": forward, "large": large}
 _WORDS = {
     "iterations": "Seconds of one EM iteration on the same random symbols, 27 of them, from the same start, as one sequence. `ours` is "
-    "`inference.cloned.em_step` in float32. `peer` is `learn_em_T` of the authors' public code, in float32, compiled by numba without its parallel mode.",
+    "`inference.e_step` and `BaumWelch.step` in float32. "
+    "`peer` is `learn_em_T` of the authors' public code, in float32, compiled by numba without its parallel mode.",
     "trainer": "Seconds of an epoch by `fit`, and of the same work in a bare loop, in the same precision and on the same number of threads.",
     "forward": "Seconds of the forward pass over the test part of a text as one sequence, in float32. `ours` is `ClonedHMM.score` of 30,000 clones of contexts "
     "of three letters joined with these contexts, after 60 EM iterations; it is not the model of Table 4. `LSTM` is a one-layer `torch.nn.LSTM` of 256 "

@@ -2,7 +2,7 @@
 
     python benchmarks/dmc.py table gaussian em large hmmlearn growth [--out docs/benchmarks]   # about 12 minutes; any of the parts alone
     python benchmarks/dmc.py report                                                          # writes the page and the plot anew
-    python benchmarks/dmc.py costs selection   # the numbers of `inference.dmc.prefers_dense`; choosing over all pairs against lazily
+    python benchmarks/dmc.py costs selection   # the numbers in `inference/cpu/routes.py`; choosing over all pairs against lazily
 
 One thread. Random kept columns with 0.8 of each row's mass. Each contestant runs some rounds on its own, and the best counts. A dense pass over
 2,000 steps of 5,000 states would take a minute per call, so dense routines are timed on two shorter lengths, and the difference gives the time
@@ -29,11 +29,15 @@ import numpy as np
 import torch
 from baum_welch import peak_bytes
 from numba import njit
+from torch import Tensor
 
 from lightning_hmm import DMCHMM, Sequences
-from lightning_hmm.inference import dense, dmc, selection
-from lightning_hmm.inference.kernels import cpu, dmc_cpu
+from lightning_hmm.inference import EStep, Quadratic, Table, selection
+from lightning_hmm.inference.cpu import estep
+from lightning_hmm.inference.cpu.viterbi import viterbi
+from lightning_hmm.inference.evidence import Evidence
 from lightning_hmm.inference.kernels.simd import make_product, padded_size
+from lightning_hmm.inference.operators import Dense, MostlyConstant, Operator
 
 KEPT = 20
 SIZES = (1000, 2000, 5000)
@@ -53,13 +57,13 @@ HOW = {  # by the beginning of a task: what was called, its precision and its ro
         "the E-step's kernel without its backward pass, float32, full length, best of 10",
         "dense routine: the same in the dense kernel, float32, time per step from two shorter lengths, best of 3 each; torch's product: float32, best of 5",
     ),
-    "Viterbi, one sequence": ("the Viterbi kernel, float32, full length, best of 5", "our dense Viterbi without its way back, float32, fewer steps, best of 5"),
+    "Viterbi, one sequence": ("the Viterbi kernel, float64, full length, best of 5", "our dense Viterbi without its way back, float32, fewer steps, best of 5"),
     "EM iteration": (
         "E-step and M-step of the transitions, float32, full length, best of 2",
         "our dense E-step alone, float32, time per step from two shorter lengths, best of 3 each",
     ),
     "score, hmmlearn": ("the E-step's kernel without its backward pass, called directly, float32, best of 5", "`GaussianHMM.score`, float64"),
-    "Viterbi, hmmlearn": ("the Viterbi kernel, called directly, float32, best of 5", "`GaussianHMM.decode`, float64"),
+    "Viterbi, hmmlearn": ("the Viterbi kernel, called directly, float64, best of 5", "`GaussianHMM.decode`, float64"),
     "public score": ("`DMCHMM.score`, float64, best of 5", "`GaussianHMM.score`, float64"),
     "public decode": ("`DMCHMM.decode`, float64, best of 5", "`GaussianHMM.decode`, float64"),
 }
@@ -71,47 +75,50 @@ class Problem:
     def __init__(self, num_states: int, num_kept: int = KEPT, sequences: int = 1, steps: int = STEPS, gaussian: bool = False) -> None:
         random = np.random.default_rng(0)
         self.num_states, self.sequences, self.steps = num_states, sequences, steps
-        self.initial = np.full(num_states, -np.log(num_states))
-        self.indices = np.sort(np.stack([random.choice(num_states, num_kept, replace=False) for _ in range(num_states)]), axis=1)
+        self.initial = torch.full((num_states,), -np.log(num_states), dtype=torch.float64)
+        indices = np.sort(np.stack([random.choice(num_states, num_kept, replace=False) for _ in range(num_states)]), axis=1)
         values = random.random((num_states, num_kept)) + 0.5
-        self.values = np.log(0.8 * values / values.sum(1, keepdims=True))
-        self.constants = np.full(num_states, np.log(0.2 / (num_states - num_kept)))
+        values = np.log(0.8 * values / values.sum(1, keepdims=True))
+        constants = np.full(num_states, np.log(0.2 / (num_states - num_kept)))
+        self.operator = MostlyConstant(*(torch.from_numpy(array) for array in (indices, values, constants)))
         self.gaussian = gaussian
         if gaussian:
-            means, variances = random.normal(0, 3, (num_states, 2)), random.uniform(0.1, 0.5, (num_states, 2))
-            self.means, self.variances = means, variances
-            norm = means**2 / (2 * variances) + 0.5 * np.log(2 * np.pi * variances)
-            self.parameters = [means / variances, -0.5 / variances, norm, np.zeros(2)]
+            self.means, self.variances = random.normal(0, 3, (num_states, 2)), random.uniform(0.1, 0.5, (num_states, 2))
             self.data: np.ndarray = random.normal(0, 3, (sequences * steps, 2))
         else:
-            self.parameters = [np.log(random.dirichlet(np.ones(30), num_states))]
+            self.log_probs = np.log(random.dirichlet(np.ones(30), num_states))
             self.data = random.integers(0, 30, sequences * steps)
-        self.kind = cpu.GAUSSIAN if gaussian else cpu.SYMBOLS
 
-    @property
-    def transition(self) -> dmc.Transition:
-        return dmc.Transition(*(torch.from_numpy(array) for array in (self.indices, self.values, self.constants)))
-
-    @property
-    def emission(self) -> Any:
-        tensors = [torch.from_numpy(array) for array in self.parameters]
-        return dense.Gaussian(*tensors) if self.gaussian else dense.Symbols(*tensors)
-
-    def part(self, steps: int) -> tuple[np.ndarray, np.ndarray]:
-        """The first steps of each sequence, and where these begin."""
+    def part(self, steps: int) -> np.ndarray:
+        """The first steps of each sequence."""
         rows = self.data.reshape(self.sequences, self.steps, -1)[:, :steps].reshape(self.sequences * steps, -1)
-        return np.ascontiguousarray(rows if self.gaussian else rows[:, 0]), np.arange(self.sequences + 1) * steps
+        return np.ascontiguousarray(rows if self.gaussian else rows[:, 0])
 
-    def sparse(self, smooth: bool = False, single: bool = True) -> Any:
-        data, offsets = self.part(self.steps)
-        return dmc_cpu.e_step(self.kind, self.initial, self.indices, self.values, self.constants, self.parameters, data, offsets, np.ones(self.sequences),
-                              single=single, smooth=smooth)  # fmt: skip
+    def evidence(self, steps: int) -> Evidence:
+        data = torch.from_numpy(self.part(steps))
+        if not self.gaussian:
+            return Table(torch.from_numpy(self.log_probs), data.to(torch.uint8))
+        means, variances = self.means, self.variances
+        norm = (means**2 / (2 * variances) + 0.5 * np.log(2 * np.pi * variances)).sum(1, keepdims=True)
+        weights = torch.from_numpy(np.concatenate([means / variances, -0.5 / variances, -norm], 1))
+        columns = torch.cat([data, torch.ones(len(data), 1, dtype=torch.float64)], 1)
+        return Quadratic(columns, torch.tensor([[0, 2], [1, 2], [0, 0], [1, 1], [2, 2]]), weights)
 
-    def viterbi(self) -> Any:
-        return dmc_cpu.viterbi(self.kind, self.initial, self.indices, self.values, self.constants, self.parameters, *self.part(self.steps), single=True)
+    def e_step(self, operator: Operator, steps: int, smooth: bool, single: bool, per_step: bool = False) -> Callable[[], EStep]:
+        """The E-step by the kernels of the operator, whichever `inference` would choose. Without `smooth` it is the forward pass alone."""
+        given = self.initial, operator, self.evidence(steps), torch.arange(self.sequences + 1) * steps, torch.ones(self.sequences, dtype=torch.float64)
+        dtype = torch.float32 if single else torch.float64
+        return lambda: estep.e_step(*given, dtype=dtype, smooth=smooth, per_step=per_step)
 
-    def full(self) -> np.ndarray:
-        return dmc_cpu.expand(self.indices, self.values, self.constants)
+    def sparse(self, smooth: bool = False, single: bool = True) -> Callable[[], EStep]:
+        return self.e_step(self.operator, self.steps, smooth, single)
+
+    def viterbi(self) -> Callable[[], object]:
+        given = self.initial, self.operator, self.evidence(self.steps), torch.arange(self.sequences + 1) * self.steps
+        return lambda: viterbi(*given)
+
+    def full(self) -> Tensor:
+        return self.operator.log_rows(slice(None))
 
 
 def best(call: Callable[[], object], rounds: int = ROUNDS) -> float:
@@ -126,15 +133,13 @@ def best(call: Callable[[], object], rounds: int = ROUNDS) -> float:
 
 def dense_step(problem: Problem, smooth: bool = False, single: bool = True) -> float:
     """Seconds of a step of our dense routine, from two lengths."""
-    full = problem.full()
+    full = Dense(problem.full())
     work = problem.num_states**2 * problem.sequences
     short = max(8, min(problem.steps // 4, int(2e8 / work)))
     long = min(problem.steps, 5 * short)
 
     def run(steps: int) -> float:
-        data, offsets = problem.part(steps)
-        weights = np.ones(problem.sequences)
-        return best(lambda: cpu.e_step(problem.kind, problem.initial, full, problem.parameters, data, offsets, weights, single=single, smooth=smooth), 3)
+        return best(problem.e_step(full, steps, smooth, single), 3)
 
     run(short)
     return (run(long) - run(short)) / (long - short)
@@ -166,9 +171,9 @@ def dense_viterbi_step(problem: Problem) -> float:
     """Seconds of a step of our vectorised dense Viterbi in float32; its way back along the path is left out."""
     size = padded_size(problem.num_states, 4)
     transition = np.full((size, size), -np.inf, np.float32)
-    transition[: problem.num_states, : problem.num_states] = problem.full()
+    transition[: problem.num_states, : problem.num_states] = problem.full().numpy()
     table = np.zeros((30, size), np.float32)
-    table[:, : problem.num_states] = problem.parameters[0].T
+    table[:, : problem.num_states] = problem.log_probs.T
     delta, steps = np.zeros((2, size), np.float32), max(4, int(4e8 / size**2))
     return best(lambda: _viterbi_steps(delta, transition, table, problem.data, steps)) / (steps - 1)
 
@@ -191,28 +196,26 @@ def table(gaussian: bool = False) -> list[Row]:
     for size in SIZES:
         for sequences, steps in ((1, STEPS), (32, 500)):
             problem = Problem(size, KEPT, sequences, steps, gaussian)
-            ours = min(best(problem.sparse) for _ in range(2))
+            ours = min(best(problem.sparse()) for _ in range(2))
             theirs = {"our dense routine": dense_step(problem) * steps, "torch's product": torch_step(problem) * steps}
             rows.append(row(f"{words}, {'one sequence' if sequences == 1 else '32 sequences'}", size, ours, theirs))
             if sequences == 1 and not gaussian:
-                rows.append(row("Viterbi, one sequence", size, best(problem.viterbi), {"our dense routine": dense_viterbi_step(problem) * steps}))
+                rows.append(row("Viterbi, one sequence", size, best(problem.viterbi()), {"our dense routine": dense_viterbi_step(problem) * steps}))
     return rows
 
 
 def em_iteration(problem: Problem, choose: bool) -> Callable[[], object]:
     """E-step with fixed or with chosen entries, and the M-step of the transitions."""
-    sequences = Sequences.from_lengths(torch.from_numpy(problem.data), [problem.steps] * problem.sequences)
-    initial, transition, emission = torch.from_numpy(problem.initial), problem.transition, problem.emission
+    run_e_step = problem.e_step(problem.operator, problem.steps, smooth=True, single=True, per_step=choose)
+    offsets = torch.arange(problem.sequences + 1) * problem.steps
 
     @torch.no_grad()
     def run() -> object:
-        if not choose:
-            counts = dmc.e_step(initial, transition, emission, sequences, single=True, routine="sparse")
-            kept, rest = counts.kept, counts.rest
-        else:
-            *_, pairs = dmc.weighted_log_likelihood_and_pairs(initial, transition, emission, sequences, single=True, routine="sparse")
-            sums = selection.PairSums(transition)
-            sums.add(pairs)
+        found = run_e_step()
+        kept, rest = found.counts
+        if choose:
+            sums = selection.PairSums(problem.operator)
+            sums.add(selection.factored_pairs(problem.operator, found, offsets))
             choice = selection.choose_gemm(sums, "window")
             kept, rest = choice.kept, choice.rest
         total = kept.sum(1) + rest
@@ -249,16 +252,16 @@ def hmmlearn() -> list[Row]:
     from hmmlearn.hmm import GaussianHMM
 
     problem = Problem(500, KEPT, 1, STEPS, gaussian=True)
-    data, lengths = problem.part(STEPS)[0], [STEPS]
+    data, lengths = problem.part(STEPS), [STEPS]
     model, sequences = public_model(problem), Sequences.from_lengths(torch.from_numpy(data), lengths)
-    score, decode = best(problem.sparse), best(problem.viterbi)
+    score, decode = best(problem.sparse()), best(problem.viterbi())
     public_score, public_decode = best(lambda: model.score(sequences)), best(lambda: model.decode(sequences))
     rows = []
     for implementation in ("log", "scaling"):
         peer = GaussianHMM(500, implementation=implementation)
-        peer.startprob_, peer.transmat_ = np.exp(problem.initial), np.exp(problem.full())
+        peer.startprob_, peer.transmat_ = problem.initial.exp().numpy(), problem.full().exp().numpy()
         peer.means_, peer.covars_ = problem.means, problem.variances
-        for found in (problem.sparse(single=False).log_likelihood[0], model.score(sequences)[0]):
+        for found in (problem.sparse(single=False)().log_likelihood[0], model.score(sequences)[0]):
             difference = abs(peer.score(data, lengths) - float(found))
             if difference > 1e-6 * STEPS:
                 raise SystemExit(f"hmmlearn's score differs by {difference}: they do not do the same work, so nothing is timed.")
@@ -277,8 +280,8 @@ def hmmlearn() -> list[Row]:
 def public_model(problem: Problem) -> DMCHMM:
     """The model of a problem with Gaussian emissions, in float64."""
     model = DMCHMM(problem.num_states, KEPT, emission="gaussian", num_features=2)
-    kept = {"indices": problem.indices, "values": np.exp(problem.values)}
-    return model.set_parameters(initial=np.exp(problem.initial), **kept, means=problem.means, variances=problem.variances)
+    kept = {"indices": problem.operator.indices, "values": problem.operator.log_values.exp()}
+    return model.set_parameters(initial=problem.initial.exp(), **kept, emission={"mean": problem.means, "variance": problem.variances})
 
 
 def growth() -> list[Row]:
@@ -286,7 +289,7 @@ def growth() -> list[Row]:
     rows = []
     for size in (500, 1000, 2000, 4000, 8000, 16000):
         problem = Problem(size, KEPT, 1, 500, gaussian=True)
-        tasks = {"score": problem.sparse, "Viterbi": problem.viterbi, "EM, fixed set": lambda p=problem: p.sparse(smooth=True)}
+        tasks = {"score": problem.sparse(), "Viterbi": problem.viterbi(), "EM, fixed set": problem.sparse(smooth=True)}
         rows += [row(f"growth: {name}", size, best(call, 3), {"nothing": float("nan")}) for name, call in tasks.items()]
     return rows
 
@@ -300,7 +303,7 @@ def costs() -> None:
                 full = [dense_step(Problem(size, 5, sequences, 2000 // sequences + 50), smooth, single) / sequences / size**2 for size in (128, 256, 512)]
                 for size, kept in ((256, 4), (256, 32), (512, 4), (512, 64)):
                     problem = Problem(size, kept, sequences, 4000 // sequences + 50)
-                    seconds = best(lambda p=problem, s=smooth, f=single: p.sparse(s, f)) / problem.steps / sequences
+                    seconds = best(problem.sparse(smooth, single)) / problem.steps / sequences
                     measured.append((size * kept, size, seconds))
                 array = np.array(measured)
                 entry, state = np.linalg.lstsq(array[:, :2] / array[:, 2:], np.ones(len(array)), rcond=None)[0]
@@ -313,16 +316,13 @@ def compare_selection() -> None:
     """Seconds of choosing for the criterion largest, over all pairs and lazily."""
     for size, steps in ((100, 10_000), (500, 5000), (1000, 5000), (2000, 10_000)):
         problem = Problem(size, 10, 1, steps, gaussian=True)
-        sequences = Sequences.from_lengths(torch.from_numpy(problem.data), [steps])
-        arguments = torch.from_numpy(problem.initial), problem.transition, problem.emission, sequences
-        with torch.no_grad():
-            *_, pairs = dmc.weighted_log_likelihood_and_pairs(*arguments, single=True, routine="sparse")
-            counts = dmc.e_step(*arguments, single=True, routine="sparse")
-        sums = selection.PairSums(problem.transition)
+        found = problem.e_step(problem.operator, steps, smooth=True, single=True, per_step=True)()
+        pairs = selection.factored_pairs(problem.operator, found, torch.tensor([0, steps]))
+        sums = selection.PairSums(problem.operator)
         sums.add(pairs)
         gemm = best(lambda s=sums: selection.choose_gemm(s, "largest"), 2)
         for terms in (steps // 200, steps // 20, steps // 5):
-            arguments_lazy = pairs.alpha, pairs.kappa, problem.transition, counts.kept, counts.rest, terms
+            arguments_lazy = pairs.alpha, pairs.kappa, problem.operator, *found.counts, terms
             lazy = best(lambda a=arguments_lazy: selection.choose_lazily(*a), 1)
             exact = selection.choose_lazily(*arguments_lazy).dot_products.double().mean()
             print(f"N={size}, T={steps}: gemm {gemm:.3f} s, lazy with R={terms} {lazy:.3f} s, {exact:.1f} exact sums a row", flush=True)

@@ -153,7 +153,7 @@ def em_iteration(values: np.ndarray, rounds: int) -> dict[str, float]:
     """Seconds of the parts of an EM iteration of a `NeuralHMM` in float32, with networks of the same size: the best of some rounds of each."""
     data = Sequences.from_lengths(torch.from_numpy(values).flatten(0, 1), [values.shape[1]] * len(values))
     model = NeuralHMM(STATE, FEATURES, emission_order=0, emission_mean="absolute", width=WIDTH, num_particles=PARTICLES, num_paths=PATHS)
-    model.initialise(data)
+    model.initialize(data)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
     seconds = dict.fromkeys(("bare filter", "filter", "paths", "two gradient steps"), math.inf)
     places, weights = range(len(data)), torch.ones(len(data))

@@ -25,7 +25,7 @@ class Pomegranate:
 
     def reset(self) -> None:
         initial, transition, emission = self.start
-        # Its models have an end state, uniform unless given. Left out, the model would count as not initialised, and
+        # Its models have an end state, uniform unless given. Left out, the model would count as not initialized, and
         # `summarize` would begin with k-means.
         ends = torch.full_like(initial, 1 / len(initial))
         rows = [Categorical(row[None], check_data=False) for row in emission]

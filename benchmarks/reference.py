@@ -14,9 +14,8 @@ from pathlib import Path
 import torch
 
 from lightning_hmm import Sequences
-from lightning_hmm.inference import dense, operators, reference
-from lightning_hmm.inference.evidence import Rows
-from lightning_hmm.inference.kernels import cpu
+from lightning_hmm.inference import Table, cpu, reference
+from lightning_hmm.inference.operators import Dense
 
 SETTINGS = ((10, 20, 256, 300), (50, 27, 64, 300), (200, 27, 16, 300))  # states, symbols, sequences, steps
 ROUNDS = 15
@@ -39,14 +38,13 @@ def measured(states: int, symbols: int, number: int, length: int) -> tuple[float
         torch.randn(*shape, generator=random, dtype=torch.float64).log_softmax(-1) for shape in ((states,), (states, states), (states, symbols))
     )
     data = Sequences.from_lengths(torch.randint(symbols, (number * length,), generator=random), [length] * number)
-    weights = torch.ones(number, dtype=torch.float64)
+    given = initial, Dense(transition), Table(table, data.symbols(symbols)), data.offsets, torch.ones(number, dtype=torch.float64)
 
     def compiled() -> object:
-        return dense.e_step(initial, transition, dense.Symbols(table), data)
+        return cpu.e_step(*given)
 
     def plain() -> object:
-        rows = dense.log_emissions(cpu.SYMBOLS, [table], data.values, torch.float64)
-        return reference.e_step(initial, operators.Dense(transition), Rows(rows), data.offsets, weights)
+        return reference.e_step(*given, per_step=False)
 
     compiled()  # compiles
     ours, theirs = _least([compiled, plain])
@@ -63,7 +61,7 @@ def main() -> None:
     text = f"""# The E-step in plain torch against the compiled kernels
 
 Written by `benchmarks/reference.py`. Milliseconds of CPU time of one thread in float64, symbols as observations, the least of {ROUNDS} rounds in which
-both sides alternate. `compiled` is `inference.dense.e_step`; `plain` is `inference.reference.e_step` with `operators.Dense`, which other devices run.
+both sides alternate. `compiled` is the backend `cpu` of `inference.e_step`; `plain` is the backend `reference`, which other devices run.
 The load average at the end was {os.getloadavg()[0]:.1f}.
 
 | states, symbols, sequences x steps | compiled | plain | plain / compiled |

@@ -67,7 +67,8 @@ class ScaledDataModule(SequenceDataModule):
             if not column.is_categorical and (not len(seen) or bool(seen.min() == seen.max())):
                 name = f"column {column.name!r}" if self._columns_read else f"feature {feature}"
                 what = f"is always {seen[0].item():g}" if len(seen) else "has no value"
-                self._constant = f"Each feature must vary in the training part, but {name} {what} there. Leave it out of `columns`."
+                remedy = "Leave it out of `columns`." if self._columns_read else "Set `standardize` to false."
+                self._constant = f"Each feature must vary in the training part, but {name} {what} there. {remedy}"
                 return
 
     def scaled(self, values: Tensor, training: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 from lightning_hmm._version import __version__
 from lightning_hmm.columns import Column
-from lightning_hmm.models import DMCHMM, HMM, BaumWelchHMM, ClonedHMM, DenseHMM, NeuralHMM, StandardHMM
+from lightning_hmm.distributions import Categorical, DenseMostlyConstant, Emission, Full, Gaussian, Initial, Poisson, Product, TorchEmission, Transition
+from lightning_hmm.models import DMCHMM, HMM, ClonedHMM, DenseHMM, LinearGaussianHMM, NeuralDiscreteHMM, NeuralHMM, StandardHMM
 from lightning_hmm.optim import BaumWelch
 from lightning_hmm.sequences import Sequences
 from lightning_hmm.training import fit, load
@@ -12,13 +13,24 @@ __all__ = [
     "DMCHMM",
     "HMM",
     "BaumWelch",
-    "BaumWelchHMM",
+    "Categorical",
     "ClonedHMM",
     "Column",
     "DenseHMM",
+    "DenseMostlyConstant",
+    "Emission",
+    "Full",
+    "Gaussian",
+    "Initial",
+    "LinearGaussianHMM",
+    "NeuralDiscreteHMM",
     "NeuralHMM",
+    "Poisson",
+    "Product",
     "Sequences",
     "StandardHMM",
+    "TorchEmission",
+    "Transition",
     "Vocabulary",
     "__version__",
     "fit",

@@ -142,7 +142,7 @@ def _what_is_wrong(message: str) -> str:
 
 
 # What the data tell the model.
-_LINKED = ("num_symbols", "num_features", "symbol_names", "unknown_symbol")
+_LINKED = ("num_symbols", "num_features", "symbol_names", "unknown_symbol", "columns")
 
 
 class CommandLine(LightningCLI):
@@ -202,7 +202,9 @@ class CommandLine(LightningCLI):
         options = {name: value for name, value in trained.items() if not name.startswith("_")}
         self.config = self.parser.parse_object({self.config.subcommand: {"model": {"class_path": class_path, "dict_kwargs": options}}}, self.config)
         taken = self.config[self.config.subcommand].model.init_args
-        others = [name for name, value in vars(given).items() if name in taken and value != taken[name] and not (value is None and name in _LINKED)]
+        # Sizes and parts that are None follow from the data or are the default ones.
+        follows = [name for name, value in vars(given).items() if value is None and (name in _LINKED or isinstance(taken.get(name), Namespace))]
+        others = [name for name, value in vars(given).items() if name in taken and not _agrees(value, taken[name]) and name not in follows]
         if others:
             listing = "; ".join(f"`model.init_args.{name}` is {given[name]!r}, but {taken[name]!r} in the checkpoint" for name in others)
             raise ValueError(f"The options of the model must be those of the checkpoint {checkpoint}: {listing}. {remedy}")
@@ -227,7 +229,7 @@ class CommandLine(LightningCLI):
             keys[:] = [key for key in keys if key not in ("checkpoint", "last_checkpoint")]
         if config.get("logger") is not None or config.get("fast_dev_run"):
             return super().instantiate_trainer(**kwargs)
-        model = type(self.model).__name__.removesuffix("HMM").lower()
+        model = type(self.model).__name__.removesuffix("HMM").lower() or "hmm"
         data = type(self.datamodule).__module__.rpartition(".")[2]
         folder, name = os.path.expanduser(config.get("default_root_dir") or "logs"), f"{model}/{data}"
         loggers = partial(default_loggers, folder, name)
@@ -303,6 +305,13 @@ def _requeued(trainer: Trainer) -> int:
 @rank_zero_only
 def _say(*lines: str) -> None:
     print(*lines, sep="\n", flush=True)
+
+
+def _agrees(given: Any, taken: Any) -> bool:
+    """Whether an option that was given is that of a checkpoint. The options of a part that were not given have their defaults, and may differ."""
+    if isinstance(given, Namespace) and isinstance(taken, Namespace):
+        return all(name in taken and _agrees(value, taken[name]) for name, value in vars(given).items())
+    return bool(given == taken)
 
 
 def main(args: ArgsType = None) -> CommandLine:

@@ -81,6 +81,7 @@ class Sequences:
         self.values, self.offsets, self.weights = values, offsets, weights
         self._checked: object = None
         self._num_observed: Tensor | None = None
+        self._is_complete: bool | None = None
         self._symbols: tuple[int, Tensor] | None = None
         for name, column in zip(STEP_COLUMNS, (labels, inputs, times, actions), strict=True):
             if column is not None:
@@ -280,6 +281,19 @@ class Sequences:
             self._num_observed = weighted.sum(dtype=torch.float64)
         return self._num_observed
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether no value is missing. It is found out once for each batch."""
+        if self._is_complete is None:
+            self._is_complete = bool(self.observed.all())
+        return self._is_complete
+
+    def step_weights(self) -> Tensor:
+        """(steps,) the weight of each step's sequence, float64; ones where there are no weights."""
+        if self.weights is None:
+            return torch.ones(self.num_steps, dtype=torch.float64, device=self.device)
+        return self.repeat_interleave(self.weights)
+
     def repeat_interleave(self, per_sequence: Tensor) -> Tensor:
         """(N, ...) -> (steps, ...): each sequence's entry, once for each of its steps."""
         lengths = self.lengths.to(per_sequence.device)
@@ -393,7 +407,7 @@ class Sequences:
         moved.values, moved.offsets = values, self.offsets
         moved.weights = None if self.weights is None else self.weights.to(device, non_blocking=non_blocking)
         moved._checked = self._checked if values.dtype == self.values.dtype else None  # what fits float64 may be infinite in float32
-        moved._num_observed = moved._symbols = None
+        moved._num_observed = moved._symbols = moved._is_complete = None
         return moved._with_columns(columns)
 
     def pin_memory(self, device: Any = None) -> Sequences:

@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader
 
 from lightning_hmm.callbacks import Convergence
 from lightning_hmm.loading import loader
+from lightning_hmm.models.dmc import DMCHMM
+from lightning_hmm.models.hmm import HMM
 from lightning_hmm.models.sequence_model import SequenceModel
 from lightning_hmm.runs import require_local_file
 from lightning_hmm.sequences import Sequences
@@ -143,33 +145,53 @@ def fit(
     train = model.as_sequences(sequences, lengths)
     require_observations(train)
     validation = None if val_sequences is None else model.as_sequences(val_sequences)
-    for part in (train, validation):
-        if part is not None:
-            part.check(model.num_symbols, model.num_features)
+    given = [part for part in (train, validation) if part is not None]
+    model.take_sizes(given)
+    for part in given:
+        model.check(part)
     data = SequencesData(train, validation, batch_size, shuffle, seed)
+    watched = bool(callbacks) or bool(logger) or enable_checkpointing or enable_progress_bar or bool(trainer_options) or ckpt_path is not None
+    iterations = _iterations_per_epoch(model, train, int(max_epochs)) if not watched and val_sequences is None and batch_size is None else 1
     model.train()  # a model that was trained before comes back in evaluation mode
     with quiet_lightning(announcements=False):
         trainer = Trainer(
-            max_epochs=int(max_epochs),
+            max_epochs=int(max_epochs) // iterations,
             callbacks=[*callbacks] if any(isinstance(callback, Convergence) for callback in callbacks) else [Convergence(tolerance), *callbacks],
             logger=logger,
             enable_checkpointing=enable_checkpointing,
             enable_progress_bar=enable_progress_bar,
-            enable_model_summary=False,
             use_distributed_sampler=False,
             **{
+                "enable_model_summary": False,
                 "accelerator": "auto" if torch.cuda.is_available() else "cpu",
                 "num_sanity_val_steps": 0,
                 **({} if validation is not None else {"limit_val_batches": 0}),
                 **trainer_options,
             },
         )
-        model.arithmetic, own_arithmetic = arithmetic, model.arithmetic
+        own = {"arithmetic": model.arithmetic}
+        model.arithmetic = arithmetic
+        if iterations > 1:
+            own["iterations_per_epoch"], model.iterations_per_epoch = 1, iterations  # type: ignore[assignment]
         try:
             trainer.fit(model, datamodule=data, ckpt_path=checkpoint)
         finally:
-            model.arithmetic = own_arithmetic
+            for name, value in own.items():
+                setattr(model, name, value)
     return model.eval()
+
+
+_SMALL_WORK = 10_000_000  # multiply-adds of an E-step, below which an epoch of the Trainer takes longer
+
+
+def _iterations_per_epoch(model: SequenceModel, train: Sequences, max_epochs: int) -> int:
+    """EM iterations for each epoch of the Trainer, where nobody sees the epochs: up to ten for batch EM of small data."""
+    # A DMCHMM chooses what to keep by the epoch.
+    if not isinstance(model, HMM) or isinstance(model, DMCHMM) or model.discount is not None or model.iterations_per_epoch > 1 or max_epochs < 1:
+        return 1
+    if train.num_steps * model.num_states**2 * model.restarts > _SMALL_WORK:
+        return 1
+    return next(number for number in range(min(10, max_epochs), 0, -1) if max_epochs % number == 0)
 
 
 def _short(value: Any) -> str:

@@ -25,7 +25,7 @@ from lightning_hmm.callbacks import CooccurrenceReport, Retraining
 from lightning_hmm.loading import loader, sequence_numbers
 from lightning_hmm.training import quiet_lightning
 from tests.helpers import random_symbols
-from tests.table import CLONES, ROWS, D, Row, V, data, state
+from tests.table import CLONES, ROWS, D, Row, V, data, state, suited
 
 QUIET: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 
@@ -48,12 +48,12 @@ def ragged(name: str, **ranks: Any) -> dict[str, Any]:
     """Trains a row on ragged sequences whose number is no multiple of that of ranks. Tests and predicts with starting values, which have no rounding errors."""
     row = ROWS[name]
     model = row.fit(data(row.kind), shuffle=True, accelerator="cpu", **ranks)
-    found: dict[str, Any] = {"state": state(model)}
+    found: dict[str, Any] = {"state": state(model), "global_step": model.trainer.global_step}
     if row.random_by_rank:
         return found
     used = row.make()
     if used.starts_from_data:
-        used.initialise(data(row.kind))
+        used.initialize(data(row.kind))
     unseen = ForTesting(data(row.kind, seed=1))
     (found["metrics"],) = Trainer(**QUIET, **ranks).test(used, datamodule=unseen, verbose=False)
     trainer = Trainer(**QUIET, **ranks)
@@ -74,11 +74,21 @@ def _united(mine: dict[int, Any]) -> dict[int, Any]:
     return {number: found for part in parts for number, found in sorted(part.items())}
 
 
+class Synthetic(SyntheticDataModule):
+    """Drawn sequences as what the models of a kind of rows observe."""
+
+    kind = "vectors"
+
+    def _draw_sequences(self) -> tuple[Sequences, Sequences]:
+        values, states = super()._draw_sequences()
+        return suited(self.kind, values), states
+
+
 def few(name: str, **ranks: Any) -> dict[str, Any]:
     """Trains and tests a row with a datamodule of two sequences to train on, one to validate on, one to test on: for more ranks than sequences."""
     row = ROWS[name]
     model = row.make()
-    synthetic = SyntheticDataModule(
+    synthetic = Synthetic(
         emission="categorical" if row.is_symbolic else "gaussian",
         num_states=3,
         num_symbols=V,
@@ -89,6 +99,7 @@ def few(name: str, **ranks: Any) -> dict[str, Any]:
         test_fraction=0.25,
         batch_size=2,
     )
+    synthetic.kind, synthetic.columns = row.kind, getattr(model, "columns", synthetic.columns)
     precision: Any = "64-true" if next(model.parameters()).dtype == torch.float64 else "32-true"
     trainer = Trainer(max_epochs=2, precision=precision, callbacks=row.callbacks(), **QUIET, **ranks)
     trainer.fit(model, datamodule=synthetic)

@@ -14,8 +14,10 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback
 
-from lightning_hmm import DMCHMM, ClonedHMM, DenseHMM, NeuralHMM, Sequences, StandardHMM, fit
+from lightning_hmm import DMCHMM, HMM, ClonedHMM, DenseHMM, NeuralHMM, Sequences, StandardHMM, fit
 from lightning_hmm.callbacks import Pruning
+from lightning_hmm.columns import Column
+from lightning_hmm.distributions import Categorical, Emission, Full, Gaussian, Initial, Poisson, Product
 from lightning_hmm.models import LinearGaussianHMM, NeuralDiscreteHMM
 from lightning_hmm.models.baselines import RecurrentNet
 from tests.helpers import random_symbols, random_vectors
@@ -77,6 +79,16 @@ def data(kind: str, seed: int = 0) -> Sequences:
     sequences = random_vectors(rng) if "vectors" in kind else random_symbols(rng, missing=0.0 if kind == "whole symbols" else 0.1)
     if kind.startswith("weighted"):
         return Sequences(sequences.values, sequences.offsets, torch.from_numpy(rng.integers(0, 4, len(sequences)) / 2))
+    return suited(kind, sequences)
+
+
+def suited(kind: str, sequences: Sequences) -> Sequences:
+    """Real vectors as what the models of a kind observe: counts for "count vectors", and two numbers, a symbol and a count for "mixed vectors"."""
+    counts = sequences.values.abs().floor()
+    if kind == "count vectors":
+        return sequences.with_values(counts)
+    if kind == "mixed vectors":
+        return sequences.with_values(torch.cat([sequences.values, counts[:, :1] % 3, counts[:, 1:2]], 1))
     return sequences
 
 
@@ -84,6 +96,16 @@ def _left_right() -> StandardHMM:
     """With transitions that are impossible."""
     steps = [[0.7, 0.3, 0.0], [0.0, 0.6, 0.4], [0.0, 0.0, 1.0]]
     return StandardHMM(3, V, transition_pseudocount=0.5).set_parameters(initial=[0.6, 0.4, 0.0], transition=steps)
+
+
+def _composed(emission: Emission, num_features: int | None = D, restarts: int = 2, **options: Any) -> HMM:
+    return HMM(2, emission, Full(0.5), Initial(0.3), num_features=num_features, restarts=restarts, **options)
+
+
+def _mixed(**options: Any) -> HMM:
+    parts: dict[str, Emission] = {"x, y": Gaussian("full", 0.1), "symbol": Categorical(0.1), "count": Poisson(0.2)}
+    columns = [Column("x"), Column("y"), Column("symbol", "categorical", 3), Column("count")]
+    return _composed(Product(parts), None, columns=columns, **options)
 
 
 PRIORS: dict[str, Any] = {"initial_pseudocount": 0.3, "transition_pseudocount": 0.5}
@@ -99,7 +121,7 @@ EXACT: dict[str, Any] = {**PARTICLES, "arithmetic": "float64"}
 ONLINE: dict[str, Any] = {"once_per_epoch": False, "closed": False, "batch_size": 4}
 MANY: dict[str, Any] = {"once_per_epoch": False, "closed": False, "batch_size": 8, "several_updates": True}
 GRADIENT: dict[str, Any] = {"once_per_epoch": False, "closed": False}
-NEURAL: dict[str, Any] = {"kind": "few vectors", "once_per_epoch": False, "closed": False, "batch_size": 2, "tolerance": 1e-8}
+NEURAL: dict[str, Any] = {"kind": "few vectors", "once_per_epoch": False, "closed": False, "batch_size": 2, "tolerance": 1e-8, "epochs": 4}
 LINEAR: dict[str, Any] = {"kind": "vectors"}
 
 ROWS: dict[str, Row] = {
@@ -116,13 +138,23 @@ ROWS: dict[str, Row] = {
     "Gaussian": Row(lambda: StandardHMM(**VECTORS), "vectors", states=True),
     "Gaussian, weights": Row(lambda: StandardHMM(**VECTORS), "weighted vectors", states=True),
     "Gaussian, restarts": Row(lambda: StandardHMM(2, restarts=2, **GAUSSIAN), "vectors"),
-    "Gaussian, random start": Row(lambda: StandardHMM(2, initialisation="random", restarts=2, **GAUSSIAN), "vectors"),
+    "Gaussian, random start": Row(lambda: StandardHMM(2, initialization="random", restarts=2, **GAUSSIAN), "vectors"),
     "Gaussian, online": Row(lambda: StandardHMM(**VECTORS, discount=0.8), "vectors", **ONLINE),
+    "composed, full": Row(lambda: _composed(Gaussian("full", 0.1)), "vectors"),
+    "composed, full, weights": Row(lambda: _composed(Gaussian("full", 0.1), restarts=1), "weighted vectors", states=True),
+    "composed, tied": Row(lambda: _composed(Gaussian("tied", 0.1)), "vectors"),
+    "composed, spherical": Row(lambda: _composed(Gaussian("spherical", 0.1)), "vectors"),
+    "composed, Poisson": Row(lambda: _composed(Poisson(0.2)), "count vectors"),
+    "composed, product": Row(_mixed, "mixed vectors"),
+    "composed, product, one start": Row(lambda: _mixed(restarts=1), "mixed vectors", states=True),
+    "composed, product, online": Row(lambda: _mixed(discount=0.8), "mixed vectors", **ONLINE),
     "DMC": Row(lambda: DMCHMM(6, 2, V, restarts=2, transition_pseudocount=0.1, reselect_every=2), epochs=4),
     "DMC, many states": Row(lambda: DMCHMM(160, 2, V, restarts=2, transition_pseudocount=0.1, reselect_every=2)),  # the sparse routine
     "DMC, lazy": Row(lambda: DMCHMM(8, 2, V, criterion="largest", selection="lazy", reselect_every=2, restarts=2), epochs=4),
     "DMC, Gaussian": Row(lambda: DMCHMM(4, 1, **GAUSSIAN), "vectors"),
-    "DMC, lazy, Gaussian": Row(lambda: DMCHMM(9, 3, criterion="largest", selection="lazy", transition_pseudocount=0.1, **GAUSSIAN), "vectors"),
+    "DMC, lazy, Gaussian": Row(
+        lambda: DMCHMM(9, 3, criterion="largest", selection="lazy", transition_pseudocount=0.1, variance_prior=0.1, **GAUSSIAN), "vectors"
+    ),
     "dense, EM": Row(lambda: DenseHMM(3, V, 2, objective="em", m_steps=3, restarts=2), closed=False),
     "dense, likelihood": Row(lambda: DenseHMM(3, V, 2, objective="likelihood", restarts=2), **GRADIENT),
     "dense, co-occurrences": Row(lambda: DenseHMM(3, V, 2, objective="cooccurrence", steps_per_epoch=3, restarts=2), closed=False),

@@ -38,7 +38,7 @@ def test_ratios_are_shown_at_equal_precision_in_float32_and_against_fit(baum_wel
     assert "both float64" in equal
     assert "1 thread" in equal
     assert "2 threads" in equal
-    assert "float64 / our `em_step` (2 threads), float32" in single
+    assert "float64 / our iteration (2 threads), float32" in single
     assert "epoch of our `fit`" in through_fit
     assert "both float32" in dynamax
     assert f"Best of 10 rounds; best of 3 for dynamax at {setting}." in text

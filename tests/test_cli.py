@@ -389,19 +389,24 @@ def test_standardised_columns_keep_the_units_of_training(tmp_path):
     assert first == pytest.approx((100 - float(trained.datamodule.mean)) / float(trained.datamodule.std))
 
 
-def test_a_family_of_ones_own_goes_all_the_way(tmp_path):
-    """It need not know of the names that the data hand over; what was trained loads, is resumed, and predicts."""
+def test_an_emission_of_ones_own_goes_all_the_way(tmp_path):
+    """It is named by the path of its class; what was trained loads, is resumed, and predicts."""
     (tmp_path / "counts.csv").write_text("day,calls\n" + "\n".join(f"{n // 8},{(n * n) % 7 + n % 2 * 9}.0" for n in range(160)))
-    options = ["--model=tests.models.test_new_family.PoissonHMM", "--model.init_args.num_states=2", "--data=datamodules.FileDataModule"]
+    options = ["--model=HMM", "--model.init_args.num_states=2", "--model.init_args.emission=tests.models.test_new_family.NegativeBinomial"]
+    options += ["--model.init_args.emission.init_args.failures=3", "--data=datamodules.FileDataModule"]
     options += [f"--data.init_args.path={tmp_path / 'counts.csv'}", "--data.init_args.sequence_column=day", "--data.init_args.columns=[calls]"]
     options += ["--data.init_args.kind=vectors", f"--data.init_args.data_dir={tmp_path / 'cache'}", f"--trainer.default_root_dir={tmp_path}"]
     options += ["--trainer.enable_progress_bar=false"]
     main(["fit", *options, "--trainer.max_epochs=2"])
-    last = tmp_path / "poisson/files/version_0/checkpoints/last.ckpt"
-    assert type(lightning_hmm.load(last)).__name__ == "PoissonHMM"
+    last = tmp_path / "hmm/files/version_0/checkpoints/last.ckpt"
+    emission = lightning_hmm.load(last).emission
+    assert type(emission).__name__ == "NegativeBinomial"
+    assert emission.failures == 3
     main(["fit", *options, "--trainer.max_epochs=4", f"--ckpt_path={last}"])
     main(["predict", *options, f"--ckpt_path={last}", f"--predictions.path={tmp_path / 'states.jsonl'}"])
     assert len((tmp_path / "states.jsonl").read_text().splitlines()) == 20
+    with pytest.raises(ValueError, match=r"`model\.init_args\.emission` is"):
+        main(["predict", *options, "--model.init_args.emission.init_args.failures=4", f"--ckpt_path={last}"])
 
 
 def test_a_resumed_run_brings_its_best_epoch_along(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +59,15 @@ def test_every_module_imports_only_what_is_below_it():
 def test_inference_knows_neither_lightning_nor_models():
     for path in (ROOT / "lightning_hmm/inference").rglob("*.py"):
         assert not {name for name in imported(path) if name.split(".")[0] in ("lightning", "pytorch_lightning")}, path
+
+
+def test_inference_contains_no_density():
+    """Emissions become evidence before inference sees them. A compiled kernel names no family, and no module of inference imports one."""
+    for path in (ROOT / "lightning_hmm/inference").rglob("*.py"):
+        assert not {name for name in imported(path) if name.startswith("lightning_hmm.distributions")}, path
+    for folder in ("cpu", "kernels"):
+        for path in (ROOT / "lightning_hmm/inference" / folder).glob("*.py"):
+            assert not re.findall("gaussian|poisson|categorical|bernoulli", path.read_text(), re.IGNORECASE), path
 
 
 def test_datamodules_import_sequences_and_loading_only():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_hmm import DMCHMM, ClonedHMM, DenseHMM, Sequences, StandardHMM, fit
+from lightning_hmm import DMCHMM, ClonedHMM, DenseHMM, Sequences, StandardHMM, fit, inference
 from lightning_hmm.inference import cloned
 from lightning_hmm.inference.cooccurrence import pair_counts
 from lightning_hmm.models.baselines import KneserNey, RecurrentNet
@@ -48,15 +48,15 @@ def recurrent(batch: Sequences) -> Any:
     return net.score(batch), net.predict_next(batch)
 
 
-def em_step_of_clones(batch: Sequences) -> Any:
+def e_step_of_clones(batch: Sequences) -> Any:
     layout = cloned.Layout(torch.full((V,), 2))
     draw = torch.Generator().manual_seed(0)
     weights = torch.rand(layout.num_entries, dtype=torch.float64, generator=draw)
     rows = layout.states_of(torch.arange(layout.num_entries))[0]
-    before = weights / torch.zeros(layout.num_states, dtype=torch.float64).index_add_(0, rows, weights)[rows]
+    probs = weights / torch.zeros(layout.num_states, dtype=torch.float64).index_add_(0, rows, weights)[rows]
     initial = torch.full((layout.num_states,), 1 / layout.num_states, dtype=torch.float64)
-    after = before.clone()
-    return cloned.em_step(initial, after, layout, batch), after, cloned.predict_next(initial, before, layout, None, batch)
+    problem = initial.log(), cloned.Blocks(probs, layout), cloned.ClonedSymbols.of(batch, layout), batch.offsets
+    return *inference.e_step(*problem).counts, inference.predict(*problem)
 
 
 def back_off(batch: Sequences) -> Any:
@@ -73,7 +73,7 @@ RUNS = {
     "contexts": contexts,
     "back_off": back_off,
     "recurrent": recurrent,
-    "em_step": em_step_of_clones,
+    "e_step": e_step_of_clones,
     "standard": hmm(lambda: StandardHMM(num_states=2, num_symbols=V, seed=0)),
     "online": hmm(lambda: StandardHMM(num_states=2, num_symbols=V, seed=0, emission_pseudocount=0.1, discount=0.9, sequences_per_update=1)),
     "dense": hmm(lambda: DenseHMM(num_states=2, num_symbols=V, embedding_dim=2, seed=0)),

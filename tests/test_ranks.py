@@ -51,6 +51,7 @@ def alone(run: Any, *arguments: Any) -> dict[str, Any]:
 
 def assert_same(found: dict[str, Any], wanted: dict[str, Any], tolerance: float) -> None:
     assert found.keys() == wanted.keys()
+    assert found.get("global_step") == wanted.get("global_step")
     if "state" in wanted:
         assert_same_state(found["state"], wanted["state"], tolerance)
     if "metrics" in wanted:
@@ -74,7 +75,7 @@ def test_two_ranks_equal_one(two_ranks, name):
     assert_same(found, wanted, row.tolerance)
     start = row.make()
     if start.starts_from_data:
-        start.initialise(data(row.kind))
+        start.initialize(data(row.kind))
     before = state(start)
     moved = [value.shape != before[key].shape or not torch.allclose(value, before[key], atol=1e-3, equal_nan=True) for key, value in wanted["state"].items()]
     assert any(moved)  # it learned

@@ -10,13 +10,13 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import lightning_hmm
-from lightning_hmm import Sequences, StandardHMM, fit
+from lightning_hmm import ClonedHMM, Sequences, StandardHMM, fit
 from lightning_hmm.callbacks import Convergence
 from lightning_hmm.loading import loader
 from tests.helpers import assert_identical_parameters, assert_same_parameters, random_symbols, random_vectors
@@ -50,14 +50,14 @@ def test_twenty_categorical_steps_equal_hmmlearn(rng):
 def test_twenty_gaussian_steps_equal_hmmlearn(rng):
     sequences = random_vectors(rng, missing=0.0)
     model = StandardHMM(num_states=3, emission="gaussian", num_features=2, variance_prior=0.0)
-    model.initialise(sequences)
+    model.initialize(sequences)
     peer = hmmlearn.hmm.GaussianHMM(3, "diag", n_iter=20, tol=-np.inf, init_params="", covars_prior=0.0, min_covar=0.0)
     peer.startprob_, peer.transmat_ = model.initial_probs.numpy(), model.transition_probs.numpy()
-    peer.means_, peer.covars_ = model.means.numpy(), model.variances.numpy()
+    peer.means_, peer.covars_ = model.emission.mean.numpy(), model.emission.variance.numpy()
     peer.fit(sequences.values.numpy(), sequences.lengths.tolist())
     fit(model, sequences, max_epochs=20, tolerance=0, batch_size=4)
-    np.testing.assert_allclose(model.means, peer.means_, rtol=1e-8)
-    np.testing.assert_allclose(model.variances, np.stack([np.diag(c) for c in peer.covars_]), rtol=1e-8)
+    np.testing.assert_allclose(model.emission.mean, peer.means_, rtol=1e-8)
+    np.testing.assert_allclose(model.emission.variance, np.stack([np.diag(c) for c in peer.covars_]), rtol=1e-8)
     np.testing.assert_allclose(model.transition_probs, peer.transmat_, rtol=1e-8, atol=1e-14)
 
 
@@ -105,7 +105,9 @@ def test_lengths_in_the_place_of_max_epochs_are_refused(lengths):
 
 def test_max_epochs_is_a_whole_number_of_any_type(rng):
     sequences = random_symbols(rng)
-    assert fit(categorical(), sequences, np.int64(2), 0).trainer.current_epoch == fit(categorical(), sequences, 2.0, 0).trainer.current_epoch == 2
+    found = [fit(categorical(), sequences, number, 0).transition_probs for number in (2, np.int64(2), 2.0)]
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
     with pytest.raises(ValueError, match=r"`max_epochs` must be a whole number, but is 2\.5"):
         fit(categorical(), sequences, 2.5)
 
@@ -129,6 +131,34 @@ def test_many_updates_in_a_batch_equal_one_update_a_batch(rng):
     gaussian = {"num_states": 2, "emission": "gaussian", "num_features": 2, **options}
     separate = fit(StandardHMM(**gaussian), vectors, 3, 0, batch_size=4)
     assert_same_parameters(separate, fit(StandardHMM(sequences_per_update=4, **gaussian), vectors, 3, 0, batch_size=16), rtol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "per_epoch"),
+    [(StandardHMM, {}, 1), (StandardHMM, {"discount": 0.8}, 4), (ClonedHMM, {}, 1), (ClonedHMM, {"discount": 0.8, "online_epochs": 1}, 1)],
+)
+def test_batch_em_sums_over_ranks_once_an_epoch(rng, monkeypatch, family, options, per_epoch):
+    """The Trainer is made to report two ranks. An epoch has four batches, and the second and later epochs are counted."""
+    sequences, calls = random_symbols(rng, 32, missing=0.0), []
+    monkeypatch.setattr(Trainer, "world_size", property(lambda _: 2))
+    monkeypatch.setattr(family, "_sum_over_ranks", lambda _, value: calls.append(value) or value)
+    counts = []
+    for epochs in (2, 5):
+        calls.clear()
+        fit(family(num_states=10, num_symbols=5, transition_pseudocount=0.1, **options), sequences, epochs, 0, batch_size=8)
+        counts.append(len(calls))
+    assert counts[1] - counts[0] == 3 * per_epoch
+
+
+def test_counts_of_an_interrupted_epoch_are_not_used_later(rng):
+    class Stop(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            raise RuntimeError("stopped")
+
+    sequences, model = random_symbols(rng), categorical()
+    with pytest.raises(RuntimeError, match="stopped"):
+        fit(model, sequences, 1, 0, batch_size=5, callbacks=[Stop()])
+    assert_identical_parameters(fit(model, sequences, 3, 0, batch_size=5), fit(categorical(), sequences, 3, 0, batch_size=5))
 
 
 def test_one_thread_and_two_give_the_same_bits(rng):
@@ -180,9 +210,10 @@ def test_restarts_are_the_separate_runs_and_the_best_is_chosen(rng):
     start = categorical(restarts=4, seed=3)
     for r in range(4):
         alone = categorical()
-        alone.set_parameters(start.initial.probs[r], start.transition.probs[r], start.emission.probs[r])
+        start.chosen.fill_(r)
+        alone.set_parameters(start.initial_probs, start.transition_probs, start.emission_probs)
         fit(alone, train, 10, 0)
-        torch.testing.assert_close(together.transition.probs[r], alone.transition_probs, rtol=1e-10, atol=1e-13)
+        torch.testing.assert_close(together.transition.matrix(r), alone.transition_probs, rtol=1e-10, atol=1e-13)
         scores.append(float(alone.score(validation).sum()))
     assert int(np.argmax(scores)) != 0  # or a model that never chooses would pass
     assert int(together.chosen) == int(np.argmax(scores))
@@ -235,15 +266,15 @@ def test_a_gaussian_start_heeds_weights(rng):
     near = [rng.normal(size=(20, 2)) for _ in range(6)]
     far = Sequences.from_list([*near, np.full((20, 2), 1e6)], weights=[1.0] * 6 + [0.0])
     models = [StandardHMM(num_states=2, emission="gaussian", num_features=2) for _ in range(2)]
-    models[0].initialise(Sequences.from_list(near))
-    models[1].initialise(far)
+    models[0].initialize(Sequences.from_list(near))
+    models[1].initialize(far)
     assert_same_parameters(*models)
-    assert torch.equal(models[0].emission.scale, models[1].emission.scale)
+    assert torch.equal(models[0].emission.data_variance, models[1].emission.data_variance)
     weighted, repeated = (StandardHMM(num_states=2, emission="gaussian", num_features=2) for _ in range(2))
     weighted.emission.locate(Sequences.from_list(near[:2], weights=[1.0, 3.0]))
     repeated.emission.locate(Sequences.from_list([near[0], near[1], near[1], near[1]]))
-    torch.testing.assert_close(weighted.emission.scale, repeated.emission.scale, rtol=1e-12, atol=0)
-    torch.testing.assert_close(weighted.emission.centre, repeated.emission.centre, rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(weighted.emission.data_variance, repeated.emission.data_variance, rtol=1e-12, atol=0)
+    torch.testing.assert_close(weighted.emission.center, repeated.emission.center, rtol=1e-12, atol=1e-15)
 
 
 def test_given_means_get_the_centre_of_the_data(rng):
@@ -252,9 +283,9 @@ def test_given_means_get_the_centre_of_the_data(rng):
     models = []
     for offset in (0.0, 1e6):
         model = StandardHMM(num_states=2, emission="gaussian", num_features=2, variance_prior=0.0)
-        model.set_parameters(means=np.array([[0.0, 0.0], [4.0, 4.0]]) + offset, variances=np.ones((2, 2)))
+        model.set_parameters(emission={"mean": np.array([[0.0, 0.0], [4.0, 4.0]]) + offset, "variance": np.ones((2, 2))})
         models.append(fit(model, near.with_values(near.values + offset), 10, 0))
-    torch.testing.assert_close(models[1].variances, models[0].variances, rtol=1e-7, atol=0)
+    torch.testing.assert_close(models[1].emission.variance, models[0].emission.variance, rtol=1e-7, atol=0)
 
 
 # Stopping
@@ -323,7 +354,7 @@ def test_convergence_says_why(rng):
 
 
 def test_tolerance_zero_never_stops(rng):
-    model = fit(categorical(), random_symbols(rng), 60, 0)
+    model = fit(categorical(), random_symbols(rng), 60, callbacks=[Convergence(0.0)])
     assert model.trainer.current_epoch == 60
     assert model.trainer.global_step == 60  # EM steps
 
@@ -399,12 +430,6 @@ def test_strategies_that_cut_parameters_up_are_refused(name):
 def test_sixteen_bits_are_refused_by_fit():
     with pytest.raises(ValueError, match="`precision` must be 64-true or 32-true, but is 'bf16-mixed'"):
         fit(categorical(), [[0, 1]], 1, precision="bf16-mixed")
-
-
-def test_a_gaussian_model_with_a_plain_loader_says_what_to_do(rng):
-    trainer = quiet_trainer(accelerator="cpu")
-    with pytest.raises(ValueError, match=r"model.initialise\(sequences\)"):
-        trainer.fit(StandardHMM(num_states=2, emission="gaussian", num_features=2), loader(random_vectors(rng)))
 
 
 def test_a_state_without_counts_is_said_once(rng):

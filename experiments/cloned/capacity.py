@@ -39,7 +39,7 @@ def pruned(clones: Clones, threshold: float) -> tuple[Clones, float]:
     other.model = copy.deepcopy(clones.model)
     keep = other.model.above(threshold) if threshold else other.model.transition.probs[0] > 0
     counts = torch.where(keep, other.model.transition.probs, 0.0)
-    other.model.transition.maximise([counts])
+    other.model.transition.maximize([counts])
     return other, 1 - int(keep.sum()) / other.model.num_states**2
 
 

@@ -26,7 +26,7 @@ from matplotlib.ticker import NullLocator
 
 from datamodules import TextDataModule, ToyMachineDataModule
 from experiments.records import Records, markdown_table
-from lightning_hmm import ClonedHMM, Sequences, StandardHMM, fit
+from lightning_hmm import ClonedHMM, Sequences, StandardHMM, fit, inference
 from lightning_hmm.graphs import communities, strings
 from lightning_hmm.inference.cloned import Layout
 from lightning_hmm.plots import COLOURS, clone_matrix, state_graph, transition_matrix
@@ -59,8 +59,9 @@ def learn_matrices(starts: int, online: int, batch: int, num_runs: int | None) -
 
 
 def bits_per_restart(model: ClonedHMM, sequences: Sequences, restart: int) -> float:
-    score = model.inference.log_likelihood(*model.inference_arguments(sequences, restart)).sum()
-    return -float(score.detach()) / sequences.num_steps / math.log(2)
+    with torch.no_grad():
+        score = inference.log_likelihood(*model.problem(sequences, restart)).sum()
+    return -float(score) / sequences.num_steps / math.log(2)
 
 
 def in_order(model: ClonedHMM) -> np.ndarray:

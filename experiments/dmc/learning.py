@@ -68,7 +68,7 @@ def true_score(data: SequenceDataModule) -> float | None:
     if not isinstance(data, SyntheticDataModule):
         return None
     model = StandardHMM(data.num_states, emission="gaussian", num_features=data.num_features)
-    model.set_parameters(data.initial_probs, data.transition_probs, means=data.means, variances=data.variances)
+    model.set_parameters(data.initial_probs, data.transition_probs, emission={"mean": data.means, "variance": data.variances})
     return float(model.score(data.test_sequences).sum())
 
 

@@ -22,8 +22,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from experiments.records import Records, markdown_table
-from lightning_hmm import DMCHMM, Sequences, StandardHMM, fit
-from lightning_hmm.inference import dense, dmc
+from lightning_hmm import DMCHMM, Sequences, StandardHMM, fit, inference
+from lightning_hmm.inference.cpu import estep
+from lightning_hmm.inference.cpu.viterbi import viterbi
 from lightning_hmm.plots import COLOURS
 
 PARTS = ("inference", "baum_welch", "bounds")
@@ -44,7 +45,7 @@ def random_model(num_states: int, num_kept: int, **options: Any) -> DMCHMM:
     means = 3 * torch.randn(num_states, 2, dtype=torch.float64, generator=draw)
     variances = 0.1 + 0.4 * torch.rand(num_states, 2, dtype=torch.float64, generator=draw)
     model = DMCHMM(num_states, num_kept, emission="gaussian", num_features=2, **options)
-    return model.set_parameters(indices=indices, values=KEPT_MASS * weights / weights.sum(1, keepdim=True), means=means, variances=variances)
+    return model.set_parameters(indices=indices, values=KEPT_MASS * weights / weights.sum(1, keepdim=True), emission={"mean": means, "variance": variances})
 
 
 def seconds_of(call: Callable[[], object]) -> float:
@@ -86,12 +87,13 @@ def time_inference(num_states: int, num_kept: int | None, steps: int) -> dict[st
     sequences = model.sample(1, steps)
     with torch.no_grad():
         if num_kept is None:
-            arguments = model.to_standard().inference_arguments(sequences)
-            return {"viterbi": seconds_of(lambda: dense.viterbi(*arguments)), "forward": seconds_of(lambda: dense.log_likelihood(*arguments))}
-        sparse = model.inference_arguments(sequences)
+            problem = model.to_standard().problem(sequences)
+            return {"viterbi": seconds_of(lambda: inference.viterbi(*problem)), "forward": seconds_of(lambda: inference.log_likelihood(*problem))}
+        # The kernels along the kept entries even where `inference` would use the full matrix.
+        problem, weights = model.problem(sequences), torch.ones(1, dtype=torch.float64)
         return {
-            "viterbi": seconds_of(lambda: dmc.viterbi(*sparse, routine="sparse")),
-            "forward": seconds_of(lambda: dmc.log_likelihood(*sparse, routine="sparse")),
+            "viterbi": seconds_of(lambda: viterbi(*problem)),
+            "forward": seconds_of(lambda: estep.e_step(*problem, weights, smooth=False)),
         }
 
 

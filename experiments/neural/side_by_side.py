@@ -29,7 +29,7 @@ class Stack:
     def __init__(self, models: Sequence[RecurrentNet], data: Sequence[SequenceDataModule]) -> None:
         self.models, self.data = models, data
         for model, drawn in zip(models, data, strict=True):
-            model.initialise(drawn.train_sequences)
+            model.initialize(drawn.train_sequences)
         named = [dict(model.named_parameters()) for model in models]
         self.parameters = {name: torch.stack([own[name].detach() for own in named]).requires_grad_() for name in named[0]}
         self.train, self.val = [self._standard(part) for part in ("train", "val")]

@@ -40,7 +40,11 @@ class Convergence(Callback):
         metric: Any = pl_module.train_likelihood
         if not trainer.is_last_batch or not metric.update_called:  # not every objective is a likelihood
             return
-        current = metric.compute().reshape(-1).tolist()
+        for current in getattr(pl_module, "iteration_likelihoods", None) or [metric.compute()]:
+            self._compare(trainer, pl_module, current.reshape(-1).tolist())
+
+    def _compare(self, trainer: Trainer, pl_module: LightningModule, current: list[float]) -> None:
+        """Compares the (restarts,) likelihoods of an epoch, or of an iteration of EM inside one, with those before."""
         previous, self.previous = self.previous, current
         if previous is None:
             return
@@ -57,14 +61,20 @@ class Convergence(Callback):
         if self.calm_epochs >= self.patience:
             trainer.should_stop = True
             self.stopping_reason = (
-                f"Converged after {trainer.current_epoch + 1} epochs: the training likelihood ({max(current):.6f} per symbol) "
+                f"Converged after {self._epochs(trainer, pl_module)}: the training likelihood ({max(current):.6f} per symbol) "
                 f"gained {max(gains):.2g} relative, below the tolerance of {self.tolerance:g}."
             )
             rank_zero_info(self.stopping_reason)
 
     @staticmethod
+    def _epochs(trainer: Trainer, pl_module: LightningModule) -> str:
+        iterations = int(getattr(pl_module, "iterations_per_epoch", 1))
+        number = trainer.current_epoch + 1
+        return f"{number} epochs" if iterations == 1 else f"{number * iterations} iterations"
+
+    @staticmethod
     def _must_not_fall(pl_module: LightningModule) -> bool:
-        no_prior = not any(value for options in getattr(pl_module, "priors", {}).values() for value in options.values())
+        no_prior = not any(value for part in getattr(pl_module, "distributions", {}).values() for value in part.prior.values())
         return getattr(pl_module, "discount", 0.0) is None and no_prior and getattr(pl_module, "arithmetic", "") == "float64"
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from lightning_hmm import latent_plots, plots
+from lightning_hmm.distributions import Product
 from lightning_hmm.observing import reporting
 from lightning_hmm.sequences import Sequences
 
@@ -40,8 +41,9 @@ class Figures(Callback):
     - ``figures/effective_size``, ``figures/latents`` and ``figures/predictions``: where particles stand for a continuous state, how many of them count, the
       smoothed states of some data by cluster, and one sequence beside what was expected of it.
 
-    A figure that a model has no numbers for is left out. The step is the number of EM updates. A figure that cannot be drawn or
-    written is reported by a warning, once for each kind of figure, and training continues.
+    A figure that a model has no numbers for is left out. The step of a figure is Lightning's `global_step`, which batch EM advances once per epoch and
+    online EM once per batch. A figure that cannot be drawn or written is reported by a warning, once for each kind of
+    figure, and training continues.
 
     Args:
         every_n_epochs: about half a second is spent on each set of figures, which may be far more than an epoch takes. If
@@ -127,7 +129,7 @@ class Figures(Callback):
         share_of_time = functools.cache(lambda: self._share(model, transition))
         if transition is not None:
             yield "transition_matrix", lambda: plots.transition_matrix(transition, self.max_labels)
-        yield "emissions", lambda: self._emissions(model, share_of_time()[0])
+        yield from self._emission_figures(model, share_of_time)
         yield "state_usage", lambda: _state_usage(*share_of_time(), transition)
         if hasattr(model, "embeddings"):
             yield "composition", lambda: plots.composition(_composition(model.at_start()), _composition(model), _symbol_names(model), self.max_labels)
@@ -156,22 +158,37 @@ class Figures(Callback):
         clusters = model.cluster_latents(data, min(self.num_clusters, data.num_steps), lead=self.lead)
         return latent_plots.latents(model.latents(data, lead=self.lead).values, clusters.values, data.lengths)
 
-    def _emissions(self, model: Any, share: np.ndarray | None) -> Figure | None:
-        probs = _matrix(model, "emission_probs")
+    def _emission_figures(self, model: Any, share: Callable[[], tuple[np.ndarray | None, str]]) -> Iterator[tuple[str, Callable[[], Figure | None]]]:
+        """One figure for each part of a product of emissions, and one for all other emissions."""
+        emission = getattr(model, "emission", None)
+        if not isinstance(emission, Product):
+            yield "emissions", lambda: self._emissions(model, emission, share()[0], slice(None))
+            return
+        for number, (part, place) in enumerate(zip(emission.parts, emission.places, strict=True)):
+            yield f"emissions_{number}", functools.partial(self._part_emissions, part, place, share)
+
+    def _part_emissions(self, part: Any, place: list[int], share: Callable[[], tuple[np.ndarray | None, str]]) -> Figure | None:
+        return self._emissions(None, part, share()[0], place)
+
+    def _emissions(self, model: Any, emission: Any, share: np.ndarray | None, columns: Any) -> Figure | None:
+        """The probabilities of symbols, or means and variances of the given columns; ``None`` where there are neither."""
+        probs = _matrix(model, "emission_probs") if model is not None else _matrix(emission, "probs")
         if probs is not None:
-            return plots.emission_matrix(probs, _symbol_names(model), self.max_labels)
-        means, variances = _matrix(model, "means"), _matrix(model, "variances")
+            return plots.emission_matrix(probs, _symbol_names(model) if model is not None else None, self.max_labels)
+        if hasattr(emission, "moments"):
+            means, variances = (moment.numpy(force=True) for moment in emission.moments())
+        else:
+            means, variances = _matrix(model, "means"), _matrix(model, "variances")
         if means is None or variances is None:
             return None
-        emission = getattr(model, "emission", None)
         excerpt = self._excerpts.get("validation", self._excerpts.get("training"))
         return plots.gaussian_emissions(
             means,
             variances,
             share,
-            centre=getattr(emission, "centre", None),
-            variance=getattr(emission, "scale", None),
-            points=None if excerpt is None else excerpt.values,
+            centre=getattr(emission, "center", None),
+            variance=getattr(emission, "data_variance", None),
+            points=None if excerpt is None else excerpt.values[:, columns],
             max_labels=self.max_labels,
         )
 

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightning_hmm.inference import cloned
-from lightning_hmm.inference.cloned import Layout
+from lightning_hmm import inference
+from lightning_hmm.inference.cloned import Blocks, ClonedSymbols, Layout
 from lightning_hmm.models.cloned import ClonedHMM
 from lightning_hmm.sequences import Sequences
 
@@ -70,28 +69,12 @@ class Pruning(Callback):
 
 
 def prune_in_training(trainer: Trainer, model: ClonedHMM, keep: Tensor) -> None:
-    """Prunes the model under a Trainer: the optimizer and the DDP wrapper are made anew for the smaller parameter, the count buffer goes along."""
-    (old,) = trainer.optimizers
-    parameter = model.transition.probs
-    buffer = old.state.get(parameter, {}).get("statistics")
-    updates = [group["updates"] for group in old.param_groups]
+    """Prunes the model under a Trainer. The parameter stays the same object with fewer entries, and the count buffer of online EM is pruned with it."""
+    (optimizer,) = trainer.optimizers
+    state = optimizer.state.get(model.transition.probs, {})
     model.prune(keep)
-    new = renewed_optimizer(trainer, model)
-    for group, count in zip(new.param_groups, updates, strict=True):
-        group["updates"] = count
-    for known in model.initial.parameters():
-        new.state[known].update(old.state.get(known, {}))
-    if buffer is not None:
-        new.state[model.transition.probs]["statistics"] = buffer[:, keep.to(buffer.device)].contiguous()
-
-
-def renewed_optimizer(trainer: Trainer, model: ClonedHMM) -> Any:
-    """An optimizer, and under DDP a wrapper, for parameters that have taken the place of others in training."""
-    optimizer = model.configure_optimizers()
-    trainer.strategy.optimizers = [optimizer]
-    if isinstance(trainer.strategy, DDPStrategy):
-        trainer.strategy.model = trainer.strategy._setup_model(model)
-    return optimizer
+    if "statistics" in state:
+        state["statistics"] = state["statistics"][:, keep.to(state["statistics"].device)].contiguous()
 
 
 def _first_steps(sequences: Any, max_steps: int | None) -> Sequences | None:
@@ -107,8 +90,11 @@ def _first_steps(sequences: Any, max_steps: int | None) -> Sequences | None:
 
 def _bits(model: ClonedHMM, sequences: Sequences, layout: Layout, probs: Tensor) -> Tensor:
     """(restarts,) bits per observed symbol with these transitions, each sequence with its weight."""
-    single = model.arithmetic == "float32"
+    evidence: Any = ClonedSymbols.of(sequences, layout)
+    weights = sequences.weights
+    starts = model.initial.log_probs.detach()
     scores = [
-        cloned.weighted_log_likelihood(model.initial.log_probs.detach()[r], row, layout, None, sequences, single=single)[0].sum() for r, row in enumerate(probs)
+        inference.log_likelihood(initial, Blocks(row, layout), evidence, sequences.offsets, weights, dtype=model.message_dtype).sum()
+        for initial, row in zip(starts, probs.detach(), strict=True)
     ]
     return -torch.stack(scores) / max(float(sequences.num_observed()), 1.0) / math.log(2)

@@ -11,7 +11,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_hmm.callbacks.convergence import Convergence
-from lightning_hmm.callbacks.pruning import renewed_optimizer
 from lightning_hmm.models.cloned import ClonedHMM
 
 
@@ -89,7 +88,8 @@ class Retraining(Callback):
         if trainer.current_epoch != self.first_epoch:
             return
         pl_module.start_over(trainer.datamodule.train_sequences)
-        renewed_optimizer(trainer, pl_module)
+        (optimizer,) = trainer.optimizers
+        optimizer.forget()
         for callback in trainer.callbacks:
             if isinstance(callback, Convergence):
                 callback.previous, callback.calm_epochs = None, 0

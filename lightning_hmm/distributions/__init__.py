@@ -1,19 +1,34 @@
-"""The parts a hidden Markov model is made of: parameters in natural form, sampling, and the maximiser of each."""
+"""The parts of a hidden Markov model: emissions, transitions and the first state."""
 
-from lightning_hmm.distributions.base import Distribution
-from lightning_hmm.distributions.categorical import CategoricalRows
+from lightning_hmm.distributions.base import Distribution, Emission, Transition
+from lightning_hmm.distributions.categorical import Categorical
 from lightning_hmm.distributions.cloned import CloneTransitions
-from lightning_hmm.distributions.gaussian import DiagonalGaussian
+from lightning_hmm.distributions.exponential import ExponentialFamily, Moments
+from lightning_hmm.distributions.gaussian import Gaussian
 from lightning_hmm.distributions.linear_gaussian import GaussianState, LinearGaussianEmission, LinearGaussianTransition
-from lightning_hmm.distributions.mostly_constant import MostlyConstantRows
+from lightning_hmm.distributions.poisson import Poisson
+from lightning_hmm.distributions.product import Product
+from lightning_hmm.distributions.rows import CategoricalRows, Initial
+from lightning_hmm.distributions.torch_emission import TorchEmission
+from lightning_hmm.distributions.transitions import DenseMostlyConstant, Full
 
 __all__ = [
+    "Categorical",
     "CategoricalRows",
     "CloneTransitions",
-    "DiagonalGaussian",
+    "DenseMostlyConstant",
     "Distribution",
+    "Emission",
+    "ExponentialFamily",
+    "Full",
+    "Gaussian",
     "GaussianState",
+    "Initial",
     "LinearGaussianEmission",
     "LinearGaussianTransition",
-    "MostlyConstantRows",
+    "Moments",
+    "Poisson",
+    "Product",
+    "TorchEmission",
+    "Transition",
 ]

@@ -1,40 +1,292 @@
-"""What `BaumWelch` asks of a distribution."""
+"""The parts of a hidden Markov model: what a distribution provides, and how it is saved.
+
+A distribution is constructed with options only. The model that it belongs to calls `allocate` with the sizes, which makes the parameters; each has
+a leading axis for the restarts. Inference never sees a distribution: an emission turns natural parameters and a batch into
+`Evidence`, a transition turns them into an `Operator`. The gradient of the log-likelihood in the natural parameters is the expected
+sufficient statistics, and `maximize` turns these into parameters. That is all that EM needs.
+"""
 
 from __future__ import annotations
 
+import inspect
+import sys
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Self
 
+import torch
 from torch import Tensor, nn
+
+from lightning_hmm.columns import Column
+from lightning_hmm.inference.evidence import Evidence
+from lightning_hmm.inference.operators import Operator
+from lightning_hmm.sequences import Sequences
 
 
 class Distribution(nn.Module, ABC):
-    """Natural parameters and their maximiser.
-
-    The gradient of the log-likelihood in the natural parameters is the expected sufficient statistics; `maximise` turns
-    these into the parameters that maximise expected log-likelihood plus log prior. That is all a new family needs for EM.
-    Parameters may have leading axes (one entry for each of several restarts); every method works along the last ones.
-    """
+    """A part of a model: natural parameters, their maximizer and their prior."""
 
     has_natural_parameters: ClassVar[bool] = True  # whether the gradient of the log-likelihood is the expected statistics
+    is_set: Tensor  # whether the parameters have values that training starts from, set by the user, from the data or at random
+    _given: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        part = super().__new__(cls)
+        part.__dict__["_given"] = (args, kwargs)
+        return part
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prior: dict[str, float] = {}  # the options of the prior by name
+        self._owner: tuple[Any, ...] = ()  # the model, in a tuple so that it does not become a submodule
+
+    # How it is saved
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The class and the options as plain values, in the form of a configuration file."""
+        args, kwargs = self._given
+        given = inspect.signature(type(self).__init__).bind(self, *args, **kwargs).arguments
+        options = {name: _plain(value) for name, value in list(given.items())[1:]}
+        return {"class_path": _path(type(self)), "init_args": options}
+
+    # Sizes and values
+
+    @property
+    def is_allocated(self) -> bool:
+        return "is_set" in self._buffers
+
+    def belong_to(self, model: Any) -> None:
+        """Records the model, whose chosen restart the parameters are read from."""
+        self._owner = (model,)
+
+    @property
+    def restart(self) -> int:
+        """The restart that parameters are read from."""
+        return int(self._owner[0].chosen) if self._owner else 0
+
+    def _begin_allocation(self) -> None:
+        if self.is_allocated:
+            raise ValueError(f"A {type(self).__name__} can be part of one model only, but this one has parameters already. Make one for each model.")
+        self.register_buffer("is_set", torch.tensor(False))
+
+    def natural(self, restart: int) -> tuple[Tensor, ...]:
+        """The natural parameters of one restart, in the order of `parameters()`."""
+        return tuple(parameter[restart] for parameter in self.parameters())
+
+    @torch.no_grad()
+    def copy_from(self, other: Distribution, restart: int) -> None:
+        """Takes the values of one restart of a part of the same kind and size, for all restarts."""
+        for mine, theirs in zip(self.parameters(), other.parameters(), strict=True):
+            mine.copy_(theirs[restart])
+        sizes = {parameter.shape for parameter in other.parameters()}
+        for buffer, given in zip(self.buffers(), other.buffers(), strict=True):
+            buffer.copy_(given[restart] if given.shape in sizes else given)  # a buffer of a parameter's shape has restarts, too
+
+    # EM
+
+    @property
+    def num_statistics(self) -> int:
+        """The number of tensors that `maximize` takes: one for each parameter, or none if the M-step is iterative."""
+        return len(list(self.parameters()))
 
     @abstractmethod
-    def maximise(self, statistics: list[Tensor], share: Tensor | float = 1.0, **prior: float) -> Tensor:
-        """Sets the parameters, in place. Reads no tensor's value.
+    def maximize(self, statistics: Sequence[Tensor], weight: Tensor | float = 1.0) -> Tensor:
+        """Sets the parameters to those that maximize expected log-likelihood plus log prior, in place. Reads no tensor's value.
 
         Args:
             statistics: the gradient of the log-likelihood, one tensor for each parameter, in their order.
-            share: how much of the prior counts; below 1 where the statistics are those of a part of the data.
-            prior: the options of the prior, as `log_prior` takes them.
+            weight: how much of the prior counts; below 1 where the statistics are those of a part of the data.
 
         Returns:
-            How many rows had no statistics to go by and kept their old values, as a tensor.
+            The number of rows that had no statistics and kept their values, as a tensor.
         """
 
     @abstractmethod
-    def log_prior(self, **prior: float) -> Tensor:
-        """(leading axes) the logarithm of the prior density, up to a constant."""
+    def log_prior(self) -> Tensor:
+        """(restarts,) the logarithm of the prior density, up to a constant."""
 
     @abstractmethod
     def num_free_parameters(self, restart: int) -> int:
         """The number of degrees of freedom of one restart's parameters, without those that are structurally zero."""
+
+
+class Emission(Distribution):
+    """The distribution of an observation given the state."""
+
+    is_closed: ClassVar[bool] = True  # whether the M-step is a function of expected statistics
+    starts_from_data: bool = True  # whether starting values, or a center, come from the data
+    is_located: Tensor  # whether `locate` has been called
+
+    def _begin_allocation(self) -> None:
+        super()._begin_allocation()
+        self.register_buffer("is_located", torch.tensor(not self.starts_from_data))
+
+    @abstractmethod
+    def allocate(self, restarts: int, num_states: int, columns: Sequence[Column]) -> None:
+        """Makes the parameters for observations with the given columns."""
+
+    @abstractmethod
+    def evidence(self, natural: Sequence[Tensor], batch: Sequences) -> Evidence:
+        """The log-likelihoods of the steps for each state; a pure function of the natural parameters and the batch."""
+
+    def needs_graph(self, batch: Sequences) -> bool:
+        """Whether `statistics` differentiates the evidence of this batch."""
+        return True
+
+    def statistics(self, evidence: Evidence, gradient: Tensor, natural: Sequence[Tensor]) -> list[Tensor]:
+        """The expected statistics of the natural parameters, from the gradient in the evidence's `live` tensor."""
+        return pull_back([evidence.live], [gradient], natural)
+
+    @abstractmethod
+    def sample(self, states: Tensor, generator: torch.Generator) -> Tensor:
+        """Observations of the given states, (steps,) symbols or (steps, columns) vectors."""
+
+    @abstractmethod
+    def predict(self, state_probs: Tensor) -> Any:
+        """The distribution of an observation whose state has the probabilities (N, K)."""
+
+    @abstractmethod
+    def set(self, **values: Any) -> None:
+        """Sets parameters by name, for all restarts alike."""
+
+    def check(self, sequences: Sequences) -> None:
+        """Raises where a value cannot be an observation of this distribution."""
+
+    def locate(self, sequences: Sequences) -> None:
+        """Takes what the parametrization needs of the data, such as a center, without changing the distribution."""
+
+    def start(self, sequences: Sequences, responsibilities: Sequence[Tensor]) -> None:
+        """Starts each restart from (steps, K) guessed posterior probabilities of the states, by an M-step."""
+        self.maximize([torch.stack(parts) for parts in zip(*self._guessed_statistics(sequences, responsibilities), strict=True)])
+
+    def _guessed_statistics(self, sequences: Sequences, responsibilities: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+        for restart, guess in enumerate(responsibilities):
+            leaves = [value.detach().requires_grad_() for value in self.natural(restart)]
+            with torch.enable_grad():
+                live = self.evidence(leaves, sequences)
+            yield tuple(pull_back([live.live], [live.pull(guess)], leaves))
+
+
+class Transition(Distribution):
+    """The distribution of the next state given the present one."""
+
+    @abstractmethod
+    def allocate(self, restarts: int, num_states: int) -> None:
+        """Makes the parameters."""
+
+    @abstractmethod
+    def operator(self, natural: Sequence[Tensor], batch: Sequences | None) -> Operator:
+        """The transitions; a pure function of the natural parameters and, where it depends on inputs or times, of the batch."""
+
+    @abstractmethod
+    def randomize(self, generator: torch.Generator) -> None:
+        """Draws starting values."""
+
+    @abstractmethod
+    def set(self, probs: Any) -> None:
+        """Sets the transition probabilities, for all restarts alike."""
+
+    @property
+    def classes(self) -> Tensor | None:
+        """(S,) the state of the model that each state of the operator emits as; ``None`` if both are the same."""
+        return None
+
+    def first_states(self, log_initial: Tensor, natural: Sequence[Tensor]) -> Tensor:
+        """(S,) log-probabilities of the operator's first state, from (K,) those of the model's."""
+        return log_initial
+
+    @abstractmethod
+    def matrix(self, restart: int) -> Tensor | None:
+        """(K, K) the probabilities as one matrix, for figures and reading; ``None`` where there is no such matrix."""
+
+
+def pull_back(outputs: Sequence[Tensor], cotangents: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
+    """The vector-Jacobian product: the sum over outputs of (d output / d leaf)^T cotangent, for each leaf.
+
+    An output that is itself a leaf needs no graph.
+    """
+    totals: list[Tensor | None] = [None] * len(leaves)
+    graphs = []
+    for output, cotangent in zip(outputs, cotangents, strict=True):
+        index = next((index for index, leaf in enumerate(leaves) if leaf is output), None)
+        if index is not None:
+            totals[index] = cotangent if totals[index] is None else totals[index] + cotangent  # type: ignore[operator]
+        elif output.requires_grad:
+            graphs.append((output, cotangent.to(output.dtype)))
+    if graphs:
+        found = torch.autograd.grad([output for output, _ in graphs], leaves, [cotangent for _, cotangent in graphs], allow_unused=True)
+        for index, gradient in enumerate(found):
+            if gradient is not None:
+                totals[index] = gradient if totals[index] is None else totals[index] + gradient  # type: ignore[operator]
+    return [torch.zeros_like(leaf) if total is None else total for total, leaf in zip(totals, leaves, strict=True)]
+
+
+def _plain(value: Any) -> Any:
+    """A constructor's argument as a value that a checkpoint can hold."""
+    if isinstance(value, Distribution):
+        return value.config
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(f"The options of a part must be plain values, so that a checkpoint can hold them, but one is a {type(value).__name__}.")
+
+
+def _subclasses(family: Any) -> Iterator[Any]:
+    for subclass in family.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)
+
+
+def make_part(given: Any, kind: Any, option: str) -> Any:
+    """A part of the model from an instance, the name of a class, or `Distribution.config`.
+
+    Classes are looked up among those that are imported, by their name or their full path.
+
+    Args:
+        given: what the user gave.
+        kind: the base class that it must have.
+        option: what an error calls it.
+    """
+    if isinstance(given, kind):
+        return given
+    known = {name: family for family in (kind, *_subclasses(kind)) if not inspect.isabstract(family) for name in (family.__name__, _path(family))}
+    if isinstance(given, str):
+        given = {"class_path": given}
+    if isinstance(given, Mapping) and isinstance(given.get("class_path"), str):
+        name = given["class_path"]
+        lower = {key.lower(): family for key, family in known.items()}
+        family = known.get(name) or lower.get(name.lower()) or known.get(name.rsplit(".", 1)[-1])
+        if family is not None:
+            options = {key: _make_nested(value, option) for key, value in dict(given.get("init_args") or {}).items()}
+            return family(**options)
+    names = ", ".join(sorted({family.__name__ for family in known.values()}))
+    what = given["class_path"] if isinstance(given, Mapping) and "class_path" in given else given
+    raise ValueError(f"`{option}` must be {'an' if kind.__name__[0] in 'EI' else 'a'} {kind.__name__}, or the name of one ({names}), but is {what!r} instead.")
+
+
+def _make_nested(value: Any, option: str) -> Any:
+    if isinstance(value, Mapping) and "class_path" in value:
+        return make_part(value, Distribution, option)
+    if isinstance(value, (list, tuple)):
+        return [_make_nested(item, option) for item in value]
+    if isinstance(value, Mapping):
+        return {key: _make_nested(item, option) for key, item in value.items()}
+    return value
+
+
+def _path(family: type) -> str:
+    """The path by which a class is imported; the short one where the package exports it."""
+    package = sys.modules[__name__.split(".")[0]]
+    exported = getattr(package, family.__name__, None) is family
+    return f"{package.__name__ if exported else family.__module__}.{family.__qualname__}"
+
+
+def check_not_negative(**options: float) -> None:
+    """Refuses options of a prior that are negative or no number."""
+    for name, value in options.items():
+        if not value >= 0:
+            raise ValueError(f"`{name}` must not be negative, but is {value} instead.")

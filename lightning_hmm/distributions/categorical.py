@@ -1,84 +1,52 @@
-"""Rows of probabilities: the initial state, the transitions, and categorical emissions are all this."""
+"""Symbols."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_hmm.distributions.base import Distribution
+from lightning_hmm.columns import Column
+from lightning_hmm.distributions.base import Emission
+from lightning_hmm.distributions.rows import CategoricalRows
+from lightning_hmm.inference.evidence import Table
+from lightning_hmm.inference.sampling import draw_rows
+from lightning_hmm.sequences import Sequences
 
 
-class CategoricalRows(Distribution):
-    r"""Log-probabilities whose last axis sums to one.
-
-    .. math:: \partial L / \partial \log p_{ij} = E[n_{ij}], \qquad \hat p_{ij} = (n_{ij} + \kappa) / \sum_j (n_{ij} + \kappa)
-
-    with a Dirichlet prior of pseudocount :math:`\kappa` on each entry that is not structurally zero. A log-probability of
-    -inf is a structural zero: it stays, and the prior does not revive it.
+class Categorical(CategoricalRows, Emission):
+    """One of V symbols, with probabilities (K, V).
 
     Args:
-        shape: of the log-probabilities.
-        name: what errors call it.
+        pseudocount: of a Dirichlet prior on each row, in counts of the whole data.
     """
 
-    def __init__(self, *shape: int, name: str) -> None:
-        super().__init__()
-        self.name = name
-        self.log_probs = nn.Parameter(torch.full(shape, 1.0 / shape[-1], dtype=torch.float64).log())
-        self.possible: Tensor  # what is not structurally zero; an estimate of zero still is a free parameter
-        self.register_buffer("possible", torch.ones(shape, dtype=torch.bool))
+    option = "emission"
+    starts_from_data = False
 
-    @property
-    def probs(self) -> Tensor:
-        """A copy as probabilities."""
-        return self.log_probs.detach().exp()
+    def allocate(self, restarts: int, num_states: int, columns: Sequence[Column]) -> None:
+        if len(columns) != 1 or columns[0].num_categories is None:
+            kinds = ", ".join(f"{column.name!r} ({column.kind})" for column in columns)
+            raise ValueError(f"A Categorical emission must have one column of symbols, but the columns are {kinds}.")
+        self.num_symbols = columns[0].num_categories
+        self._allocate_rows(restarts, num_states, self.num_symbols)
 
-    @torch.no_grad()
-    def set(self, probs: Tensor) -> None:
-        """Takes rows that sum to one; zeros become structural."""
-        probs = torch.as_tensor(probs, dtype=torch.float64, device=self.log_probs.device)
-        shape = self.log_probs.shape
-        if probs.shape not in (shape, shape[1:]):
-            raise ValueError(f"`{self.name}` must have shape {tuple(shape)}, but has {tuple(probs.shape)} instead.")
-        probs = probs.expand(shape)
-        if not bool((probs >= 0).all()):  # also where NaN
-            where = tuple(torch.nonzero(~(probs >= 0))[0].tolist())
-            raise ValueError(f"`{self.name}` must hold probabilities, but the entry at {where} is {float(probs[where])} instead.")
-        sums = probs.sum(-1)
-        if not bool(((sums - 1).abs() < 1e-6).all()):
-            where = tuple(torch.nonzero((sums - 1).abs() >= 1e-6)[0].tolist())
-            row = f"row {where[-1]} sums" if where else "it sums"
-            raise ValueError(f"`{self.name}` rows must sum to 1, but {row} to {float(sums[where]):.6g} instead. Normalise it.")
-        self.log_probs.copy_((probs / sums[..., None]).log())
-        self.possible.copy_(probs > 0)
+    def evidence(self, natural: Sequence[Tensor], batch: Sequences) -> Table:
+        return Table(natural[0], batch.symbols(self.num_symbols))
 
-    @torch.no_grad()
-    def randomise(self, generator: torch.Generator, concentration: float = 1.0) -> None:
-        """Draws each row from a symmetric Dirichlet distribution; structural zeros stay."""
-        # torch.distributions takes no generator: Gamma draws by numpy's, seeded from ours.
-        import numpy as np
+    def needs_graph(self, batch: Sequences) -> bool:
+        return False
 
-        seed = int(torch.randint(2**62, (), generator=generator))
-        draws = np.random.default_rng(seed).gamma(concentration, size=tuple(self.log_probs.shape))
-        weights = torch.from_numpy(np.maximum(draws, 1e-12)).to(self.log_probs.device)
-        weights = torch.where(self.log_probs == -torch.inf, 0.0, weights)
-        self.log_probs.copy_((weights / weights.sum(-1, keepdim=True)).log())
+    def check(self, sequences: Sequences) -> None:
+        sequences.check(self.num_symbols, None)
 
-    @torch.no_grad()
-    def maximise(self, statistics: list[Tensor], share: Tensor | float = 1.0, *, pseudocount: float = 0.0) -> Tensor:  # type: ignore[override]
-        (counts,) = statistics
-        allowed = self.log_probs > -torch.inf
-        weights = torch.where(allowed, counts + pseudocount * share, torch.zeros_like(counts))
-        total = weights.sum(-1, keepdim=True)
-        seen = total > 0
-        updated = (weights / torch.where(seen, total, torch.ones_like(total))).log()
-        self.log_probs.copy_(torch.where(seen, updated, self.log_probs))
-        return (~seen).sum()
+    def set(self, probs: Any) -> None:  # type: ignore[override]
+        CategoricalRows.set(self, probs)
 
-    def log_prior(self, *, pseudocount: float = 0.0) -> Tensor:  # type: ignore[override]
-        finite = torch.where(self.log_probs > -torch.inf, self.log_probs, torch.zeros_like(self.log_probs)).detach()
-        return pseudocount * finite.flatten(1).sum(1)
+    def sample(self, states: Tensor, generator: torch.Generator) -> Tensor:
+        return draw_rows(self.probs, states, generator)
 
-    def num_free_parameters(self, restart: int) -> int:
-        possible = self.possible[restart]
-        return int(possible.sum()) - possible.numel() // possible.shape[-1]
+    def predict(self, state_probs: Tensor) -> Tensor:
+        return state_probs @ self.probs

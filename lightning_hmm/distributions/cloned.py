@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_hmm.distributions.base import Distribution
+from lightning_hmm.distributions.base import Distribution, check_not_negative
 from lightning_hmm.inference.cloned import Layout
 from lightning_hmm.inference.kernels import cloned_cpu
 
@@ -27,8 +28,10 @@ class CloneTransitions(Distribution):
 
     has_natural_parameters = False
 
-    def __init__(self, restarts: int, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(self, restarts: int, dtype: torch.dtype = torch.float64, pseudocount: float = 0.0, sparsity: float = 0.0) -> None:
         super().__init__()
+        check_not_negative(transition_pseudocount=pseudocount, transition_sparsity=sparsity)
+        self.prior = {"pseudocount": pseudocount, "sparsity": sparsity}
         self.layout: Layout | None = None
         self.probs = nn.Parameter(torch.zeros(restarts, 0, dtype=dtype))
         for name in _TENSORS:
@@ -44,10 +47,7 @@ class CloneTransitions(Distribution):
 
     @torch.no_grad()
     def allocate(self, layout: Layout, probs: Tensor | None = None) -> None:
-        """Takes a layout, and the probabilities for it, whose zeros become structural. Without them, probabilities are zero until `randomise`.
-
-        Call it before an optimizer is made for the parameter.
-        """
+        """Takes a layout, and the probabilities for it, whose zeros become structural. Without them, probabilities are zero until `randomize`."""
         self.layout = layout
         for name, tensor in zip(_TENSORS, layout.tensors, strict=True):
             setattr(self, name, tensor.to(self.probs.device))
@@ -55,12 +55,12 @@ class CloneTransitions(Distribution):
             shape = self.probs.shape[0], layout.num_entries
             # numpy asks the system for large pages, which torch does not; walking through blocks is a tenth faster in them.
             probs = torch.from_numpy(np.empty(shape, np.float32 if self.probs.dtype == torch.float32 else np.float64)).zero_()
-        self.probs = nn.Parameter(probs.to(self.probs))
+        self.probs.data, self.probs.grad = probs.to(self.probs), None  # the same object: an optimizer keeps it
         self._count_zeros()
 
     @torch.no_grad()
-    def randomise(self, generator: torch.Generator, concentration: float | None = None) -> None:
-        """Draws weights evenly from (0, 1], or from a Gamma distribution of that shape, and normalises the rows: Dirichlet draws."""
+    def randomize(self, generator: torch.Generator, concentration: float | None = None) -> None:
+        """Draws weights evenly from (0, 1], or from a Gamma distribution of that shape, and normalizes the rows: Dirichlet draws."""
         if concentration is None:
             for row in self.probs.detach():
                 drawn = row if row.is_cpu else torch.empty(row.shape, dtype=row.dtype)  # in place where possible: there may be a billion
@@ -71,7 +71,7 @@ class CloneTransitions(Distribution):
             for row in self.probs:
                 for piece in row.split(_PIECE):
                     piece.copy_(torch.from_numpy(np.maximum(random.gamma(concentration, size=len(piece)), 1e-12)))  # zero would stay zero
-        self.maximise([self.probs.detach()])
+        self._set_from_counts(self.probs.detach(), 0.0, 0.0)
         self._count_zeros()
 
     @torch.no_grad()
@@ -88,7 +88,7 @@ class CloneTransitions(Distribution):
         sums = matrix.sum(1)
         if not bool(((sums - 1).abs() < 1e-6).all()):
             row = int(torch.nonzero((sums - 1).abs() >= 1e-6)[0, 0])
-            raise ValueError(f"`transition` rows must sum to 1, but row {row} sums to {float(sums[row]):.6g} instead. Normalise it.")
+            raise ValueError(f"`transition` rows must sum to 1, but row {row} sums to {float(sums[row]):.6g} instead. Normalize it.")
         values = self.layout.collect(matrix)
         lost = sums - torch.segment_reduce(values, "sum", lengths=self.layout.row_lengths.to(values.device))
         if bool((lost > 1e-12).any()):
@@ -98,25 +98,29 @@ class CloneTransitions(Distribution):
         self._count_zeros()
 
     @torch.no_grad()
-    def maximise(self, statistics: list[Tensor], share: Tensor | float = 1.0, *, pseudocount: float = 0.0, sparsity: float = 0.0) -> Tensor:  # type: ignore[override]
+    def maximize(self, statistics: Sequence[Tensor], weight: Tensor | float = 1.0) -> Tensor:
         (counts,) = statistics
+        return self._set_from_counts(counts, self.prior["pseudocount"] * weight, self.prior["sparsity"] * weight)
+
+    def _set_from_counts(self, counts: Tensor, added: Tensor | float, taken: Tensor | float) -> Tensor:
+        """Normalizes the rows of counts, to each of which something is added and taken; returns how many rows have none."""
         assert self.layout is not None
         if self.probs.is_cpu:
-            added, taken = float(pseudocount * share), float(sparsity * share)
             row_first = self.layout.row_first
             pairs = zip(self.probs.detach().numpy(), counts.to(self.probs.dtype).contiguous().numpy(), strict=True)
-            return torch.tensor(sum(cloned_cpu.maximise(row_first, row, counted, 1.0, added, taken) for row, counted in pairs))
+            return torch.tensor(sum(cloned_cpu.maximise(row_first, row, counted, 1.0, float(added), float(taken)) for row, counted in pairs))
         lengths = self.layout.row_lengths.to(self.probs.device)
         kept = torch.zeros((), dtype=torch.int64, device=self.probs.device)
         for row, counted in zip(self.probs, counts, strict=True):
-            weights = torch.where(row > 0, (counted + (pseudocount - sparsity) * share).clamp(min=0), torch.zeros_like(row))
+            weights = torch.where(row > 0, (counted + (added - taken)).clamp(min=0), torch.zeros_like(row))
             total = torch.segment_reduce(weights, "sum", lengths=lengths)
             kept += (total == 0).sum()
             spread = total.repeat_interleave(lengths, output_size=len(row))
             row.copy_(torch.where(spread > 0, weights / torch.where(spread > 0, spread, torch.ones_like(spread)), row))
         return kept
 
-    def log_prior(self, *, pseudocount: float = 0.0, sparsity: float = 0.0) -> Tensor:  # type: ignore[override]
+    def log_prior(self) -> Tensor:
+        pseudocount, sparsity = self.prior["pseudocount"], self.prior["sparsity"]
         probs = self.probs.detach()
         if pseudocount == sparsity:
             return probs.new_zeros(len(probs), dtype=torch.float64)

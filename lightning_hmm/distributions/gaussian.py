@@ -1,173 +1,293 @@
-"""Gaussian emissions with a variance for each state and feature."""
+"""Gaussian vectors with four kinds of covariance."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from lightning_hmm.distributions.base import Distribution
-from lightning_hmm.inference.dense import Gaussian
+from lightning_hmm.columns import Column
+from lightning_hmm.distributions.base import check_not_negative, pull_back
+from lightning_hmm.distributions.exponential import ExponentialFamily, refuse_where
+from lightning_hmm.inference.evidence import Evidence, Quadratic, Rows
 from lightning_hmm.sequences import Sequences
 
-_KMEANS_ROWS = 100_000
+_LOG_TWO_PI = math.log(2 * math.pi)
 
 
-class DiagonalGaussian(Distribution):
-    r"""Independent Gaussian features, in natural parameters.
+class Gaussian(ExponentialFamily):
+    r"""Gaussian vectors of D columns.
 
-    .. math:: \log N(y \mid m, v) = \eta_1 u + \eta_2 u^2 - a, \quad u = y - c, \quad \eta_1 = \frac{m - c}{v}, \;
-        \eta_2 = -\frac{1}{2 v}, \; a = \frac{(m - c)^2}{2 v} + \frac12 \log 2 \pi v
+    With the data centered, :math:`u = y - c`, the log-density is a sum of products of two columns. For "diagonal" and
+    "spherical" covariances,
 
-    so that :math:`\partial L / \partial \eta_1 = E[\sum u]`, :math:`\partial L / \partial \eta_2 = E[\sum u^2]` and
-    :math:`-\partial L / \partial a = E[\text{visits}]` for each state. The centre `c` is fixed: without it, data far from
-    zero lose all digits in the difference of squares. `a` is kept for each feature apart, so that a step with some
-    features missing counts for the others.
+    .. math:: \log N(y_d \mid m, v) = \frac{m - c}{v} u - \frac{1}{2 v} u^2 - \Big( \frac{(m - c)^2}{2 v} + \frac12 \log 2 \pi v \Big)
 
-    The prior :math:`\exp(-s \, \text{scale} / 2 v)` with ``variance_prior = s`` adds that much scatter to every state, so
-    that no variance falls to zero; `scale` is the variance of the data (1 if it was never given).
+    and for "full" and "tied" ones it is :math:`h \cdot u - \frac12 u^T P u - a` with the precision P. The center c is fixed. Without
+    it, data far from zero lose all digits in the difference of squares. Single missing values are marginalized exactly in all four.
+
+    The prior :math:`\exp(-\frac{s}{2} \operatorname{tr}(V \Sigma^{-1}))`, where V holds the variances of the data, adds s times these to the
+    scatter of each covariance, so that none becomes singular.
 
     Args:
-        restarts, num_states, num_features: the shape of the parameters.
+        covariance: "diagonal" (one variance for each state and column), "spherical" (one for each state), "full" (a matrix for each
+            state) or "tied" (one matrix for all states).
+        variance_prior: s, in steps.
     """
 
-    centre: Tensor
-    scale: Tensor
-    located: Tensor
+    products = ((0, None), (0, 0))
+    center: Tensor
+    data_variance: Tensor
+    upper: Tensor
 
-    def __init__(self, restarts: int, num_states: int, num_features: int) -> None:
+    def __init__(self, covariance: Literal["diagonal", "spherical", "full", "tied"] = "diagonal", variance_prior: float = 1e-6) -> None:
         super().__init__()
-        shape = (restarts, num_states, num_features)
-        self.eta1 = nn.Parameter(torch.zeros(shape, dtype=torch.float64))
-        self.eta2 = nn.Parameter(torch.full(shape, -0.5, dtype=torch.float64))
-        self.log_norm = nn.Parameter(torch.full(shape, 0.5 * math.log(2 * math.pi), dtype=torch.float64))
-        self.register_buffer("centre", torch.zeros(num_features, dtype=torch.float64))
-        self.register_buffer("scale", torch.ones(num_features, dtype=torch.float64))
-        self.register_buffer("located", torch.tensor(False))
+        if covariance not in ("diagonal", "spherical", "full", "tied"):
+            raise ValueError(f"`covariance` must be diagonal, spherical, full or tied, but is {covariance!r} instead.")
+        check_not_negative(variance_prior=variance_prior)
+        self.kind, self.prior = covariance, {"variance_prior": variance_prior}
+        self.has_matrices = covariance in ("full", "tied")  # whether columns are correlated given the state
+        self.names = ("mean", "covariance" if self.has_matrices else "variance")  # type: ignore[misc]
+
+    def allocate(self, restarts: int, num_states: int, columns: Sequence[Column]) -> None:
+        super().allocate(restarts, num_states, columns)
+        size = self.num_features
+        self.register_buffer("center", torch.zeros(size, dtype=torch.float64))
+        self.register_buffer("data_variance", torch.ones(size, dtype=torch.float64))
+        self.register_buffer("upper", torch.triu_indices(size, size), persistent=False)  # the entries of a symmetric matrix
+        mean = torch.zeros(restarts, num_states, size, dtype=torch.float64)
+        self.weights = nn.Parameter(self._encode(mean, torch.ones_like(mean).diag_embed() if self.has_matrices else torch.ones_like(mean)))
+
+    # Between weights and moments. With matrices, the weights are (..., F): D linear terms, D (D + 1) / 2 products of columns, and a constant.
+
+    def weights_of(self, *parameters: Tensor) -> Tensor:
+        mean, spread = parameters
+        return self._encode(mean - self.center, spread)
+
+    def _encode(self, offset: Tensor, spread: Tensor) -> Tensor:
+        """The weights of means (..., K, D) around the center, and variances (..., K, D) or covariances (..., K, D, D)."""
+        if not self.has_matrices:
+            constant = offset * offset / (2 * spread) + 0.5 * (2 * math.pi * spread).log()
+            return torch.stack([offset / spread, -0.5 / spread, -constant], -2)
+        factor = torch.linalg.cholesky_ex(spread).L
+        precision = torch.cholesky_inverse(factor)
+        linear = (precision @ offset.unsqueeze(-1)).squeeze(-1)
+        constant = (offset * linear).sum(-1) / 2 + factor.diagonal(dim1=-2, dim2=-1).log().sum(-1) + self.num_features / 2 * _LOG_TWO_PI
+        i, j = self.upper
+        products = -precision[..., i, j] * torch.where(i == j, 0.5, 1.0).to(precision)
+        return torch.cat([linear, products, -constant.unsqueeze(-1)], -1)
+
+    def _decode(self, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """The way back from `_encode`."""
+        if not self.has_matrices:
+            return -weights[..., 0, :] / (2 * weights[..., 1, :]), -0.5 / weights[..., 1, :]
+        linear, precision, _ = self._matrix_parts(weights)
+        factor = torch.linalg.cholesky(precision)
+        return torch.cholesky_solve(linear.unsqueeze(-1), factor).squeeze(-1), torch.cholesky_inverse(factor)
+
+    def _matrix_parts(self, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """h (..., D), the precision (..., D, D) and -a (...) of weights (..., F)."""
+        size = self.num_features
+        return weights[..., :size], -self._symmetric(weights[..., size:-1], 1.0, 2.0), weights[..., -1]
+
+    def _symmetric(self, entries: Tensor, off_diagonal: float, diagonal: float) -> Tensor:
+        """(..., D (D + 1) / 2) the upper entries, times a factor, as symmetric matrices (..., D, D)."""
+        i, j = self.upper
+        matrix = entries.new_zeros(*entries.shape[:-1], self.num_features, self.num_features)
+        matrix[..., i, j] = entries * torch.where(i == j, diagonal, off_diagonal).to(entries)
+        return matrix + matrix.triu(1).mT
 
     @property
-    def means(self) -> Tensor:
-        return (self.centre - self.eta1 / (2 * self.eta2)).detach()
+    def mean(self) -> Tensor:
+        """(K, D) of the chosen restart."""
+        return self.center + self._decode(self.weights[self.restart].detach())[0]
 
     @property
-    def variances(self) -> Tensor:
-        return (-0.5 / self.eta2).detach()
+    def variance(self) -> Tensor:
+        """(K, D) the variances of single columns, of the chosen restart."""
+        return self.covariance.diagonal(dim1=-2, dim2=-1)
 
-    def natural(self, restart: int) -> Gaussian:
-        return Gaussian(self.eta1[restart], self.eta2[restart], self.log_norm[restart], self.centre)
+    @property
+    def covariance(self) -> Tensor:
+        """(K, D, D) of the chosen restart."""
+        spread = self._decode(self.weights[self.restart].detach())[1]
+        return spread if self.has_matrices else spread.diag_embed()
+
+    def check_parameter(self, name: str, value: Tensor) -> None:
+        if name == "covariance":
+            if not bool(value.isfinite().all()):
+                raise ValueError("`covariance` must be finite, but an entry is not.")
+            scale = value.abs().amax((-2, -1))
+            wrong = (torch.linalg.cholesky_ex(value).info != 0) | ((value - value.mT).abs().amax((-2, -1)) > 1e-8 * scale)
+            if bool(wrong.any()):
+                raise ValueError(f"`covariance` must be symmetric and positive definite, but that of state {int(torch.nonzero(wrong)[0, -1])} is not.")
+            if self.kind == "tied" and bool((value != value[:, :1]).any()):
+                raise ValueError("`covariance` must be the same for all states of a tied Gaussian, but the matrices differ.")
+            return
+        super().check_parameter(name, value)
+        if name == "variance":
+            refuse_where(value <= 0, name, "be positive", value)
+            if self.kind == "spherical" and bool((value != value[..., :1]).any()):
+                raise ValueError("`variance` must be the same for all columns of a spherical Gaussian, but they differ.")
 
     @torch.no_grad()
-    def set(self, means: Tensor, variances: Tensor) -> None:
-        """Takes (K, D) or (restarts, K, D) means and variances."""
-        given = {"means": means, "variances": variances}
-        for name, value in given.items():
-            value = torch.as_tensor(value, dtype=torch.float64, device=self.eta1.device)
-            if value.shape not in (self.eta1.shape, self.eta1.shape[1:]):
-                raise ValueError(f"`{name}` must have shape {tuple(self.eta1.shape[1:])}, states by features, but has {tuple(value.shape)} instead.")
-            if not bool(torch.isfinite(value).all()):
-                raise ValueError(f"`{name}` must be finite, but an entry is not.")
-            given[name] = value.expand(self.eta1.shape)
-        if not bool((given["variances"] > 0).all()):
-            where = tuple(torch.nonzero(given["variances"] <= 0)[0].tolist())[1:]
-            raise ValueError(f"`variances` must be positive, but that of state {where[0]}, feature {where[1]} is not.")
-        self._store(given["means"] - self.centre, given["variances"])
+    def set(self, **values: Any) -> None:
+        """As `ExponentialFamily.set`. Until the center is that of data, it is put at the given means, far from which digits would be lost."""
+        if "mean" in values and not bool(self.is_located):
+            mean = torch.as_tensor(values["mean"], dtype=torch.float64, device=self.center.device)
+            if mean.shape[-2:] == (self.weights.shape[1], self.num_features) and bool(mean.isfinite().all()):
+                offset, spread = self._decode(self.weights.detach())
+                offset = offset + self.center - mean.flatten(0, -2).mean(0)
+                self.center.copy_(mean.flatten(0, -2).mean(0))
+                self.weights.copy_(self._encode(offset, spread))
+        super().set(**values)
 
-    def _store(self, offsets: Tensor, variances: Tensor) -> None:
-        self.eta1.copy_(offsets / variances)
-        self.eta2.copy_(-0.5 / variances)
-        self.log_norm.copy_(offsets * offsets / (2 * variances) + 0.5 * (2 * math.pi * variances).log())
+    def parameter_shape(self, name: str) -> tuple[int, ...]:
+        shape = super().parameter_shape(name)
+        return (*shape, self.num_features) if name == "covariance" else shape
+
+    def check(self, sequences: Sequences) -> None:
+        sequences.check(None, self.num_features)
 
     @torch.no_grad()
     def locate(self, sequences: Sequences) -> None:
-        """Takes centre and scale from the data, each step with its sequence's weight; means and variances stay what they are."""
-        centre, scale = data_location(sequences)
-        means, variances = self.means, self.variances
-        self.centre.copy_(centre.to(self.centre.device))
-        self.scale.copy_(scale.to(self.scale.device))
-        self._store(means - self.centre, variances)
-        self.located.fill_(True)
+        """Takes center and scale of the data; means and covariances stay as they are."""
+        center, variance = data_location(sequences)
+        offset, spread = self._decode(self.weights.detach())
+        offset = offset + self.center - center.to(offset.device)
+        self.center.copy_(center)
+        self.data_variance.copy_(variance)
+        self.weights.copy_(self._encode(offset, spread))
 
-    @torch.no_grad()
-    def initialise(self, sequences: Sequences, generator: torch.Generator, method: str) -> None:
-        """Puts the means at the k-means centres, or at random data points; after `locate`.
+    # Evidence
 
-        k-means sees at most 100,000 steps without missing features; each restart begins from its own seed.
+    def blocks(self, values: Tensor) -> list[Tensor]:
+        return [values - self.center]
+
+    def evidence(self, natural: Sequence[Tensor], batch: Sequences) -> Quadratic | Rows:  # type: ignore[override]
+        if not self.has_matrices:
+            return super().evidence(natural, batch)
+        (weights,) = natural
+        (offsets,) = self.blocks(batch.values.to(weights.dtype))
+        if not batch.is_complete:
+            return Rows(self._marginal_rows(weights, offsets))
+        size, (i, j) = self.num_features, self.upper
+        ones = torch.full((size + 1,), size, device=i.device)
+        pairs = torch.cat([torch.stack([torch.arange(size + 1, device=i.device), ones], 1)[:size], torch.stack([i, j], 1), torch.stack([ones, ones], 1)[:1]])
+        return Quadratic(torch.cat([offsets, offsets.new_ones(len(offsets), 1)], 1), pairs, weights)
+
+    def needs_graph(self, batch: Sequences) -> bool:
+        return self.has_matrices and not batch.is_complete
+
+    def statistics(self, evidence: Evidence, gradient: Tensor, natural: Sequence[Tensor]) -> list[Tensor]:
+        if not self.has_matrices:
+            return super().statistics(evidence, gradient, natural)
+        return [gradient] if isinstance(evidence, Quadratic) else pull_back([evidence.live], [gradient], natural)
+
+    def _marginal_rows(self, weights: Tensor, offsets: Tensor) -> Tensor:
+        """(steps, K) the log-densities of what is observed, with the missing columns integrated out; zeros where all are missing.
+
+        Differentiated in the weights, these give the conditional expectations of the statistics given the observed columns.
         """
-        values, weights = _observations(sequences)
-        complete = (~values.isnan()).all(1)
-        rows, weights = values[complete], weights[complete]
-        num_states = self.eta1.shape[1]
-        if len(rows) < num_states:
-            raise ValueError(f"{num_states} states need at least as many steps without missing features to start from, but there are {len(rows)}.")
-        if len(rows) > _KMEANS_ROWS:
-            chosen = torch.randperm(len(rows), generator=generator)[:_KMEANS_ROWS]
-            rows, weights = rows[chosen], weights[chosen]
-        centre, scale = self.centre.cpu(), self.scale.cpu()
-        points = (rows - centre) / scale.sqrt()
-        start = _kmeans_start if method == "kmeans" else _random_start
-        starts = [start(points, weights, num_states, int(torch.randint(2**31 - 1, (), generator=generator))) for _ in range(self.eta1.shape[0])]
-        means, variances = (torch.stack(values).to(self.eta1.device) for values in zip(*starts, strict=True))
-        self._store(means * self.scale.sqrt(), variances * self.scale)
+        linear, precision, constant = self._matrix_parts(weights)
+        patterns, which = torch.unique(~offsets.isnan(), dim=0, return_inverse=True)
+        rows = torch.zeros(len(offsets), len(weights), dtype=weights.dtype, device=weights.device)
+        for number, seen in enumerate(patterns):
+            steps, hidden = torch.nonzero(which == number).flatten(), ~seen
+            if not bool(seen.any()):
+                continue
+            u = offsets[steps][:, seen]
+            total = u @ linear[:, seen].T - 0.5 * torch.einsum("ti,kij,tj->tk", u, precision[:, seen][:, :, seen], u) + constant
+            if bool(hidden.any()):
+                factor = torch.linalg.cholesky(precision[:, hidden][:, :, hidden])  # (K, M, M)
+                pull = linear[:, :, None][:, hidden] - precision[:, hidden][:, :, seen] @ u.T  # (K, M, t)
+                half = torch.linalg.solve_triangular(factor, pull, upper=False)
+                logs = factor.diagonal(dim1=-2, dim2=-1).log().sum(-1) - int(hidden.sum()) / 2 * _LOG_TWO_PI
+                total = total + 0.5 * half.square().sum(1).T - logs
+            rows = rows.index_copy(0, steps, total)
+        return rows
+
+    # EM
+
+    def estimate(self, sums: Tensor, visits: Tensor, weight: Tensor | float) -> tuple[tuple[Tensor, ...], Tensor]:
+        seen = visits > 0
+        count = torch.where(seen, visits, 1.0)
+        mean = sums[:, :, 0] / count
+        scatter = (sums[:, :, 1] - sums[:, :, 0] * mean).clamp(min=0)  # below zero by rounding only
+        added = self.prior["variance_prior"] * weight * self.data_variance
+        if self.kind == "spherical":
+            variance = (scatter.sum(-1, keepdim=True) + added.sum()) / visits.sum(-1, keepdim=True).clamp(min=torch.finfo(visits.dtype).tiny)
+            variance = variance.expand_as(scatter)
+        else:
+            variance = (scatter + added) / count
+        offset, old = self._decode(self.weights.detach())
+        # Without a prior, a single point has no variance to offer; the old one stays.
+        spread = seen & (variance > 0)
+        return (self.center + torch.where(seen, mean, offset), torch.where(spread, variance, old)), spread
 
     @torch.no_grad()
-    def maximise(self, statistics: list[Tensor], share: Tensor | float = 1.0, *, variance_prior: float = 0.0) -> Tensor:  # type: ignore[override]
-        sum1, sum2, visits = statistics[0], statistics[1], -statistics[2]
+    def maximize(self, statistics: Sequence[Tensor], weight: Tensor | float = 1.0) -> Tensor:
+        (sums,) = statistics
+        if not self.has_matrices:
+            parameters, spread = self.estimate(sums[:, :, :-1], sums[:, :, -1], weight)
+            self.weights.copy_(self.weights_of(*parameters))
+            self.is_set.fill_(True)
+            return (~spread).any(-1).sum()
+        size, visits = self.num_features, sums[..., -1:]
         seen = visits > 0
-        count = torch.where(seen, visits, torch.ones_like(visits))
-        mean = sum1 / count
-        scatter = (sum2 - sum1 * mean).clamp(min=0) + variance_prior * share * self.scale  # below zero by rounding only
-        variance = scatter / count
-        # With no prior and a single point there is no variance to be had; the old one stays.
-        spread = seen & (variance > 0)
-        old_mean, old_variance = self.means - self.centre, self.variances
-        self._store(torch.where(seen, mean, old_mean), torch.where(spread, variance, old_variance))
-        return (~spread).any(-1).sum()
+        count = torch.where(seen, visits, 1.0)
+        mean = sums[..., :size] / count
+        scatter = self._symmetric(sums[..., size:-1], 1.0, 1.0) - count.unsqueeze(-1) * mean.unsqueeze(-1) * mean.unsqueeze(-2)
+        added = (self.prior["variance_prior"] * weight * self.data_variance).diag_embed()
+        if self.kind == "tied":
+            total = torch.where(seen.unsqueeze(-1), scatter, 0.0).sum(1, keepdim=True) + added
+            matrix = (total / visits.sum(1, keepdim=True).unsqueeze(-1)).expand_as(scatter)
+        else:
+            matrix = (scatter + added) / count.unsqueeze(-1)
+        spread = (torch.linalg.cholesky_ex(matrix).info == 0).unsqueeze(-1)  # else too few points for a matrix; the old one stays
+        offset, old = self._decode(self.weights.detach())
+        self.weights.copy_(self._encode(torch.where(seen, mean, offset), torch.where((seen & spread).unsqueeze(-1), matrix, old)))
+        self.is_set.fill_(True)
+        return (~(seen & spread)).sum()
 
-    def log_prior(self, *, variance_prior: float = 0.0) -> Tensor:  # type: ignore[override]
-        return -(variance_prior * self.scale / (2 * self.variances)).flatten(1).sum(1)
+    def log_prior(self) -> Tensor:
+        weights = self.weights.detach()
+        if self.has_matrices:
+            precisions = self._matrix_parts(weights)[1].diagonal(dim1=-2, dim2=-1)
+        else:
+            precisions = -2 * weights[:, :, 1]
+        traces = (precisions * self.data_variance).sum(-1)  # (R, K)
+        return -self.prior["variance_prior"] / 2 * (traces[:, 0] if self.kind == "tied" else traces.sum(1))
 
     def num_free_parameters(self, restart: int) -> int:
-        return 2 * self.eta1[restart].numel()
+        states, size = self.weights.shape[1], self.num_features
+        matrix = size * (size + 1) // 2
+        return states * size + {"diagonal": states * size, "spherical": states, "full": states * matrix, "tied": matrix}[self.kind]
+
+    def moments(self) -> tuple[Tensor, Tensor]:
+        return self.mean, self.variance
+
+    def sample(self, states: Tensor, generator: torch.Generator) -> Tensor:
+        noise = torch.randn(len(states), self.num_features, generator=generator, dtype=torch.float64).to(states.device)
+        if not self.has_matrices:
+            return self.mean[states] + noise * self.variance.sqrt()[states]
+        factor = torch.linalg.cholesky(self.covariance)
+        return self.mean[states] + (factor[states] @ noise.unsqueeze(-1)).squeeze(-1)
 
 
 def data_location(sequences: Sequences) -> tuple[Tensor, Tensor]:
-    """(D,) means and variances of the features, each step with its sequence's weight; a variance of 1 where nothing varies."""
-    values, weights = _observations(sequences)
+    """(D,) means and variances of the columns, each step with its sequence's weight; a variance of 1 where nothing varies."""
+    values = sequences.values.double()
     observed = ~values.isnan()
-    share = observed * weights[:, None]
+    share = observed * sequences.step_weights()[:, None]
     total = share.sum(0)
     if bool((total == 0).any()):
         raise ValueError(f"Every feature must be observed somewhere, but feature {int((total == 0).nonzero()[0, 0])} is missing at every step.")
-    centre = (torch.where(observed, values, 0.0) * share).sum(0) / total
-    variance = (torch.where(observed, values - centre, 0.0) ** 2 * share).sum(0) / total
-    # A feature that never changes has no scale of its own; what its mean was rounded by is none.
-    rounding = (8 * torch.finfo(torch.float64).eps * centre.abs()) ** 2
-    scale = torch.where(variance > rounding, variance, torch.ones_like(variance))
-    return centre, scale
-
-
-def _observations(sequences: Sequences) -> tuple[Tensor, Tensor]:
-    """The steps that count, in float64 on the CPU, and their weights."""
-    values = sequences.values.double().cpu()
-    if sequences.weights is None:
-        return values, torch.ones(len(values), dtype=torch.float64)
-    weights = sequences.repeat_interleave(sequences.weights).cpu()
-    return values[weights > 0], weights[weights > 0]
-
-
-def _kmeans_start(points: Tensor, weights: Tensor, num_states: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Centres, and the variance of the points around their own centre; in units of the data's spread."""
-    from sklearn.cluster import KMeans
-
-    found = KMeans(num_states, n_init=1, random_state=seed).fit(points.numpy(), sample_weight=weights.numpy())
-    centres = torch.from_numpy(found.cluster_centers_).double()
-    squares = (points - centres[torch.from_numpy(found.labels_).long()]) ** 2
-    variance = (squares * weights[:, None]).sum(0) / weights.sum()
-    return centres, variance.clamp(min=1e-3).expand(num_states, -1)
-
-
-def _random_start(points: Tensor, weights: Tensor, num_states: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Data points, and the variance of the data."""
-    chosen = torch.multinomial(weights, num_states, generator=torch.Generator().manual_seed(seed))
-    return points[chosen], torch.ones(num_states, points.shape[1], dtype=torch.float64)
+    center = (torch.where(observed, values, 0.0) * share).sum(0) / total
+    variance = (torch.where(observed, values - center, 0.0) ** 2 * share).sum(0) / total
+    # A feature that never changes has no scale of its own, and the rounding of its mean is none.
+    rounding = (8 * torch.finfo(torch.float64).eps * center.abs()) ** 2
+    return center, torch.where(variance > rounding, variance, torch.ones_like(variance))

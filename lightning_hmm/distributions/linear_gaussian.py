@@ -1,7 +1,7 @@
 """The parts of a linear-Gaussian state-space model: the initial state, the transition and the emission.
 
 Each part stores means and covariances, because these keep more digits than natural parameters. The statistics are still gradients of the
-log-likelihood in natural parameters, which `natural` returns: with z = (x, 1) and J = (A b), the log-density of a transition from x to x' is
+log-likelihood in natural parameters, which `natural_form` returns: with z = (x, 1) and J = (A b), the log-density of a transition from x to x' is
 
 .. math:: \\log N(x' \\mid A x + b, Q) = \\langle -\\tfrac12 Q^{-1}, x' x'^T \\rangle + \\langle Q^{-1} J, x' z^T \\rangle
     + \\langle -\\tfrac12 J^T Q^{-1} J - \\tfrac12 \\log|2 \\pi Q| \\, e e^T, z z^T \\rangle
@@ -15,11 +15,12 @@ along every axis, so that no variance falls to zero.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from lightning_hmm.distributions.base import Distribution
+from lightning_hmm.distributions.base import Distribution, check_not_negative
 
 
 class GaussianState(Distribution):
@@ -30,15 +31,18 @@ class GaussianState(Distribution):
     Args:
         mean: (d,).
         cov: (d, d).
+        variance_prior: s.
     """
 
     has_natural_parameters = False
 
-    def __init__(self, mean: Tensor, cov: Tensor) -> None:
+    def __init__(self, mean: Tensor, cov: Tensor, variance_prior: float = 0.0) -> None:
         super().__init__()
+        check_not_negative(variance_prior=variance_prior)
+        self.prior = {"variance_prior": variance_prior}
         self.mean, self.cov = nn.Parameter(mean), nn.Parameter(cov)
 
-    def natural(self) -> tuple[Tensor, Tensor]:
+    def natural_form(self) -> tuple[Tensor, Tensor]:
         """The parameters in which the gradient of the log-likelihood is the statistics."""
         precision = torch.linalg.inv(self.cov.detach())
         linear = precision @ self.mean.detach()
@@ -46,16 +50,16 @@ class GaussianState(Distribution):
         return torch.cat([linear, -norm.unsqueeze(0)]), -precision / 2
 
     @torch.no_grad()
-    def maximise(self, statistics: list[Tensor], share: Tensor | float = 1.0, *, variance_prior: float = 0.0) -> Tensor:  # type: ignore[override]
+    def maximize(self, statistics: Sequence[Tensor], weight: Tensor | float = 1.0) -> Tensor:
         sums, squares = statistics
         seen, count = sums[-1] > 0, _or_one(sums[-1])
         mean = sums[:-1] / count
-        cov = squares / count - torch.outer(mean, mean) + variance_prior * share * _unit(squares) / count
+        cov = squares / count - torch.outer(mean, mean) + self.prior["variance_prior"] * weight * _unit(squares) / count
         _set_where(seen, {self.mean: mean, self.cov: cov})
         return (~seen).sum()
 
-    def log_prior(self, *, variance_prior: float = 0.0) -> Tensor:  # type: ignore[override]
-        return _log_prior(self.cov, variance_prior)
+    def log_prior(self) -> Tensor:
+        return _log_prior(self.cov, self.prior["variance_prior"])
 
     def num_free_parameters(self, restart: int) -> int:
         size = len(self.mean)
@@ -72,15 +76,18 @@ class LinearGaussianTransition(Distribution):
         matrix: (d, d).
         offset: (d,).
         cov: (d, d).
+        variance_prior: s.
     """
 
     has_natural_parameters = False
 
-    def __init__(self, matrix: Tensor, offset: Tensor, cov: Tensor) -> None:
+    def __init__(self, matrix: Tensor, offset: Tensor, cov: Tensor, variance_prior: float = 0.0) -> None:
         super().__init__()
+        check_not_negative(variance_prior=variance_prior)
+        self.prior = {"variance_prior": variance_prior}
         self.matrix, self.offset, self.cov = nn.Parameter(matrix), nn.Parameter(offset), nn.Parameter(cov)
 
-    def natural(self) -> tuple[Tensor, Tensor, Tensor]:
+    def natural_form(self) -> tuple[Tensor, Tensor, Tensor]:
         """The parameters in which the gradient of the log-likelihood is the statistics."""
         precision = torch.linalg.inv(self.cov.detach())
         joint = torch.cat([self.matrix.detach(), self.offset.detach().unsqueeze(1)], 1)
@@ -89,16 +96,16 @@ class LinearGaussianTransition(Distribution):
         return precision @ joint, inner, -precision / 2
 
     @torch.no_grad()
-    def maximise(self, statistics: list[Tensor], share: Tensor | float = 1.0, *, variance_prior: float = 0.0) -> Tensor:  # type: ignore[override]
+    def maximize(self, statistics: Sequence[Tensor], weight: Tensor | float = 1.0) -> Tensor:
         across, before, after = statistics
         seen, count = before[-1, -1] > 0, _or_one(before[-1, -1])
         joint = torch.linalg.solve(torch.where(seen, before, _unit(before)), across.T).T
-        cov = (after - joint @ across.T + variance_prior * share * _unit(after)) / count
+        cov = (after - joint @ across.T + self.prior["variance_prior"] * weight * _unit(after)) / count
         _set_where(seen, {self.matrix: joint[:, :-1], self.offset: joint[:, -1], self.cov: (cov + cov.T) / 2})
         return (~seen).sum()
 
-    def log_prior(self, *, variance_prior: float = 0.0) -> Tensor:  # type: ignore[override]
-        return _log_prior(self.cov, variance_prior)
+    def log_prior(self) -> Tensor:
+        return _log_prior(self.cov, self.prior["variance_prior"])
 
     def num_free_parameters(self, restart: int) -> int:
         size = len(self.offset)
@@ -115,15 +122,18 @@ class LinearGaussianEmission(Distribution):
         matrix: (D, d).
         offset: (D,).
         variance: (D,).
+        variance_prior: s.
     """
 
     has_natural_parameters = False
 
-    def __init__(self, matrix: Tensor, offset: Tensor, variance: Tensor) -> None:
+    def __init__(self, matrix: Tensor, offset: Tensor, variance: Tensor, variance_prior: float = 0.0) -> None:
         super().__init__()
+        check_not_negative(variance_prior=variance_prior)
+        self.prior = {"variance_prior": variance_prior}
         self.matrix, self.offset, self.variance = nn.Parameter(matrix), nn.Parameter(offset), nn.Parameter(variance)
 
-    def natural(self) -> tuple[Tensor, Tensor, Tensor]:
+    def natural_form(self) -> tuple[Tensor, Tensor, Tensor]:
         """The parameters in which the gradient of the log-likelihood is the statistics."""
         precision = 1 / self.variance.detach()
         joint = torch.cat([self.matrix.detach(), self.offset.detach().unsqueeze(1)], 1)
@@ -133,12 +143,12 @@ class LinearGaussianEmission(Distribution):
         return linear, inner, -precision / 2
 
     @torch.no_grad()
-    def maximise(self, statistics: list[Tensor], share: Tensor | float = 1.0, *, variance_prior: float = 0.0) -> Tensor:  # type: ignore[override]
-        """As `Distribution.maximise`. One value is read on the host: a feature without noise raises an error."""
+    def maximize(self, statistics: Sequence[Tensor], weight: Tensor | float = 1.0) -> Tensor:
+        """As `Distribution.maximize`. One value is read on the host: a feature without noise raises an error."""
         products, states, squares = statistics
         seen, count = states[:, -1, -1] > 0, _or_one(states[:, -1, -1])
         joint = torch.linalg.solve(torch.where(seen[:, None, None], states, _unit(states[0])), products.unsqueeze(2)).squeeze(2)
-        variance = (squares - (joint * products).sum(1) + variance_prior * share) / count
+        variance = (squares - (joint * products).sum(1) + self.prior["variance_prior"] * weight) / count
         if bool((seen & ~(variance > 0)).any()):
             feature = int(torch.nonzero(seen & ~(variance > 0))[0, 0])
             raise ValueError(
@@ -149,8 +159,8 @@ class LinearGaussianEmission(Distribution):
         _set_where(seen, {self.offset: joint[:, -1], self.variance: variance})
         return (~seen).sum()
 
-    def log_prior(self, *, variance_prior: float = 0.0) -> Tensor:  # type: ignore[override]
-        return -variance_prior / 2 * (1 / self.variance.detach()).sum()
+    def log_prior(self) -> Tensor:
+        return -self.prior["variance_prior"] / 2 * (1 / self.variance.detach()).sum()
 
     def num_free_parameters(self, restart: int) -> int:
         return self.matrix.numel() + 2 * len(self.offset)

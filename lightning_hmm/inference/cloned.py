@@ -6,40 +6,33 @@ A step is a product with the one block of A between the clones of two symbols: O
 number of symbols. Blocks are stored for the pairs of symbols of a `Layout` only, as a flat tensor of probabilities, a row of
 A after the other; a pruned layout stores single entries.
 
-The arguments: `initial` (H,) log-probabilities of the H states; `transition` the stored *probabilities*, in the layout's
-order; the `layout`; `evidence`, (steps, V) a distribution over symbols for each step (NaN: nothing known), or ``None``
-where `sequences` holds symbols (-1: missing); and the `sequences`.
-
-The gradient in `transition` treats every stored entry as a free parameter. It is the expected count divided by the probability,
-
-.. math:: \partial L / \partial A_{ij} = E[\text{number of transitions } i \to j \mid y] / A_{ij},
-
-and 0 for entries that are zero, which are structural. EM needs the counts themselves: `e_step` returns them without that
-division, which would overflow for tiny probabilities.
+`Blocks` is the operator of these transitions and `ClonedSymbols` the evidence; the functions of `lightning_hmm.inference` take them like others.
 
 With uncertain evidence, log p(y) is that of the mixture over symbols: the logarithm of the sum over symbol strings of
 p(string) times the product of their weights in the rows.
 
-On a CPU compiled kernels run in the precision of `transition`, elsewhere those of `kernels.cloned_portable`; torch's
-dispatcher picks. A state whose filtered probability falls below 1e-290 (in float32 1e-30) counts as ruled out, unless
+On a CPU compiled kernels run in the precision of the stored probabilities, elsewhere those of `kernels.cloned_portable`. A
+state whose filtered probability falls below 1e-290 (in float32 1e-30) counts as ruled out, unless
 nothing else is left. Impossible evidence gives -inf.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from lightning_hmm.inference.dense import EStep, Path, Posterior, impossible_message
+from lightning_hmm.inference import backends, sampling
 from lightning_hmm.inference.kernels import cloned_cpu, cloned_portable
 from lightning_hmm.inference.kernels.cloned_plan import Arrays, layout_arrays
 from lightning_hmm.inference.kernels.cloned_rearranged import rearranged_path
 from lightning_hmm.inference.log_space import wide_dtype
+from lightning_hmm.inference.operators import Operator
+from lightning_hmm.inference.results import EStep, impossible_message
 from lightning_hmm.sequences import Sequences
 
 
@@ -183,127 +176,144 @@ class Layout:
         return f"Layout({self.num_states} clones of {self.num_symbols} symbols, {self.num_entries} transitions in {kind})"
 
 
-# The operators, as in `dense`: the bodies given here are the portable ones, `register_kernel("cpu")` puts the compiled ones beside
-# them. `evidence` has no rows where there are symbols. Outputs: log-likelihoods times weight, log-likelihoods, impossible steps,
-# initial and transition counts, smoothed rows times weight, filtered rows, filtered rows of the last steps.
+@dataclass(frozen=True)
+class Blocks(Operator):
+    """The transitions between clones: the stored probabilities, (entries,) in the order of the layout.
 
-_Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+    They are probabilities and not logarithms, because a billion of them are stored once only. So `gradients` divides the counts by them.
+    """
+
+    probs: Tensor
+    layout: Layout
+
+    def __post_init__(self) -> None:
+        if self.probs.shape != (self.layout.num_entries,):
+            shape, wanted = tuple(self.probs.shape), (self.layout.num_entries,)
+            raise ValueError(f"`probs` must have shape {wanted}, one for each stored transition of the layout, but has {shape} instead.")
+
+    @property
+    def num_states(self) -> int:
+        return self.layout.num_states
+
+    @property
+    def natural(self) -> tuple[Tensor, ...]:
+        return (self.probs,)
+
+    def with_natural(self, natural: tuple[Tensor, ...]) -> Blocks:
+        return Blocks(natural[0], self.layout)
+
+    def on(self, device: torch.device | str) -> Blocks:
+        return Blocks(self.probs.detach().to(device), self.layout)
+
+    def gradients(self, counts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (torch.where(self.probs > 0, counts[0] / self.probs, 0),)
+
+    def predict(self, alpha: Tensor, at: Tensor) -> Tensor:
+        rows, columns = (states.to(alpha.device) for states in self.layout.states_of())
+        return torch.zeros_like(alpha).index_add(1, columns, alpha[:, rows] * self.probs)
+
+    def counts(self, alpha: Tensor, kappa: Tensor, at: Tensor) -> tuple[Tensor, ...]:
+        rows, columns = (states.to(alpha.device) for states in self.layout.states_of())
+        return ((alpha[:, rows] * kappa[:, columns]).sum(0) * self.probs.detach().to(alpha.dtype),)
+
+    def counts_of_pairs(self, pairs: Tensor, at: Tensor) -> tuple[Tensor, ...]:
+        return (self.layout.collect(pairs.sum(0)),)
+
+    def to_dense(self, at: Tensor) -> Tensor:
+        rows, columns = (states.to(self.probs.device) for states in self.layout.states_of())
+        return self.probs.new_full((self.num_states, self.num_states), -torch.inf).index_put((rows, columns), self.probs.log())
 
 
-def _weighted(log_likelihood: Tensor, weights: Tensor) -> Tensor:
-    # A weight of zero times -inf would be NaN; such a sequence does not count.
-    return torch.where(weights == 0, torch.zeros_like(log_likelihood), log_likelihood * weights)
+class ClonedSymbols(NamedTuple):
+    """The evidence of states that emit one symbol each for certain. It has no parameters.
+
+    symbols: (steps,) int64, -1 for a missing one; of no meaning where there are `weights`.
+    weights: (steps, V) a distribution over the symbols for each step, a row of NaN where nothing is known; ``None`` where symbols are known.
+    layout: which states are clones of which symbol.
+    """
+
+    symbols: Tensor
+    weights: Tensor | None
+    layout: Layout
+
+    @classmethod
+    def of(cls, sequences: Sequences, layout: Layout) -> ClonedSymbols:
+        """The evidence of symbols, or of real vectors that are distributions over the symbols."""
+        if sequences.is_discrete:
+            sequences.check(layout.num_symbols, None)
+            return cls(sequences.values.long(), None, layout)
+        check_evidence(sequences.values, layout.num_symbols, sequences)
+        return cls(torch.full((sequences.num_steps,), -1, device=sequences.device), sequences.values, layout)
+
+    @property
+    def live(self) -> Tensor:
+        return torch.zeros(0, device=self.symbols.device)
+
+    @property
+    def num_states(self) -> int:
+        return self.layout.num_states
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.symbols)
+
+    def with_live(self, live: Tensor) -> ClonedSymbols:
+        return self
+
+    def rows(self) -> Tensor:
+        """(steps, H) logarithms of 0 and 1, or of the weights."""
+        return cloned_portable.step_rows(self.layout.arrays, self.symbols, self.weights, wide_dtype(self.symbols.device))
+
+    def pull(self, gamma: Tensor) -> Tensor:
+        return gamma.new_zeros(0)
+
+    def at(self, steps: Tensor) -> ClonedSymbols:
+        """The evidence of some of the steps."""
+        return ClonedSymbols(self.symbols[steps], None if self.weights is None else self.weights[steps], self.layout)
 
 
-def _or_none(evidence: Tensor, values: Tensor) -> Tensor | None:
-    return evidence if evidence.shape[0] == values.shape[0] and values.shape[0] else None
+def _obstacle(operator: Operator, evidence: Any, device: torch.device) -> str | None:
+    if isinstance(operator, Blocks) and isinstance(evidence, ClonedSymbols):
+        return None
+    return "It runs transitions between clones of symbols only."
 
 
-@torch.library.custom_op("lightning_hmm::cloned_e_step", mutates_args=())
-def _e_step_op(
+def _e_step(
     initial: Tensor,
-    transition: Tensor,
-    layout: Sequence[Tensor],
-    values: Tensor,
-    evidence: Tensor,
+    operator: Blocks,
+    evidence: ClonedSymbols,
     offsets: Tensor,
     weights: Tensor,
-    single: bool,
-    smooth: bool,
-    per_step: bool,
-    last_step: bool,
-) -> _Results:
-    arrays = layout_arrays(*(tensor.numpy() for tensor in layout))
-    results = cloned_portable.e_step(arrays, initial, transition, values, _or_none(evidence, values), offsets, weights, single=single, smooth=smooth)
-    log_likelihood, impossible, initial_counts, counts, smoothed, filtered, last = results
-    rows = (smoothed, filtered) if per_step else (smoothed[:0].clone(), filtered[:0].clone())
-    counts = counts.to(transition.dtype)
-    return _weighted(log_likelihood, weights), log_likelihood, impossible, initial_counts, counts, *rows, last if last_step else last[:0].clone()
-
-
-def _working(transition: Tensor, single: bool) -> np.ndarray:
-    array = transition.detach().contiguous().numpy()
-    return array.astype(np.float32) if single and array.dtype == np.float64 else array
-
-
-@_e_step_op.register_kernel("cpu")
-def _(initial, transition, layout, values, evidence, offsets, weights, single, smooth, per_step, last_step):
-    arrays = layout_arrays(*(tensor.numpy() for tensor in layout))
-    log_initial, probs = initial.detach().double().contiguous().numpy(), _working(transition, single)
-    rows = _or_none(evidence, values)
-    data = values.contiguous().numpy(), None if rows is None else rows.double().contiguous().numpy(), offsets.numpy(), weights.numpy()
-    results = cloned_cpu.e_step(arrays, log_initial, probs, *data, smooth=smooth, per_step=per_step, last=last_step)
-    log_likelihood, impossible, initial_counts, counts, *rest = map(torch.from_numpy, results)
-    return _weighted(log_likelihood, weights), log_likelihood, impossible, initial_counts, counts.to(transition.dtype), *rest
-
-
-@_e_step_op.register_fake
-def _(initial, transition, layout, values, evidence, offsets, weights, single, smooth, per_step, last_step):
-    num_sequences, num_states = weights.shape[0], initial.shape[0]
-    wide = lambda *shape: weights.new_empty(shape)  # noqa: E731
-    steps = values.shape[0] if per_step else 0
-    impossible = torch.empty(num_sequences, dtype=torch.int64, device=weights.device)
-    counts = transition.new_empty(transition.shape if smooth else 0)
-    rows = wide(steps if smooth else 0, num_states), wide(steps, num_states), wide(num_sequences if last_step else 0, num_states)
-    return wide(num_sequences), wide(num_sequences), impossible, wide(num_states), counts, *rows
-
-
-def _save(ctx, inputs, output):
-    initial, transition, layout, values, evidence, offsets, weights, single, *_ = inputs
-    ctx.single, ctx.num_tensors = single, len(layout)
-    ctx.save_for_backward(initial, transition, values, evidence, offsets, weights, *layout, output[3], output[4])
-    ctx.mark_non_differentiable(*output[1:])  # a gradient through these would be a silent zero
-
-
-@once_differentiable
-def _backward(ctx, grad_weighted, *unused):
-    """The gradient in a log-probability is its expected count; in a probability p it is the count divided by p, and 0 where p is 0."""
-    initial, transition, values, evidence, offsets, weights, *rest = ctx.saved_tensors
-    layout, (initial_counts, counts) = rest[: ctx.num_tensors], rest[ctx.num_tensors :]
-    if grad_weighted.numel() == 1 or grad_weighted.stride() == (0,):
-        # From a sum: one number for all sequences. Its stride says so without reading it.
-        scale = grad_weighted[:1]
+    *,
+    dtype: torch.dtype | None = None,
+    smooth: bool = True,
+    per_step: bool = True,
+) -> EStep:
+    single, arrays, probs = dtype == torch.float32, operator.layout.arrays, operator.probs
+    if initial.is_cpu:
+        known = None if evidence.weights is None else _numpy(evidence.weights.double())
+        working = _numpy(probs).astype(np.float32) if single and probs.dtype == torch.float64 else _numpy(probs)
+        data = _numpy(evidence.symbols), known, offsets.numpy(), weights.numpy()
+        results = cloned_cpu.e_step(arrays, _numpy(initial.double()), working, *data, smooth=smooth, per_step=per_step, last=not smooth)
+        log_likelihood, impossible, starts, counts, smoothed, filtered, last = map(torch.from_numpy, results)
     else:
-        again = _e_step_op(initial, transition, layout, values, evidence, offsets, weights * grad_weighted, ctx.single, True, False, False)
-        (initial_counts, counts), scale = again[3:5], grad_weighted.new_ones(1)
-    if grad_weighted.numel() == 0:
-        scale = grad_weighted.new_ones(1)
-    gradient = torch.where(transition > 0, counts / transition, 0) * scale.to(counts.dtype)
-    return (initial_counts * scale).to(initial.dtype), gradient, [None] * ctx.num_tensors, *[None] * 8
+        problem = arrays, initial, probs, evidence.symbols, evidence.weights, offsets, weights
+        log_likelihood, impossible, starts, counts, smoothed, filtered, last = cloned_portable.e_step(*problem, single=single, smooth=smooth)
+    if not per_step:
+        smoothed, filtered = smoothed[:0], filtered[:0]
+    return EStep(log_likelihood, impossible, starts, (counts.to(probs.dtype),), starts.new_zeros(0), smoothed, filtered, last)
 
 
-_e_step_op.register_autograd(_backward, setup_context=_save)
-
-
-@torch.library.custom_op("lightning_hmm::cloned_viterbi", mutates_args=())
-def _viterbi_op(initial: Tensor, transition: Tensor, layout: Sequence[Tensor], values: Tensor, evidence: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    arrays = layout_arrays(*(tensor.numpy() for tensor in layout))
-    return cloned_portable.viterbi(arrays, initial, transition, values, _or_none(evidence, values), offsets)
-
-
-@_viterbi_op.register_kernel("cpu")
-def _(initial, transition, layout, values, evidence, offsets):
-    arrays = layout_arrays(*(tensor.numpy() for tensor in layout))
-    rows = _or_none(evidence, values)
-    data = values.contiguous().numpy(), None if rows is None else rows.double().contiguous().numpy(), offsets.numpy()
-    path, log_probability = cloned_cpu.viterbi(arrays, initial.detach().double().contiguous().numpy(), transition.detach().contiguous().numpy(), *data)
+def _viterbi(initial: Tensor, operator: Blocks, evidence: ClonedSymbols, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    arrays = operator.layout.arrays
+    if not initial.is_cpu:
+        return cloned_portable.viterbi(arrays, initial, operator.probs, evidence.symbols, evidence.weights, offsets)
+    rows = None if evidence.weights is None else _numpy(evidence.weights.double())
+    path, log_probability = cloned_cpu.viterbi(arrays, _numpy(initial.double()), _numpy(operator.probs), _numpy(evidence.symbols), rows, offsets.numpy())
     return torch.from_numpy(path), torch.from_numpy(log_probability)
 
 
-@_viterbi_op.register_fake
-def _(initial, transition, layout, values, evidence, offsets):
-    return values.new_empty(values.shape[0], dtype=torch.int64), initial.new_empty(offsets.shape[0] - 1, dtype=wide_dtype(initial.device))
-
-
-def _check(initial: Tensor, transition: Tensor, layout: Layout, evidence: Tensor | None, sequences: Sequences) -> None:
-    if initial.shape != (layout.num_states,):
-        raise ValueError(f"`initial` must be ({layout.num_states},), one for each clone, but is {tuple(initial.shape)} instead.")
-    if transition.shape != (layout.num_entries,):
-        raise ValueError(f"`transition` must be ({layout.num_entries},), one for each stored transition, but is {tuple(transition.shape)} instead.")
-    if evidence is None:
-        sequences.check(layout.num_symbols, None)
-    else:
-        check_evidence(evidence, layout.num_symbols, sequences)
+backends.register(backends.Backend("clones", _obstacle, _e_step, _viterbi))
 
 
 def check_evidence(evidence: Tensor, num_symbols: int, sequences: Sequences) -> None:
@@ -326,125 +336,51 @@ def check_evidence(evidence: Tensor, num_symbols: int, sequences: Sequences) -> 
         )
 
 
-def _call(
-    initial: Tensor,
-    transition: Tensor,
-    layout: Layout,
-    evidence: Tensor | None,
-    sequences: Sequences,
-    weights: Tensor | None,
-    single: bool,
-    smooth: bool,
-    per_step: bool,
-    last_step: bool = False,
-) -> _Results:
-    _check(initial, transition, layout, evidence, sequences)
-    if weights is None:
-        weights = torch.ones(len(sequences), dtype=wide_dtype(initial.device), device=initial.device)
-    return _e_step_op(initial, transition, layout.tensors, *_data(evidence, sequences), sequences.offsets, weights, single, smooth, per_step, last_step)
-
-
-def _data(evidence: Tensor | None, sequences: Sequences) -> tuple[Tensor, Tensor]:
-    """Symbols, of no meaning where there is evidence; and the evidence, without rows where there is none."""
-    if evidence is None:
-        return sequences.values.long(), sequences.values.new_zeros(0, 0, dtype=torch.float64)
-    return torch.full((sequences.num_steps,), -1, device=evidence.device), evidence
-
-
-def log_likelihood(initial: Tensor, transition: Tensor, layout: Layout, evidence: Tensor | None, sequences: Sequences, *, single: bool = False) -> Tensor:
-    """(N,) log p(y) of each sequence, differentiable in `initial` and `transition`."""
-    differentiable = torch.is_grad_enabled() and (initial.requires_grad or transition.requires_grad)
-    return _call(initial, transition, layout, evidence, sequences, None, single, differentiable, False)[0]
-
-
-def weighted_log_likelihood(
-    initial: Tensor, transition: Tensor, layout: Layout, evidence: Tensor | None, sequences: Sequences, *, single: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What training needs: (N,) weight x log p(y), differentiable; (N,) log p(y); and (N,) the impossible steps (-1: none)."""
-    differentiable = torch.is_grad_enabled() and (initial.requires_grad or transition.requires_grad)
-    weighted, plain, impossible, *_ = _call(initial, transition, layout, evidence, sequences, sequences.weights, single, differentiable, False)
-    return weighted, plain, impossible
-
-
 @torch.no_grad()
-def e_step(initial: Tensor, transition: Tensor, layout: Layout, evidence: Tensor | None, sequences: Sequences, *, single: bool = False) -> EStep:
-    """Expected counts, each sequence counted with its weight; those of transitions in the layout's order."""
-    results = _call(initial, transition, layout, evidence, sequences, sequences.weights, single, True, False)
-    return EStep(*results[1:5], ())
-
-
-@torch.no_grad()
-def posterior(initial: Tensor, transition: Tensor, layout: Layout, evidence: Tensor | None, sequences: Sequences) -> Posterior:
-    """Filtered and smoothed state probabilities: (steps, H) rows, so of sequences that fit; `transition_counts` in the layout's order."""
-    results = _call(initial, transition, layout, evidence, sequences, None, False, True, True)
-    _, log_likelihood, _, _, counts, smoothed, filtered, _ = results
-    if sequences.weights is not None:  # with weights, the rows of the steps would be multiplied too
-        counts = e_step(initial, transition, layout, evidence, sequences).transition
-    return Posterior(log_likelihood, sequences.with_values(filtered), sequences.with_values(smoothed), counts)
-
-
-@torch.no_grad()
-def viterbi(initial: Tensor, transition: Tensor, layout: Layout, evidence: Tensor | None, sequences: Sequences) -> Path:
-    """The most probable path of each sequence; of equally probable ones that with the lowest numbers from the end."""
-    _check(initial, transition, layout, evidence, sequences)
-    path, log_probability = _viterbi_op(initial, transition, layout.tensors, *_data(evidence, sequences), sequences.offsets)
-    return Path(sequences.with_values(path), log_probability)
-
-
-@torch.no_grad()
-def rearranged_viterbi(
-    initial: Tensor, transition: Tensor, layout: Layout, symbols: Tensor, lengths: Sequence[int], most: int = 20_000
-) -> tuple[Tensor, float]:
+def rearranged_viterbi(initial: Tensor, operator: Blocks, symbols: Tensor, lengths: Sequence[int], most: int = 20_000) -> tuple[Tensor, float]:
     """The most probable path through symbols that may stand in any order within groups of the given lengths; and its log-probability.
 
     (steps,) states; all -1 where every order is impossible. Exact unless a step has more than `most` pairs of a clone and the part of its group
     that is used, of which only the best are kept. On the CPU, whatever the device.
     """
     found = symbols.cpu()
-    _check(initial, transition, layout, None, Sequences.from_lengths(found, [len(found)]))
+    layout = operator.layout
+    Sequences.from_lengths(found, [len(found)]).check(layout.num_symbols, None)
     if sum(lengths) != len(found) or min(lengths, default=1) < 1:
         raise ValueError(f"`lengths` must be positive and sum to the number of symbols, {len(found)}, but sum to {sum(lengths)} instead.")
     if bool((found < 0).any()):
         raise ValueError(f"`symbols` must have none missing, for nothing can be put in its place, but position {int((found < 0).nonzero()[0])} is missing.")
     group_first, path = np.append(0, np.cumsum(np.asarray(lengths, np.int64))), np.full(len(found), -1)
-    chain = layout.arrays, layout.symbols.numpy(), _numpy(transition), _numpy(initial.double())
+    chain = layout.arrays, layout.symbols.numpy(), _numpy(operator.probs), _numpy(initial.double())
     return torch.from_numpy(path), float(rearranged_path(_numpy(found), group_first, *chain, most, path))
 
 
 @torch.no_grad()
-def predict_next(initial: Tensor, transition: Tensor, layout: Layout, evidence: Tensor | None, sequences: Sequences, *, steps: int = 1) -> Tensor:
-    """(N, H) p(z_{T+steps} | y_1:T); of an empty sequence, that of the chain itself. Impossible sequences give NaN.
-
-    It is the filter over steps of which nothing is known.
-    """
+def predict(initial: Tensor, operator: Blocks, evidence: ClonedSymbols, offsets: Tensor, *, steps: int = 1) -> Tensor:
+    """As `inference.predict`: the filter over steps of which nothing is known, which needs no more memory than the layout."""
     if steps < 1:
         raise ValueError(f"`steps` must be at least 1, but is {steps} instead.")
-    _check(initial, transition, layout, evidence, sequences)
-    ends = torch.cat([torch.zeros(1, dtype=torch.int64), (sequences.lengths + steps).cumsum(0)])
-    rows = torch.arange(sequences.num_steps) + sequences.repeat_interleave(ends[:-1] - sequences.offsets[:-1])
-    if evidence is None:
-        longer = sequences.values.new_full((int(ends[-1]),), -1).index_copy(0, rows.to(sequences.device), sequences.values)
-        extended, seen = Sequences(longer, ends), None
-    else:
-        seen = evidence.new_full((int(ends[-1]), layout.num_symbols), torch.nan).index_copy(0, rows.to(evidence.device), evidence)
-        extended = Sequences(seen, ends)
-    results = _call(initial, transition, layout, seen, extended, None, False, False, False, True)
-    return torch.where((results[2] >= 0)[:, None], torch.nan, results[7])
+    lengths = offsets.diff()
+    ends = torch.cat([torch.zeros(1, dtype=torch.int64), (lengths + steps).cumsum(0)])
+    rows = (torch.arange(int(offsets[-1])) + (ends[:-1] - offsets[:-1]).repeat_interleave(lengths)).to(initial.device)
+    symbols = evidence.symbols.new_full((int(ends[-1]),), -1).index_copy(0, rows, evidence.symbols)
+    weights = evidence.weights
+    if weights is not None:
+        weights = weights.new_full((int(ends[-1]), weights.shape[1]), torch.nan).index_copy(0, rows, weights)
+    ones = torch.ones(len(lengths), dtype=wide_dtype(initial.device), device=initial.device)
+    found = _e_step(initial, operator, ClonedSymbols(symbols, weights, operator.layout), ends, ones, smooth=False, per_step=False)
+    return torch.where((found.impossible_step >= 0)[:, None], torch.nan, found.last)
 
 
 def _numpy(tensor: Tensor) -> np.ndarray:
     return tensor.detach().cpu().contiguous().numpy()
 
 
-@torch.no_grad()
-def sample(initial: Tensor, transition: Tensor, layout: Layout, lengths: Tensor, generator: torch.Generator) -> Sequences:
-    """State paths drawn from the Markov chain, of the given lengths. Drawn on the CPU: the same on every device.
-
-    Raises a `ValueError` where a path reaches a state without transitions before its end.
-    """
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cpu().cumsum(0)])
-    uniforms = torch.rand(int(offsets[-1]), generator=generator, dtype=torch.float64).numpy()
-    states = cloned_cpu.sample(layout.arrays, _numpy(initial.double().exp()), _numpy(transition), offsets.numpy(), uniforms)
+@sampling.chains.register
+def _(operator: Blocks, initial: Tensor, offsets: Tensor, uniforms: Tensor) -> Tensor:
+    """Raises a `ValueError` where a path reaches a state without transitions before its end."""
+    layout = operator.layout
+    states = cloned_cpu.sample(layout.arrays, _numpy(initial.double().exp()), _numpy(operator.probs), offsets.numpy(), uniforms.numpy())
     ended = np.flatnonzero(states < 0)
     if len(ended):
         last = int(states[ended[0] - 1])
@@ -453,38 +389,14 @@ def sample(initial: Tensor, transition: Tensor, layout: Layout, lengths: Tensor,
             'transitions, because nothing follows that symbol in the training data. Draw shorter sequences, or train with `pairs` "all" and a '
             "`transition_pseudocount`."
         )
-    return Sequences(torch.from_numpy(states).to(initial.device), offsets)
+    return torch.from_numpy(states)
 
 
-@torch.no_grad()
-def sample_posterior(
-    initial: Tensor, transition: Tensor, layout: Layout, evidence: Tensor | None, sequences: Sequences, generator: torch.Generator
-) -> Sequences:
-    """One state path for each sequence, drawn from p(z | y); -1 in impossible sequences. Drawn on the CPU."""
-    _check(initial, transition, layout, evidence, sequences)
-    uniforms = torch.rand(sequences.num_steps, generator=generator, dtype=torch.float64).numpy()
-    values, rows = _data(evidence, sequences)
-    data = _numpy(values), None if evidence is None else _numpy(rows.double()), sequences.offsets.numpy()
-    states = cloned_cpu.sample_posterior(layout.arrays, _numpy(initial.double()), _numpy(transition), *data, uniforms)
-    return sequences.with_values(torch.from_numpy(states).to(initial.device))
-
-
-@torch.no_grad()
-def em_step(initial: Tensor, transition: Tensor, layout: Layout, sequences: Sequences) -> Tensor:
-    """One bare iteration of batch EM on the transitions, in place; returns (N,) log p(y) under those before it.
-
-    Where one that counts is -inf, they stay as they are.
-    """
-    _check(initial, transition, layout, None, sequences)
-    weights = torch.ones(len(sequences), dtype=torch.float64) if sequences.weights is None else sequences.weights
-    data = sequences.values.long().contiguous().numpy(), sequences.offsets.numpy(), weights.numpy()
-    found = cloned_cpu.em_step(layout.arrays, initial.double().contiguous().numpy(), _in_place(transition), *data)
-    if found is not None:
-        return torch.from_numpy(found)
-    statistics = e_step(initial, transition, layout, None, sequences)
-    if not bool(((statistics.impossible_step >= 0) & (weights != 0)).any()):
-        cloned_cpu.maximise(layout.row_first, _in_place(transition), statistics.transition.numpy(), 1.0, 0.0, 0.0)
-    return statistics.log_likelihood
+@sampling.paths.register
+def _(operator: Blocks, initial: Tensor, evidence: ClonedSymbols, offsets: Tensor, uniforms: Tensor, filtered: Any) -> Tensor:
+    rows = None if evidence.weights is None else _numpy(evidence.weights.double())
+    data = _numpy(evidence.symbols), rows, offsets.numpy()
+    return torch.from_numpy(cloned_cpu.sample_posterior(operator.layout.arrays, _numpy(initial.double()), _numpy(operator.probs), *data, uniforms.numpy()))
 
 
 _FUSED_ENTRIES = 1 << 16  # stored transitions up to which a pass of many updates is one compiled call
@@ -507,7 +419,8 @@ def online_em(
     buffers: Sequence[Tensor],
 ) -> Tensor:
     """Online EM over consecutive batches of `batch_size` sequences; parameters and buffers change in place. See `dense.online_em`."""
-    _check(initial, transition, layout, None, sequences)
+    sequences.check(layout.num_symbols, None)
+    operator = Blocks(transition.detach(), layout)
     if sequences.weights is None:
         sequences = sequences.replaced(weights=torch.ones(len(sequences), dtype=torch.float64))
     assert sequences.weights is not None
@@ -527,17 +440,18 @@ def online_em(
             if batch == num_batches:
                 break
         first, last = int(batch_first[batch]), int(batch_first[batch + 1])
-        statistics = e_step(initial, transition, layout, None, sequences[first:last])
+        part = sequences[first:last]
+        statistics = _e_step(initial, operator, ClonedSymbols.of(part, layout), part.offsets, part.weights, per_step=False)
         impossible = torch.nonzero((statistics.impossible_step >= 0) & (weights[first:last] != 0)).flatten()
         if len(impossible):
             n = int(impossible[0])
-            raise ValueError(impossible_message(sequences[first:last], n, int(statistics.impossible_step[n])))
+            raise ValueError(impossible_message(part, n, int(statistics.impossible_step[n])))
         scores[first:last] = statistics.log_likelihood
         batch += 1
         correction = 1.0 - discount ** (updates + batch)
         size.mul_(discount).add_(statistics.initial.sum(), alpha=1 - discount)
         share = float(size) / correction / data_size
-        for counts, counted in ((initial_buffer, statistics.initial), (buffer, statistics.transition)):
+        for counts, counted in ((initial_buffer, statistics.initial), (buffer, statistics.counts[0])):
             counts.mul_(discount).add_(counted, alpha=1 - discount)
         if not frozen[0]:
             allowed = initial > -torch.inf

@@ -44,8 +44,20 @@ class Table(NamedTuple):
     def num_states(self) -> int:
         return self.log_probs.shape[0]
 
+    @property
+    def num_steps(self) -> int:
+        return len(self.symbols)
+
     def with_live(self, live: Tensor) -> Table:
         return self._replace(log_probs=live)
+
+    def shared(self, classes: Tensor) -> Table:
+        """The evidence for S states, of which state s emits as `classes[s]` of these."""
+        return self._replace(log_probs=self.log_probs[classes])
+
+    def gathered(self, gradient: Tensor, classes: Tensor) -> Tensor:
+        """The gradient in `live` from that in the one of ``shared(classes)``: the sum over the states of each class."""
+        return torch.zeros_like(self.log_probs, dtype=gradient.dtype).index_add(0, classes, gradient)
 
     def rows(self) -> Tensor:
         """(steps, K) log-likelihoods, differentiable in `live`; labels are applied."""
@@ -86,22 +98,34 @@ class Quadratic(NamedTuple):
     def num_states(self) -> int:
         return self.weights.shape[0]
 
+    @property
+    def num_steps(self) -> int:
+        return len(self.columns)
+
     def with_live(self, live: Tensor) -> Quadratic:
         return self._replace(weights=live)
 
-    def features(self) -> Tensor:
-        """(steps, F) the products of columns."""
-        return self.columns[:, self.pairs[:, 0]] * self.columns[:, self.pairs[:, 1]]
+    def shared(self, classes: Tensor) -> Quadratic:
+        """As `Table.shared`."""
+        return self._replace(weights=self.weights[classes])
+
+    def gathered(self, gradient: Tensor, classes: Tensor) -> Tensor:
+        """As `Table.gathered`."""
+        return torch.zeros_like(self.weights, dtype=gradient.dtype).index_add(0, classes, gradient)
+
+    def features(self, dtype: torch.dtype) -> Tensor:
+        """(steps, F) the products of columns, computed in the given type."""
+        columns = self.columns.to(dtype)
+        return columns[:, self.pairs[:, 0]] * columns[:, self.pairs[:, 1]]
 
     def rows(self) -> Tensor:
         """(steps, K) log-likelihoods, differentiable in `live`; labels are applied."""
-        features = self.features()
-        dtype = torch.promote_types(features.dtype, self.weights.dtype)
-        return _labelled(features.to(dtype) @ self.weights.T.to(dtype), self.labels)
+        dtype = torch.promote_types(self.columns.dtype, self.weights.dtype)
+        return _labelled(self.features(dtype) @ self.weights.T.to(dtype), self.labels)
 
     def pull(self, gamma: Tensor) -> Tensor:
         """The gradient in `live`, (K, F) expected sums of products, from (steps, K) weighted posterior probabilities."""
-        return gamma.T @ self.features().to(gamma.dtype)
+        return gamma.T @ self.features(gamma.dtype)
 
     def at(self, steps: Tensor) -> Quadratic:
         """The evidence of some of the steps."""
@@ -127,8 +151,20 @@ class Rows(NamedTuple):
     def num_states(self) -> int:
         return self.log_likelihoods.shape[1]
 
+    @property
+    def num_steps(self) -> int:
+        return len(self.log_likelihoods)
+
     def with_live(self, live: Tensor) -> Rows:
         return self._replace(log_likelihoods=live)
+
+    def shared(self, classes: Tensor) -> Rows:
+        """As `Table.shared`."""
+        return self._replace(log_likelihoods=self.log_likelihoods[:, classes])
+
+    def gathered(self, gradient: Tensor, classes: Tensor) -> Tensor:
+        """As `Table.gathered`."""
+        return torch.zeros_like(self.log_likelihoods, dtype=gradient.dtype).index_add(1, classes, gradient)
 
     def rows(self) -> Tensor:
         """(steps, K) log-likelihoods, differentiable in `live`; labels are applied."""

@@ -56,6 +56,19 @@ class Operator(ABC):
         """The same operator with its natural parameters, detached, in another precision."""
         return self.with_natural(tuple(value.detach().to(dtype) for value in self.natural))
 
+    def on(self, device: torch.device | str) -> Operator:
+        """The same operator, detached, on a device."""
+        changes: dict[str, Any] = {field.name: value.detach().to(device) for field, value in zip(fields(self), self._values(), strict=True)}
+        return replace(self, **changes)
+
+    def gradients(self, counts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The gradients of the log-likelihood in the tensors of `natural`. They are the expected counts, because natural parameters are logarithms."""
+        return counts
+
+    def leaving(self, states: Tensor, at: Tensor) -> Tensor:
+        """(n, S) the probabilities of the transitions from `states` (n,) into the steps `at` (n,)."""
+        return self.predict(torch.nn.functional.one_hot(states, self.num_states).to(self.natural[0].dtype), at)
+
     def prepare(self, dtype: torch.dtype) -> Prepared:
         """The maps of a pass in the given precision."""
         operator = self.to(dtype)
@@ -156,7 +169,9 @@ class MostlyConstant(Operator):
         return Prepared(operator.predict, retract)
 
     def counts(self, alpha: Tensor, kappa: Tensor, at: Tensor) -> tuple[Tensor, ...]:
-        kept = torch.stack([(alpha * kappa[:, column]).sum(0) for column in self.indices.T], 1)
+        kept = torch.empty_like(self.log_values, dtype=alpha.dtype)
+        for n, column in enumerate(self.indices.T):
+            kept[:, n] = (alpha * kappa[:, column]).sum(0)
         every = alpha.T @ kappa.sum(1)
         return kept * self.log_values.detach().exp().to(kept.dtype), (every - kept.sum(1)) * self.log_constants.detach().exp().to(kept.dtype)
 
@@ -165,7 +180,12 @@ class MostlyConstant(Operator):
         return total.gather(1, self.indices), total.scatter(1, self.indices, 0.0).sum(1)
 
     def to_dense(self, at: Tensor) -> Tensor:
-        return self.log_constants[:, None].expand(-1, self.num_states).scatter(1, self.indices, self.log_values)
+        return self.log_rows(slice(None))
+
+    def log_rows(self, rows: slice) -> Tensor:
+        """(rows, S) log-probabilities of the transitions from some of the states."""
+        full = self.log_constants[rows, None].expand(-1, self.num_states)
+        return full.scatter(1, self.indices[rows], self.log_values[rows])
 
 
 @dataclass(frozen=True)

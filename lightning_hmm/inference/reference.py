@@ -88,7 +88,15 @@ class _Plan:
 
 @torch.no_grad()
 def e_step(
-    initial: Tensor, operator: Operator, evidence: Evidence, offsets: Tensor, weights: Tensor, *, dtype: torch.dtype | None = None, smooth: bool = True
+    initial: Tensor,
+    operator: Operator,
+    evidence: Evidence,
+    offsets: Tensor,
+    weights: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    smooth: bool = True,
+    per_step: bool = True,
 ) -> EStep:
     """Filters and smooths a batch.
 
@@ -100,6 +108,7 @@ def e_step(
         weights: (N,) of the sequences.
         dtype: of the messages; float64 where the device has it, if not given. Sums are float64 in any case.
         smooth: whether to run the backward pass too.
+        per_step: whether to return the filtered and smoothed rows. They are computed in any case.
     """
     device, wide = initial.device, wide_dtype(initial.device)
     log_rows = evidence.rows()
@@ -124,19 +133,17 @@ def e_step(
     smoothed = filtered = pulled = nothing
     if smooth:
         lost = log_likelihood.isnan()
-        share = torch.where(lost, 0.0, weights.to(wide))[plan.sequence].to(dtype)
         # Dividing by what is below `flush` would overflow. A path that is missed by this shows in the sums of the smoothed rows.
         usable = (alpha >= limits.flush) & ~lost[plan.sequence][:, None]
         alpha = torch.where(usable, alpha, 0.0)
-        kappa, beta = _backward(maps, torch.where(usable, emissions / totals[:, None], 0.0), share, plan)
+        kappa, beta = _backward(maps, torch.where(usable, emissions / totals[:, None], 0.0), plan)
         gamma = torch.where(usable, alpha * beta, 0.0)
-        sums = gamma.sum(1)
-        off = torch.where(share == 0, 0.0, (sums / torch.where(share == 0, 1.0, share) - 1).abs())
-        astray = ~(plan.per_sequence(off.to(wide), "max") < limits.drift)
+        sums = gamma.sum(1).to(wide)
+        astray = ~(plan.per_sequence((sums - 1).abs(), "max") < limits.drift)
         log_likelihood = torch.where(astray, torch.nan, log_likelihood)
         # What rounding has changed is put right: every smoothed row, and all pairs of a step, sum to the weight.
-        exact = torch.where(astray[plan.sequence] | (sums == 0), 0.0, share / torch.where(sums == 0, 1.0, sums))[:, None]
-        gamma, kappa = (torch.where(exact == 0, 0.0, message * exact).to(wide) for message in (gamma, kappa))
+        exact = torch.where(astray[plan.sequence] | (sums == 0), 0.0, weights.to(wide)[plan.sequence] / torch.where(sums == 0, 1.0, sums))[:, None]
+        gamma, kappa = (torch.where(exact == 0, 0.0, message.to(wide) * exact) for message in (gamma, kappa))
         first = plan.slices[0].stop if plan.slices else 0
         initial_counts = gamma[:first].sum(0)
         counts = _counts(operator, alpha.to(wide), kappa, plan, first, wide)
@@ -147,9 +154,9 @@ def e_step(
     last[plan.order] = torch.where(log_likelihood[plan.order].isnan()[:, None], 0.0, alpha[plan.ends].to(wide))
     impossible = torch.full((num_sequences,), -1, dtype=torch.int64, device=device)
     found = EStep(log_likelihood, impossible, initial_counts, counts, pulled, smoothed, filtered, last)
-    if not bool(log_likelihood.isnan().any()):
-        return found
-    return with_lost_sequences(found, initial, operator, evidence, offsets, weights, smooth)
+    if bool(log_likelihood.isnan().any()):
+        found = with_lost_sequences(found, initial, operator, evidence, offsets, weights, smooth)
+    return found if per_step else found._replace(smoothed=found.smoothed[:0], filtered=found.filtered[:0])
 
 
 def _forward(start: Tensor, maps: Prepared, messages: Tensor, plan: _Plan, leak: float) -> tuple[Tensor, Tensor]:
@@ -165,9 +172,9 @@ def _forward(start: Tensor, maps: Prepared, messages: Tensor, plan: _Plan, leak:
     return messages, totals
 
 
-def _backward(maps: Prepared, kappa: Tensor, share: Tensor, plan: _Plan) -> tuple[Tensor, Tensor]:
-    """Turns (steps, S) emissions over totals into scaled messages, in place; and (steps, S) backward messages times weight."""
-    beta = share[:, None].expand_as(kappa).contiguous()
+def _backward(maps: Prepared, kappa: Tensor, plan: _Plan) -> tuple[Tensor, Tensor]:
+    """Turns (steps, S) emissions over totals into scaled messages, in place; and (steps, S) backward messages."""
+    beta = torch.ones_like(kappa)
     for before, here in zip(plan.slices[-2::-1], plan.slices[:0:-1], strict=True):
         scaled = kappa[here].mul_(beta[here])
         beta[before][: len(scaled)] = maps.retract(scaled, plan.rows[here])

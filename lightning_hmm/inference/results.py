@@ -1,10 +1,12 @@
-"""What inference returns."""
+"""What inference returns. All tensors of steps are packed, as the evidence is."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from torch import Tensor
+
+from lightning_hmm.sequences import Sequences
 
 
 class EStep(NamedTuple):
@@ -28,3 +30,35 @@ class EStep(NamedTuple):
     smoothed: Tensor
     filtered: Tensor
     last: Tensor
+
+
+class Posterior(NamedTuple):
+    """What the data say about the states.
+
+    log_likelihood: (N,) log p(y_1:T).
+    filtered: (steps, S) p(z_t | y_1:t).
+    smoothed: (steps, S) p(z_t | y_1:T).
+    counts: one tensor for each natural parameter of the operator: its expected counts, each sequence times its weight.
+    """
+
+    log_likelihood: Tensor
+    filtered: Tensor
+    smoothed: Tensor
+    counts: tuple[Tensor, ...]
+
+
+class Path(NamedTuple):
+    """The most probable states.
+
+    states: (steps,) -1 in impossible sequences.
+    log_probability: (N,) log p(y, z).
+    """
+
+    states: Tensor
+    log_probability: Tensor
+
+
+def impossible_message(sequences: Sequences, n: int, t: int) -> str:
+    """Names the step of a sequence that has probability zero."""
+    value = sequences[n][t].tolist()
+    return f"Sequence {n} has probability zero under the model: step {t} ({value}) cannot follow what is before it."

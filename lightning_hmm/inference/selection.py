@@ -27,15 +27,55 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_hmm.inference.dmc import Pairs, Transition
 from lightning_hmm.inference.kernels import selection_loops as loops
 from lightning_hmm.inference.kernels.lanes import aligned_zeros, num_lanes, run_lanes
+from lightning_hmm.inference.kernels.simd import padded_size
+from lightning_hmm.inference.operators import MostlyConstant
+from lightning_hmm.inference.results import EStep
 
 CRITERIA = ("largest", "window")
 _BLOCK_ENTRIES = 1 << 20  # of a block of rows
 _TILE_ROWS = 128  # that one compiled product makes
 _GAIN = loops._GAIN
 _LAZY_ROWS = 32
+
+
+class Pairs(NamedTuple):
+    """The expected transitions of all pairs of states, not yet multiplied out.
+
+    E[i -> j] = A_ij sum_t alpha_t-1(i) kappa_t(j) + counts_ij, the sum over successive rows of `alpha` and `kappa`; kappa is zero at
+    the first step of each sequence. Any of the three may be empty. On a CPU, the rows of `alpha` and `kappa` are padded with zeros to a
+    multiple of the vector width, as the compiled product needs them.
+    """
+
+    alpha: Tensor
+    kappa: Tensor
+    counts: Tensor
+
+
+def factored_pairs(operator: MostlyConstant, found: EStep, offsets: Tensor) -> Pairs:
+    """The pairs of an E-step that has the filtered and smoothed rows of all steps.
+
+    The message kappa_t(j) is the smoothed probability of a state divided by the predicted one, alpha_t-1 A.
+    """
+    size, device = operator.num_states, found.filtered.device
+    width = padded_size(size, found.filtered.element_size()) if device.type == "cpu" else size
+    alpha = torch.nn.functional.pad(found.filtered, (0, width - size))
+    kappa = torch.zeros_like(alpha)
+    later = torch.ones(len(alpha), dtype=torch.bool)
+    later[offsets[:-1][offsets.diff() > 0]] = False
+    rows = torch.nonzero(later).flatten().to(device)
+    constants = operator.log_constants.detach().exp()
+    above = (operator.log_values.detach().exp() - constants[:, None]).flatten()
+    sources = torch.arange(size, device=device).repeat_interleave(operator.indices.shape[1])
+    places = torch.stack([operator.indices.flatten(), sources])  # transposed
+    matrix = torch.sparse_coo_tensor(places, above, (size, size), check_invariants=False).coalesce()
+    for part in rows.split(max(1, _BLOCK_ENTRIES // size)):
+        before = found.filtered[part - 1]
+        predicted = (matrix @ before.T).T + (before @ constants)[:, None]
+        smoothed = found.smoothed[part]
+        kappa[part, :size] = torch.where((predicted > 0) & (smoothed != 0), smoothed / predicted, 0.0)
+    return Pairs(alpha, kappa, alpha.new_zeros(0, 0))
 
 
 class Choice(NamedTuple):
@@ -63,19 +103,19 @@ class PairSums:
     They stay factored, 2 T N numbers, until N^2 is less; one batch alone stays factored in any case, as it was made so.
 
     Args:
-        transition: of the epoch.
+        operator: the transitions of the epoch.
         factored: never multiply out; for `choose_lazily`.
     """
 
-    def __init__(self, transition: Transition, factored: bool = False) -> None:
+    def __init__(self, operator: MostlyConstant, factored: bool = False) -> None:
         self.factored = factored
-        self.transition = Transition(*(tensor.detach() for tensor in transition))
+        self.operator = MostlyConstant(operator.indices, operator.log_values.detach(), operator.log_constants.detach())
         self.factors: list[Pairs] = []
         self.counts: Tensor | None = None
 
     @property
     def num_states(self) -> int:
-        return len(self.transition.log_constants)
+        return len(self.operator.log_constants)
 
     def add(self, pairs: Pairs) -> None:
         if pairs.counts.numel():
@@ -84,14 +124,14 @@ class PairSums:
             self.factors.append(pairs)
         several = len(self.factors) + (self.counts is not None) > 1 and not self.factored
         if several and 2 * sum(len(factor.alpha) for factor in self.factors) >= self.num_states:
-            counts = torch.empty(self.num_states, self.num_states, dtype=torch.float64, device=self.transition.log_constants.device)
+            counts = torch.empty(self.num_states, self.num_states, dtype=torch.float64, device=self.operator.log_constants.device)
             for first, last in self.blocks():
                 counts[first:last] = self.rows(first, last)
             self.counts, self.factors = counts, []
 
     def messages(self) -> tuple[Tensor, Tensor]:
         """alpha and kappa of all batches, one after the other."""
-        size, none = self.num_states, [self.transition.log_constants.new_zeros(0, self.num_states)]
+        size, none = self.num_states, [self.operator.log_constants.new_zeros(0, self.num_states)]
         return torch.cat(none + [pairs.alpha[:, :size] for pairs in self.factors]), torch.cat(none + [pairs.kappa[:, :size] for pairs in self.factors])
 
     def blocks(self) -> list[tuple[int, int]]:
@@ -101,14 +141,14 @@ class PairSums:
     def rows(self, first: int, last: int) -> Tensor:
         """(rows, N) expected transitions from the states first to last."""
         size = self.num_states
-        total = self.transition.log_constants.new_zeros(last - first, size)
+        total = self.operator.log_constants.new_zeros(last - first, size)
         for alpha, kappa, _ in self.factors:
             if alpha.is_cpu:
                 _multiply_compiled(first, last, alpha.numpy(), kappa.numpy(), total.numpy())
             else:
                 total += alpha[:-1, first:last].T @ kappa[1:, :size]
         if self.factors:
-            total *= Transition(*(tensor[first:last] for tensor in self.transition)).expand(size).exp()
+            total *= self.operator.log_rows(slice(first, last)).exp()
         return total if self.counts is None else total.add_(self.counts[first:last])
 
 
@@ -132,8 +172,8 @@ def choose_gemm(sums: PairSums, criterion: str, pseudocount: float = 0.0, total:
     for first, last in sums.blocks():
         pairs = sums.rows(first, last)
         pairs = pairs if total is None else total(pairs)
-        part = Transition(*(tensor[first:last] for tensor in sums.transition))
-        blocks.append((_choose_compiled if pairs.is_cpu else _choose_portable)(pairs, part, criterion == "window", pseudocount))
+        part = slice(first, last)
+        blocks.append((_choose_compiled if pairs.is_cpu else _choose_portable)(pairs, sums.operator, part, criterion == "window", pseudocount))
     indices, log_values, kept, rest, changes = (torch.cat(parts) for parts in zip(*blocks, strict=True))
     return Choice(indices, log_values, kept, rest, changes, torch.full_like(changes, sums.num_states))
 
@@ -143,8 +183,10 @@ def _check_criterion(criterion: str) -> None:
         raise ValueError(f"`criterion` must be largest or window, but is {criterion!r} instead.")
 
 
-def _choose_compiled(pairs: Tensor, transition: Transition, window: bool, pseudocount: float) -> tuple[Tensor, ...]:
-    rows, indices, log_values, log_constants = (tensor.contiguous().numpy() for tensor in (pairs, *transition))
+def _choose_compiled(pairs: Tensor, operator: MostlyConstant, part: slice, window: bool, pseudocount: float) -> tuple[Tensor, ...]:
+    """What to keep of some of the rows, whose expected transitions are `pairs`."""
+    kept = operator.indices[part], operator.log_values[part], operator.log_constants[part]
+    rows, indices, log_values, log_constants = (tensor.contiguous().numpy() for tensor in (pairs, *kept))
     outputs: Any = np.empty_like(indices), np.empty_like(log_values), np.empty_like(log_values), np.empty(len(rows)), np.empty(len(rows), np.int64)
     _over_rows(len(rows), loops.choose_rows, rows, indices, log_values, log_constants, float(pseudocount), window, *outputs)
     return tuple(map(torch.from_numpy, outputs))
@@ -154,11 +196,11 @@ def _entropy_term(p: Tensor) -> Tensor:
     return torch.special.xlogy(p, p)
 
 
-def _choose_portable(pairs: Tensor, transition: Transition, window: bool, pseudocount: float) -> tuple[Tensor, ...]:
+def _choose_portable(pairs: Tensor, operator: MostlyConstant, part: slice, window: bool, pseudocount: float) -> tuple[Tensor, ...]:
     """As `_choose_compiled`, in plain torch."""
-    indices = transition.indices
+    indices = operator.indices[part]
     size, num_kept = pairs.shape[1], indices.shape[1]
-    logs = transition.expand(size)
+    logs = operator.log_rows(part)
     row = pairs + pseudocount * (logs > -torch.inf).to(pairs.dtype)
     total = row.sum(1, keepdim=True)
     shares = row / torch.where(total > 0, total, 1.0)
@@ -187,14 +229,14 @@ def default_bound_terms(num_steps: int) -> int:
 
 
 def choose_lazily(
-    alpha: Tensor, kappa: Tensor, transition: Transition, kept: Tensor, rest: Tensor, bound_terms: int | None = None, pseudocount: float = 0.0
+    alpha: Tensor, kappa: Tensor, operator: MostlyConstant, kept: Tensor, rest: Tensor, bound_terms: int | None = None, pseudocount: float = 0.0
 ) -> Choice:
     """The K largest of each row by upper bounds from the `bound_terms` (R) largest terms of each alpha(i) and kappa(j).
 
     `alpha` and `kappa` are those of `Pairs`, of all data; `kept` and `rest` the exact counts of the entries kept so far.
     """
-    transition = Transition(*(tensor.detach().cpu() for tensor in transition))
-    indices, log_values, log_constants = (tensor.contiguous().numpy() for tensor in transition)
+    given = operator.indices, operator.log_values, operator.log_constants
+    indices, log_values, log_constants = (tensor.detach().cpu().contiguous().numpy() for tensor in given)
     size = len(indices)
     rows, following = (tensor.cpu().numpy()[:, :size] for tensor in (alpha[:-1], kappa[1:]))
     num_steps = len(rows)

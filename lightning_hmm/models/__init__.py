@@ -1,11 +1,11 @@
 """One LightningModule a file."""
 
-from lightning_hmm.models.base import HMM
 from lightning_hmm.models.baselines import KneserNey, RecurrentNet
 from lightning_hmm.models.cloned import ClonedHMM
 from lightning_hmm.models.dense import DenseHMM, fair_num_states
+from lightning_hmm.models.discrete import DiscreteHMM
 from lightning_hmm.models.dmc import DMCHMM
-from lightning_hmm.models.em import BaumWelchHMM
+from lightning_hmm.models.hmm import HMM
 from lightning_hmm.models.linear_gaussian import LinearGaussianHMM
 from lightning_hmm.models.neural import NeuralHMM
 from lightning_hmm.models.neural_discrete import NeuralDiscreteHMM
@@ -15,9 +15,9 @@ from lightning_hmm.models.standard import StandardHMM
 __all__ = [
     "DMCHMM",
     "HMM",
-    "BaumWelchHMM",
     "ClonedHMM",
     "DenseHMM",
+    "DiscreteHMM",
     "KneserNey",
     "LinearGaussianHMM",
     "NeuralDiscreteHMM",

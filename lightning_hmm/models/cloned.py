@@ -6,20 +6,21 @@ import warnings
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
-from types import ModuleType
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_hmm.distributions import CategoricalRows, CloneTransitions, Distribution
+from lightning_hmm import inference
+from lightning_hmm.distributions import CloneTransitions, Distribution, Initial
 from lightning_hmm.inference import cloned
-from lightning_hmm.inference.cloned import Layout
-from lightning_hmm.inference.dense import impossible_message
+from lightning_hmm.inference.cloned import Blocks, ClonedSymbols, Layout
 from lightning_hmm.inference.kernels import cloned_cpu
-from lightning_hmm.models.em import BaumWelchHMM
+from lightning_hmm.inference.results import impossible_message
+from lightning_hmm.models.discrete import DiscreteHMM
+from lightning_hmm.models.training_loop import BaumWelchTraining
 from lightning_hmm.sequences import Sequences
 
 Allocation = Literal["uniform", "frequency", "ngram"]
@@ -27,7 +28,7 @@ Allocation = Literal["uniform", "frequency", "ngram"]
 _MOST_SHOWN = 4096  # states whose transitions are still looked at as one matrix
 
 
-class ClonedHMM(BaumWelchHMM):
+class ClonedHMM(BaumWelchTraining, DiscreteHMM):
     r"""States that emit one symbol each for certain, the clones of that symbol; all that is learnt is how clones follow clones.
 
     .. math:: z_1 \sim \pi, \quad z_t \mid z_{t-1} = i \sim A_i, \quad y_t = \text{symbol of } z_t
@@ -79,8 +80,6 @@ class ClonedHMM(BaumWelchHMM):
         HMMs, 2019.
     """
 
-    inference: ClassVar[ModuleType] = cloned
-
     def __init__(
         self,
         num_states: int | None = None,
@@ -125,10 +124,6 @@ class ClonedHMM(BaumWelchHMM):
             raise ValueError(f"`start_concentration` must be positive, but is {start_concentration} instead.")
         if online_epochs is not None and (discount is None or online_epochs < 0):
             raise ValueError(f"`online_epochs` must not be negative and needs a `discount`, but is {online_epochs} with `discount` {discount} instead.")
-        priors = {
-            "initial": {"pseudocount": initial_pseudocount},
-            "transition": {"pseudocount": transition_pseudocount, "sparsity": transition_sparsity},
-        }
         super().__init__(
             num_states=num_states,
             num_symbols=num_symbols,
@@ -136,7 +131,6 @@ class ClonedHMM(BaumWelchHMM):
             restarts=restarts,
             discount=discount,
             sequences_per_update=sequences_per_update,
-            priors=priors,
             frozen=frozen,
             arithmetic=arithmetic,
             symbol_names=symbol_names,
@@ -144,14 +138,17 @@ class ClonedHMM(BaumWelchHMM):
         )
         self.save_hyperparameters()
         for name in frozen:
-            if name not in priors:
+            if name not in ("initial", "transition"):
                 raise ValueError(f"`frozen` must name initial or transition, but names {name!r} instead.")
         self.online_epochs = online_epochs
         self.first_epoch = 0  # the epoch in which training began, or began anew
         self.allocation, self.ngram_order, self.clones, self.pairs = allocation, ngram_order, clones, pairs
         self.seed, self.start_concentration = seed, start_concentration
-        self.initial = CategoricalRows(restarts, num_states, name="initial")
-        self.transition = CloneTransitions(restarts, torch.float32 if arithmetic == "float32" else torch.float64)
+        self.initial = Initial(initial_pseudocount)
+        self.initial.allocate(restarts, num_states)
+        self.initial.belong_to(self)
+        dtype = torch.float32 if arithmetic == "float32" else torch.float64
+        self.transition = CloneTransitions(restarts, dtype, transition_pseudocount, transition_sparsity)
         if pairs == "all" and (clones is not None or allocation == "uniform"):
             self.allocate(Layout(uniform_clones(num_states, num_symbols) if clones is None else clones))
 
@@ -161,7 +158,7 @@ class ClonedHMM(BaumWelchHMM):
     def layout(self) -> Layout:
         """Which states are clones of which symbol, and which transitions are stored."""
         if self.transition.layout is None:
-            raise RuntimeError("The model has no clones yet: they are allocated from the training data, by `fit` or `initialise(sequences)`.")
+            raise RuntimeError("The model has no clones yet: they are allocated from the training data, by `fit` or `initialize(sequences)`.")
         return self.transition.layout
 
     def allocate(self, layout: Layout) -> ClonedHMM:
@@ -170,14 +167,14 @@ class ClonedHMM(BaumWelchHMM):
             mine, theirs = (self.num_states, self.num_symbols), (layout.num_states, layout.num_symbols)
             raise ValueError(f"`layout` must have {mine[0]} clones of {mine[1]} symbols, but has {theirs[0]} of {theirs[1]} instead.")
         self.transition.allocate(layout)
-        self.transition.randomise(torch.Generator().manual_seed(self.seed), self.start_concentration)
+        self.transition.randomize(torch.Generator().manual_seed(self.seed), self.start_concentration)
         return self
 
     @property
     def starts_from_data(self) -> bool:
         return self.transition.layout is None
 
-    def initialise(self, sequences: Sequences) -> None:
+    def initialize(self, sequences: Sequences) -> None:
         """Allocates clones to symbols, and blocks to the pairs that occur, unless that was done already."""
         if self.transition.layout is not None:
             return
@@ -197,7 +194,7 @@ class ClonedHMM(BaumWelchHMM):
         """Forgets what was learnt: clones, blocks and starting values as if these sequences were the first. The callback `Retraining` does it in training."""
         self.transition.layout = None
         self.initial.set(torch.full((self.num_states,), 1 / self.num_states))
-        self.initialise(sequences)
+        self.initialize(sequences)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.transition.adopt(checkpoint.get("state_dict", {}), "transition.")
@@ -207,7 +204,7 @@ class ClonedHMM(BaumWelchHMM):
         if self.transition.layout is None:
             raise MisconfigurationException(
                 "Clones are allocated from the data, which a plain DataLoader does not show as a whole. "
-                "Call `model.initialise(sequences)` before training, or train with a datamodule or `lightning_hmm.fit`."
+                "Call `model.initialize(sequences)` before training, or train with a datamodule or `lightning_hmm.fit`."
             )
         return super().configure_optimizers()
 
@@ -224,11 +221,11 @@ class ClonedHMM(BaumWelchHMM):
         counts: dict[str, list[Tensor]] = {"initial": [], "transition": []}
         totals = []
         for restart in range(self.restarts):
-            found = cloned.e_step(*self.inference_arguments(batch, restart), single=self.arithmetic == "float32")
+            found = inference.e_step(*self.problem(batch, restart), batch.weights, dtype=self.message_dtype)
             self._watch_impossible(batch, found.impossible_step)
             totals.append(batch.weighted(found.log_likelihood).sum())
             counts["initial"].append(found.initial)
-            counts["transition"].append(found.transition)
+            counts["transition"].append(found.counts[0])
         self.train_likelihood.update(torch.stack(totals), batch.num_observed())
         # A view where there is one restart: stacking would copy what may be a billion counts.
         return {name: [parts[0][None] if len(parts) == 1 else torch.stack(parts)] for name, parts in counts.items()}
@@ -244,13 +241,20 @@ class ClonedHMM(BaumWelchHMM):
     def distributions(self) -> dict[str, Distribution]:
         return {"initial": self.initial, "transition": self.transition}
 
-    def chain(self, restart: int) -> tuple[Tensor, Tensor, Layout]:
+    def chain(self, restart: int, sequences: Sequences | None = None) -> tuple[Tensor, Blocks]:
         probs = self.transition.probs
         # A view where there is one restart only: selecting would copy the gradient.
-        return self.initial.log_probs[restart], probs.view(-1) if len(probs) == 1 else probs[restart], self.layout
+        return self.initial.log_probs[restart], Blocks(probs.view(-1) if len(probs) == 1 else probs[restart], self.layout)
 
-    def evidence(self, restart: int, sequences: Sequences) -> Tensor | None:
-        return None if sequences.is_discrete else sequences.values
+    def evidence(self, restart: int, sequences: Sequences) -> ClonedSymbols:  # type: ignore[override]
+        return ClonedSymbols.of(sequences, self.layout)
+
+    def _predict_states(self, sequences: Sequences, steps: int) -> Tensor:
+        return cloned.predict(*self.problem(sequences), steps=steps)  # type: ignore[arg-type]
+
+    def _expected_transitions(self, sequences: Sequences) -> inference.EStep:
+        """The E-step of the chosen restart."""
+        return inference.e_step(*self.problem(sequences), sequences.weights, dtype=self.message_dtype)
 
     def emit(self, states: Sequences, generator: torch.Generator) -> Sequences:
         return states.with_values(self.layout.symbols.to(states.device)[states.values])
@@ -262,7 +266,7 @@ class ClonedHMM(BaumWelchHMM):
     @property
     def fused_kernel(self) -> Any:
         # The pass knows pseudocounts only, and works in float64.
-        if self.priors["transition"]["sparsity"] or self.arithmetic != "float64":
+        if self.transition.prior["sparsity"] or self.arithmetic != "float64":
             return None
         return partial(cloned.online_em, layout=self.layout)
 
@@ -271,7 +275,7 @@ class ClonedHMM(BaumWelchHMM):
     @property
     def initial_probs(self) -> Tensor:
         """(H,) p(z_1)."""
-        return self.initial.probs[self.chosen]
+        return self.initial.probs
 
     @property
     def transition_probs(self) -> Tensor:
@@ -313,8 +317,7 @@ class ClonedHMM(BaumWelchHMM):
 
         weights = self.transition.probs.detach()[self.chosen].double().cpu()
         if sequences is not None:
-            initial, probs, layout = self.chain(int(self.chosen))
-            weights = cloned.e_step(initial, probs, layout, None, self.as_sequences(sequences), single=self.arithmetic == "float32").transition.double().cpu()
+            weights = self._expected_transitions(self.as_sequences(sequences)).counts[0].double().cpu()
         entries = torch.nonzero(weights >= max(threshold, torch.finfo(torch.float64).tiny)).flatten()
         sources, targets = (states.tolist() for states in self.layout.states_of(entries))
         graph = nx.DiGraph()
@@ -343,8 +346,8 @@ class ClonedHMM(BaumWelchHMM):
             path = self.decode(Sequences.from_list([self.scrambled_evidence(text, separator)])).values.cpu()
         else:
             symbols = torch.as_tensor(self.vocabulary.encode(text), dtype=torch.int64)
-            initial, transition, layout = self.chain(int(self.chosen))
-            path, _ = cloned.rearranged_viterbi(initial.detach(), transition.detach(), layout, symbols, _inner_groups(text, separator))
+            initial, operator = self.chain(int(self.chosen))
+            path, _ = cloned.rearranged_viterbi(initial.detach(), operator, symbols, _inner_groups(text, separator))
         if int(path[0]) < 0:
             return text
         return "".join(str(name) for name in self.vocabulary.decode(self.layout.symbols[path].tolist()))
@@ -417,10 +420,9 @@ class ClonedHMM(BaumWelchHMM):
         if not strength > 0:
             raise ValueError(f"`strength` must be positive, but is {strength} instead.")
         layout, sequences = self.layout, self.as_sequences(sequences)
-        initial, probs, _ = self.chain(int(self.chosen))
-        statistics = cloned.e_step(initial, probs, layout, None, sequences, single=self.arithmetic == "float32")
-        counted = torch.nonzero(statistics.transition > 0).flatten()
-        counts = statistics.transition[counted].double()
+        statistics = self._expected_transitions(sequences)
+        counted = torch.nonzero(statistics.counts[0] > 0).flatten()
+        counts = statistics.counts[0][counted].double()
         rows, columns = layout.states_of(counted)
         symbols, num_symbols = layout.symbols, layout.num_symbols
         visits = torch.zeros(self.num_states, dtype=torch.float64).index_add_(0, rows, counts)

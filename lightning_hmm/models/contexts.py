@@ -18,9 +18,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from lightning_hmm.inference import cloned
+from lightning_hmm import inference
 from lightning_hmm.inference.cloned import Layout
-from lightning_hmm.inference.dense import impossible_message
+from lightning_hmm.inference.results import impossible_message
 from lightning_hmm.models.baselines.kneser_ney import KneserNey
 from lightning_hmm.models.cloned import ClonedHMM
 from lightning_hmm.sequences import Sequences
@@ -185,16 +185,16 @@ class BackOff:
 @torch.no_grad()
 def _counted(model: ClonedHMM, data: Sequences) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Sources, targets and expected numbers of the transitions, and the most probable path."""
-    initial, probs, layout = model.chain(int(model.chosen))
-    statistics = cloned.e_step(initial, probs, layout, None, data, single=model.arithmetic == "float32")
+    layout = model.layout
+    statistics = inference.e_step(*model.problem(data), data.weights, dtype=model.message_dtype)
     ruled_out = torch.nonzero(statistics.impossible_step >= 0).flatten()
     if len(ruled_out):
         n = int(ruled_out[0])
         step = impossible_message(data, n, int(statistics.impossible_step[n]))
         raise ValueError(f"`models` must leave their training data possible, but one does not: {step} Train it further, or prune it less.")
-    counted = torch.nonzero(statistics.transition > 1e-4).flatten()  # the others together are far less than any sensible strength
+    counted = torch.nonzero(statistics.counts[0] > 1e-4).flatten()  # the others together are far less than any sensible strength
     rows, columns = layout.states_of(counted)
-    return rows.numpy(), columns.numpy(), statistics.transition[counted].double().numpy(), model.decode(data).values.numpy()
+    return rows.numpy(), columns.numpy(), statistics.counts[0][counted].double().numpy(), model.decode(data).values.numpy()
 
 
 def _step_weights(sequences: Sequences) -> np.ndarray:

@@ -10,11 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_hmm.distributions.exponential import Moments, mixture_moments
 from lightning_hmm.distributions.gaussian import data_location
-from lightning_hmm.inference import dense
 from lightning_hmm.inference.cooccurrence import cooccurrences, pair_counts, squared_error, stationary
-from lightning_hmm.models.base import HMM
-from lightning_hmm.models.standard import GaussianPrediction, gaussian_mixture
+from lightning_hmm.inference.evidence import Evidence, Quadratic, Table
+from lightning_hmm.inference.operators import Dense
+from lightning_hmm.inference.sampling import draw_rows
+from lightning_hmm.models.discrete import DiscreteHMM
 from lightning_hmm.optim import set_gradients
 from lightning_hmm.sequences import Sequences
 
@@ -49,7 +51,7 @@ def fair_num_states(num_states: int, num_symbols: int, embedding_dim: int) -> in
     return max(1, round(-half + math.sqrt(half**2 + 1 + embedding_dim * (3 * num_states + num_symbols + 1))))
 
 
-class DenseHMM(HMM):
+class DenseHMM(DiscreteHMM):
     r"""A hidden Markov model whose probabilities are composed of vectors of length L.
 
     .. math:: A_{ij} \propto k(u_j, z_i), \quad B_{ij} \propto k(v_j, w_i), \quad \pi_i \propto k(u_i, z_{start})
@@ -187,6 +189,11 @@ class DenseHMM(HMM):
     def __getattr__(self, name: str) -> Any:
         if name in ("U", "W") and self.__dict__.get("tie") == "zv":
             return self.Z
+        # Python calls this, too, where a property has no value.
+        if name in ("means", "variances"):
+            raise AttributeError(f"`{name}` is for Gaussian emissions: a categorical model has `emission_probs`.")
+        if name == "emission_probs":
+            raise AttributeError("`emission_probs` is for categorical emissions: a Gaussian model has `means` and `variances`.")
         return super().__getattr__(name)
 
     # Probabilities from vectors
@@ -209,13 +216,17 @@ class DenseHMM(HMM):
     def _offsets_and_variances(self, restart: int | slice) -> tuple[Tensor, Tensor]:
         return self.scale.sqrt() * (self.W[restart] @ self.V[restart].mT), self.scale * self.log_variance[restart].exp()
 
-    def chain(self, restart: int) -> tuple[Tensor, Tensor]:
+    def chain(self, restart: int, sequences: Sequences | None = None) -> tuple[Tensor, Dense]:
         log_initial, log_transition, *_ = self.natural_parameters(restart)
-        return log_initial, log_transition
+        return log_initial, Dense(log_transition)
 
-    def evidence(self, restart: int, sequences: Sequences) -> dense.Emission:
+    def evidence(self, restart: int, sequences: Sequences) -> Evidence:
         _, _, *natural = self.natural_parameters(restart)
-        return dense.Symbols(natural[0]) if self.num_features is None else dense.Gaussian(natural[0], natural[1], natural[2], self.centre)
+        if self.num_symbols is not None:
+            return Table(natural[0], sequences.symbols(self.num_symbols))
+        sequences.check(None, self.num_features)
+        eta1, eta2, log_norm = natural
+        return diagonal_gaussian(eta1, eta2, log_norm, self.centre, sequences)
 
     @property
     def initial_probs(self) -> Tensor:
@@ -231,12 +242,12 @@ class DenseHMM(HMM):
     def emission_probs(self) -> Tensor:
         """(K, V) p(symbol | state)."""
         if self.num_features is not None:
-            raise AttributeError  # `HMM.__getattr__` says why
+            raise AttributeError  # `__getattr__` says why
         return self.natural_parameters(int(self.chosen))[2].detach().exp()
 
     def _gaussian(self) -> tuple[Tensor, Tensor]:
         if self.num_features is None:
-            raise AttributeError
+            raise AttributeError  # `__getattr__` says why
         offset, variance = self._offsets_and_variances(int(self.chosen))
         return (self.centre + offset).detach(), variance.detach()
 
@@ -275,14 +286,14 @@ class DenseHMM(HMM):
 
     def emit(self, states: Sequences, generator: torch.Generator) -> Sequences:
         if self.num_features is None:
-            return states.with_values(dense.draw_rows(self.emission_probs, states.values, generator))
+            return states.with_values(draw_rows(self.emission_probs, states.values, generator))
         noise = torch.randn(states.num_steps, len(self.centre), generator=generator, dtype=torch.float64).to(self.device)
         return states.with_values(self.means[states.values] + noise * self.variances.sqrt()[states.values])
 
-    def predict_emission(self, state_probs: Tensor) -> Tensor | GaussianPrediction:
+    def predict_emission(self, state_probs: Tensor) -> Tensor | Moments:
         if self.num_features is None:
             return state_probs @ self.emission_probs
-        return gaussian_mixture(state_probs, self.means, self.variances)
+        return mixture_moments(state_probs, self.means, self.variances)
 
     # Training
 
@@ -290,7 +301,7 @@ class DenseHMM(HMM):
     def starts_from_data(self) -> bool:
         return not bool(self.located)
 
-    def initialise(self, sequences: Sequences) -> None:
+    def initialize(self, sequences: Sequences) -> None:
         """Gives Gaussian emissions the units of the data."""
         sequences.check(None, self.num_features)
         centre, scale = data_location(sequences)
@@ -316,7 +327,7 @@ class DenseHMM(HMM):
         if not bool(self.located):
             raise ValueError(
                 "Gaussian emissions take their units from the data, which a plain DataLoader does not show as a whole. "
-                "Call `model.initialise(sequences)` before training, or train with a datamodule or `lightning_hmm.fit`."
+                "Call `model.initialize(sequences)` before training, or train with a datamodule or `lightning_hmm.fit`."
             )
         if self.objective == "cooccurrence":
             self.target_cooccurrences = self._true_cooccurrences() if self.target == "truth" else self._count_cooccurrences()
@@ -405,6 +416,16 @@ class DenseHMM(HMM):
     def _choose_on_training_data(self) -> None:
         if self.objective != "cooccurrence":  # there, the error decides
             super()._choose_on_training_data()
+
+
+def diagonal_gaussian(eta1: Tensor, eta2: Tensor, log_norm: Tensor, center: Tensor, sequences: Sequences) -> Quadratic:
+    """log N(y | k) = sum over observed d of eta1 u + eta2 u^2 - log_norm with u = y - center; the natural parameters are (K, D)."""
+    offsets = sequences.values.to(center.dtype) - center
+    observed, places = ~offsets.isnan(), torch.arange(len(center), device=center.device)
+    shown = len(center) + places  # the columns that say what is observed
+    pairs = torch.cat([torch.stack(pair, 1) for pair in ((places, shown), (places, places), (shown, shown))])
+    columns = torch.cat([torch.where(observed, offsets, 0.0), observed.to(offsets.dtype)], 1)
+    return Quadratic(columns, pairs, torch.cat([eta1, eta2, -log_norm], 1))
 
 
 def expected_log_likelihood(counts: list[Tensor], natural: list[Tensor]) -> Tensor:

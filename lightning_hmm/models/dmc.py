@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 
-from lightning_hmm.distributions import DiagonalGaussian, MostlyConstantRows
-from lightning_hmm.inference import dmc, selection
-from lightning_hmm.inference.dmc import Transition
-from lightning_hmm.inference.selection import Choice, PairSums
-from lightning_hmm.models.standard import StandardHMM
+from lightning_hmm import inference
+from lightning_hmm.distributions import Categorical, DenseMostlyConstant, Emission, Initial
+from lightning_hmm.distributions.base import make_part
+from lightning_hmm.inference import selection
+from lightning_hmm.inference.cpu import prefers_dense
+from lightning_hmm.inference.operators import MostlyConstant
+from lightning_hmm.inference.selection import Choice, Pairs, PairSums, factored_pairs
+from lightning_hmm.models.hmm import HMM
+from lightning_hmm.models.standard import StandardHMM, standard_emission
 from lightning_hmm.sequences import Sequences
 
 
-class DMCHMM(StandardHMM):
+class DMCHMM(HMM):
     r"""N states of which each row of the transition matrix keeps K probabilities and gives one constant to all others.
 
     .. math:: z_1 \sim \pi, \quad p(z_t = j \mid z_{t-1} = i) = a_{ij} \text{ for K kept } j, \; c_i \text{ for the others}, \quad
@@ -32,7 +35,7 @@ class DMCHMM(StandardHMM):
     Args:
         num_states: N, at least 2.
         num_kept: K, from 0 to N - 1.
-        num_symbols, emission, num_features, seed, restarts, initialisation: as for `StandardHMM`.
+        num_symbols, emission, num_features, seed, restarts, initialization: as for `StandardHMM`.
         criterion: what EM keeps of a row: "window", the entries with which the expected log-likelihood is highest, or "largest".
         selection: how it finds them: "gemm" looks at all pairs, "lazy" (for "largest") computes bounds first; "auto" does what is faster.
         reselect_every: epochs from one choice to the next; the first epoch always chooses. Between them the set stays, and an epoch costs
@@ -42,19 +45,18 @@ class DMCHMM(StandardHMM):
             for `StandardHMM`; the pseudocount of transitions is added to every entry of the full matrix.
     """
 
-    inference: ClassVar[ModuleType] = dmc
-    transition: MostlyConstantRows
+    transition: DenseMostlyConstant
 
     def __init__(
         self,
         num_states: int,
         num_kept: int,
         num_symbols: int | None = None,
-        emission: Literal["categorical", "gaussian"] = "categorical",
+        emission: Literal["categorical", "gaussian"] | Emission = "categorical",
         num_features: int | None = None,
         seed: int = 0,
         restarts: int = 1,
-        initialisation: Literal["kmeans", "random"] = "kmeans",
+        initialization: Literal["kmeans", "random"] = "kmeans",
         criterion: Literal["window", "largest"] = "window",
         selection: Literal["auto", "gemm", "lazy"] = "auto",
         reselect_every: int = 1,
@@ -83,38 +85,49 @@ class DMCHMM(StandardHMM):
                 raise ValueError(f"`{name}` must be a whole number of at least 1, but is {value} instead.")
         if bound_terms is not None and selection != "lazy":
             raise ValueError("`bound_terms` is for the selection lazy, which alone has bounds.")
-        self.num_kept, self.criterion, self.selection = num_kept, criterion, selection
-        self.reselect_every, self.bound_terms = reselect_every, bound_terms
+        self._given_options = {
+            "num_states": num_states,
+            "num_kept": num_kept,
+            "num_symbols": num_symbols,
+            "emission": emission,
+            "num_features": num_features,
+            "seed": seed,
+            "restarts": restarts,
+            "initialization": initialization,
+            "criterion": criterion,
+            "selection": selection,
+            "reselect_every": reselect_every,
+            "bound_terms": bound_terms,
+            "initial_pseudocount": initial_pseudocount,
+            "transition_pseudocount": transition_pseudocount,
+            "emission_pseudocount": emission_pseudocount,
+            "variance_prior": variance_prior,
+            "frozen": list(frozen),
+            "arithmetic": arithmetic,
+            "symbol_names": symbol_names,
+            "unknown_symbol": unknown_symbol,
+        }
+        part = standard_emission(emission, num_symbols, num_features, emission_pseudocount, variance_prior)
+        symbolic = isinstance(part, Categorical)
         super().__init__(
-            num_states=num_states,
-            num_symbols=num_symbols,
-            emission=emission,
-            num_features=num_features,
+            num_states,
+            part,
+            DenseMostlyConstant(num_kept, transition_pseudocount),
+            Initial(initial_pseudocount),
+            num_symbols=num_symbols if symbolic else None,
+            num_features=None if symbolic else num_features,
             seed=seed,
             restarts=restarts,
-            initialisation=initialisation,
-            initial_pseudocount=initial_pseudocount,
-            transition_pseudocount=transition_pseudocount,
-            emission_pseudocount=emission_pseudocount,
-            variance_prior=variance_prior,
+            initialization=initialization,
             frozen=frozen,
             arithmetic=arithmetic,
             symbol_names=symbol_names,
             unknown_symbol=unknown_symbol,
         )
+        self.num_kept, self.criterion, self.selection = num_kept, criterion, selection
+        self.reselect_every, self.bound_terms = reselect_every, bound_terms
         self._pair_sums: list[PairSums] | None = None  # one per restart, gathered since the last M-step
         self.choices: list[Choice] = []  # of each restart, what the last epoch chose; empty if it did not
-
-    def _make_transition(self) -> MostlyConstantRows:
-        return MostlyConstantRows(self.restarts, self.num_states, self.num_kept, name="transition")
-
-    def chain(self, restart: int) -> tuple[Tensor, Transition]:
-        return self.initial.log_probs[restart], self.transition.natural(restart)
-
-    @property
-    def transition_probs(self) -> Tensor:
-        """(N, N) p(z_t+1 = j | z_t = i), the full matrix."""
-        return self.transition.to_dense(int(self.chosen))
 
     @property
     def indices(self) -> Tensor:
@@ -131,25 +144,13 @@ class DMCHMM(StandardHMM):
         """(N,) the probability of each other entry of a row."""
         return self.transition.log_constants[self.chosen].detach().exp()
 
-    def set_parameters(  # type: ignore[override]
-        self,
-        initial: Any = None,
-        transition: Any = None,
-        indices: Any = None,
-        values: Any = None,
-        emission: Any = None,
-        means: Any = None,
-        variances: Any = None,
-    ) -> DMCHMM:
-        """As `StandardHMM.set_parameters`. Transitions are given as `indices` and `values` of the kept entries, or as a full matrix."""
+    def set_parameters(self, initial: Any = None, transition: Any = None, emission: Any = None, indices: Any = None, values: Any = None) -> Self:
+        """As `HMM.set_parameters`. Transitions are given as `indices` and `values` of the kept entries, or as a full matrix."""
         if (indices is None) != (values is None) or (indices is not None and transition is not None):
             raise ValueError("`indices` and `values` must be given together, or a full `transition` instead.")
         if indices is not None:
-            self.transition.set(indices, values)
-        if transition is not None:
-            self.transition.set_dense(transition)
-        super().set_parameters(initial=initial, emission=emission, means=means, variances=variances)
-        return self
+            self.transition.set_kept(indices, values)
+        return super().set_parameters(initial, transition, emission)
 
     # From and to the full HMM
 
@@ -164,10 +165,6 @@ class DMCHMM(StandardHMM):
 
     # Training by EM
 
-    @property
-    def fused_kernel(self) -> Any:
-        return None
-
     def on_fit_start(self) -> None:
         super().on_fit_start()
         self._pair_sums = None  # an interrupted run may have left some
@@ -177,18 +174,27 @@ class DMCHMM(StandardHMM):
         # With K = N - 1 every set can hold every matrix; with K = 0 there is only one.
         choosing = 0 < self.num_kept < self.num_states - 1 and "transition" not in self.frozen and self.current_epoch % self.reselect_every == 0
         factored = self.selection == "lazy"
-        return [PairSums(self.transition.natural(restart), factored) for restart in range(self.restarts if choosing else 0)]
+        return [PairSums(self.chain(restart)[1], factored) for restart in range(self.restarts if choosing else 0)]  # type: ignore[arg-type]
 
-    def _weighted_log_likelihood(self, restart: int, batch: Sequences) -> tuple[Tensor, Tensor, Tensor]:
+    def _e_step(self, batch: Sequences) -> dict[str, list[Tensor]]:
         if self._pair_sums is None:  # the first batch of an epoch
             self._pair_sums, self.choices = self._new_pair_sums(), []
+        return super()._e_step(batch)
+
+    def _expected_counts(self, batch: Sequences, restart: int, **options: Any) -> tuple[inference.EStep, list[Tensor]]:
         if not self._pair_sums:
-            return super()._weighted_log_likelihood(restart, batch)
-        routine = "sparse" if self.selection == "lazy" else "auto"
-        arguments = self.inference_arguments(batch, restart)
-        *answer, pairs = dmc.weighted_log_likelihood_and_pairs(*arguments, single=self.arithmetic == "float32", routine=routine)
-        self._pair_sums[restart].add(pairs)
-        return answer[0], answer[1], answer[2]
+            return super()._expected_counts(batch, restart)
+        # The counts of all pairs of states are those of the full matrix, or follow from the rows of the steps.
+        operator = self.chain(restart)[1]
+        assert isinstance(operator, MostlyConstant)
+        use_full = self.selection != "lazy" and prefers_dense(operator, len(batch), self.message_dtype, smooth=True, pairs=True)
+        found, counts = super()._expected_counts(batch, restart, full_matrix=use_full, per_step=not use_full)
+        if use_full:
+            empty = found.initial.new_zeros(0, 0)
+            self._pair_sums[restart].add(Pairs(empty, empty, found.counts[0]))
+        else:
+            self._pair_sums[restart].add(factored_pairs(operator, found, batch.offsets))
+        return found, counts
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         super().on_before_optimizer_step(optimizer)
@@ -199,12 +205,12 @@ class DMCHMM(StandardHMM):
             self.choices.append(choice)
 
     def _choose(self, restart: int, sums: PairSums) -> Choice:
-        pseudocount = self.priors["transition"]["pseudocount"]
+        pseudocount = self.transition.prior["pseudocount"]
         if self.selection == "lazy" and not bool(self._sum_over_ranks(torch.tensor(float(sums.counts is not None), device=self.device))):
             alpha, kappa = (self.gather_rows(part) for part in sums.messages())
             if len(alpha) > 1:
                 kept, rest = (counts[restart] for counts in self._counts["transition"])
-                return selection.choose_lazily(alpha, kappa, sums.transition, kept, rest, self.bound_terms, pseudocount)
+                return selection.choose_lazily(alpha, kappa, sums.operator, kept, rest, self.bound_terms, pseudocount)
         return selection.choose_gemm(sums, self.criterion, pseudocount, self._sum_over_ranks)
 
     def on_train_epoch_end(self) -> None:
@@ -217,25 +223,18 @@ class DMCHMM(StandardHMM):
             self.log("train/dot_products", choice.dot_products.double().mean())
 
 
-def _copy(model: StandardHMM, family: Any, options: dict[str, Any]) -> Any:
-    """A model of another family with the parameters of the one that answers."""
-    gaussian = isinstance(model.emission, DiagonalGaussian)
+def _copy(model: HMM, family: Any, options: dict[str, Any]) -> Any:
+    """A model of another family with the parameters of the chosen restart."""
     names = model.vocabulary
     same = {
         "num_states": model.num_states,
         "num_symbols": model.num_symbols,
-        "emission": "gaussian" if gaussian else "categorical",
+        "emission": make_part(model.emission.config, Emission, "emission"),
         "num_features": model.num_features,
         "arithmetic": model.arithmetic,
         "symbol_names": None if names is None else names.names,
         "unknown_symbol": None if names is None else names.unknown,
     }
-    copy = family(**{**same, **options})
-    if isinstance(model.emission, DiagonalGaussian):
-        for name in ("centre", "scale", "located"):
-            getattr(copy.emission, name).copy_(getattr(model.emission, name))
-        copy.emission.set(model.means, model.variances)
-        copy.initialised.copy_(model.initialised)
-    else:
-        copy.emission.set(model.emission_probs)
-    return copy.set_parameters(initial=model.initial_probs, transition=model.transition_probs)
+    other = family(**{**same, **options})
+    other.emission.copy_from(model.emission, int(model.chosen))
+    return other.set_parameters(initial=model.initial_probs, transition=model.transition_probs)

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_hmm.distributions import Distribution, GaussianState, LinearGaussianEmission, LinearGaussianTransition
+from lightning_hmm.distributions import Distribution, GaussianState, LinearGaussianEmission, LinearGaussianTransition, Moments
 from lightning_hmm.distributions.gaussian import data_location
 from lightning_hmm.inference import kalman
 from lightning_hmm.loading import generator
@@ -16,7 +16,6 @@ from lightning_hmm.metrics import LogLikelihoodPerSymbol
 from lightning_hmm.models.baselines.recurrent import last_seen
 from lightning_hmm.models.prediction_errors import PredictionErrors
 from lightning_hmm.models.sequence_model import check_counts
-from lightning_hmm.models.standard import GaussianPrediction
 from lightning_hmm.models.training_loop import BaumWelchTraining
 from lightning_hmm.sequences import Sequences
 
@@ -85,7 +84,6 @@ class LinearGaussianHMM(BaumWelchTraining, PredictionErrors):
             num_features=num_features,
             discount=discount,
             sequences_per_update=sequences_per_update,
-            priors={"emission": {"variance_prior": variance_prior}},
             frozen=frozen,
             arithmetic=arithmetic,
         )
@@ -103,7 +101,7 @@ class LinearGaussianHMM(BaumWelchTraining, PredictionErrors):
         self.initial = GaussianState(zeros(latent_dim), unit.clone())
         # EM takes long to reach slow turns from fast ones. The covariance keeps the variance of the state at about 1.
         self.transition = LinearGaussianTransition(0.9 * unit + 0.05 * draw(latent_dim, latent_dim), zeros(latent_dim), 0.2 * unit)
-        self.emission = LinearGaussianEmission(draw(num_features, latent_dim) / latent_dim**0.5, zeros(num_features), zeros(num_features) + 0.1)
+        self.emission = LinearGaussianEmission(draw(num_features, latent_dim) / latent_dim**0.5, zeros(num_features), zeros(num_features) + 0.1, variance_prior)
         for name, value in {"centre": 0.0, "scale": 1.0, "first_centre": 0.0, "first_scale": 1.0}.items():
             self.register_buffer(name, torch.full((num_features,), value, dtype=torch.float64))
         self.register_buffer("located", torch.tensor(False))
@@ -193,7 +191,7 @@ class LinearGaussianHMM(BaumWelchTraining, PredictionErrors):
         return sequences.with_values(self._locations(sequences) + expected * self.scale.sqrt())
 
     @torch.no_grad()
-    def predict_next(self, sequences: Any, steps: int = 1) -> GaussianPrediction:
+    def predict_next(self, sequences: Any, steps: int = 1) -> Moments:
         """The observation `steps` after the end of each sequence; of one without a step, the `steps`-th of all."""
         check_counts(steps=steps)
         sequences, model = self.as_sequences(sequences), self._joint
@@ -206,7 +204,7 @@ class LinearGaussianHMM(BaumWelchTraining, PredictionErrors):
             mean, cov = kalman.later(model, mean, cov)
         expected, spread = kalman.emitted(model, mean, cov)
         location = self._location(sequences.lengths.to(self.centre.device) + steps - 1)
-        return GaussianPrediction(location + expected * self.scale.sqrt(), spread.diagonal(dim1=1, dim2=2) * self.scale)
+        return Moments(location + expected * self.scale.sqrt(), spread.diagonal(dim1=1, dim2=2) * self.scale)
 
     @torch.no_grad()
     def sample(self, num_sequences: int = 1, length: int | Sequence[int] = 100, seed: int = 0, return_states: bool = False) -> Any:
@@ -238,7 +236,7 @@ class LinearGaussianHMM(BaumWelchTraining, PredictionErrors):
     def starts_from_data(self) -> bool:
         return not bool(self.located)
 
-    def initialise(self, sequences: Sequences) -> None:
+    def initialize(self, sequences: Sequences) -> None:
         """Takes the units of what is described from the data."""
         sequences.check(None, self.num_features)
         sequences = sequences.counted()
@@ -257,7 +255,7 @@ class LinearGaussianHMM(BaumWelchTraining, PredictionErrors):
         if not bool(self.located):
             raise ValueError(
                 "Observations are in units of the training data, which a plain DataLoader does not show as a whole. "
-                "Call `model.initialise(sequences)` before training, or train with a datamodule or `lightning_hmm.fit`."
+                "Call `model.initialize(sequences)` before training, or train with a datamodule or `lightning_hmm.fit`."
             )
 
     @torch.no_grad()

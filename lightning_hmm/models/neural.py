@@ -215,9 +215,9 @@ class NeuralHMM(InUnits, ParticleEM):
         """
         return None
 
-    def initialise(self, sequences: Sequences) -> None:
+    def initialize(self, sequences: Sequences) -> None:
         """Takes the units of observations from the data and, with `start_window`, the first networks."""
-        super().initialise(sequences)
+        super().initialize(sequences)
         if self.start_window is not None:
             start_slow(self, sequences, self.start_window, generator(self.seed, "slow"))
 

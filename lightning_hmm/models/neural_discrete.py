@@ -7,22 +7,25 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lightning_hmm import inference
+from lightning_hmm.distributions import Moments
 from lightning_hmm.distributions.densities import DensityHead, Family, PartialDensity
-from lightning_hmm.inference import dense, particle
+from lightning_hmm.inference import particle
+from lightning_hmm.inference.evidence import Rows
+from lightning_hmm.inference.operators import Dense
 from lightning_hmm.inference.particle import Streams
 from lightning_hmm.loading import generator
-from lightning_hmm.models.base import HMM
+from lightning_hmm.models.discrete import DiscreteHMM
 from lightning_hmm.models.neural_networks import Activation, Window, WindowedMLP, WindowKind
 from lightning_hmm.models.neural_rollout import Rollout
 from lightning_hmm.models.neural_state_space import Conditional, Observations
 from lightning_hmm.models.neural_units import InUnits, up_to_last_seen, window_inputs
 from lightning_hmm.models.prediction_errors import PredictionErrors
 from lightning_hmm.models.sequence_model import check_counts
-from lightning_hmm.models.standard import GaussianPrediction
 from lightning_hmm.sequences import Sequences
 
 
-class NeuralDiscreteHMM(InUnits, PredictionErrors, HMM):
+class NeuralDiscreteHMM(InUnits, PredictionErrors, DiscreteHMM):
     r"""K states, each with a vector e_k, from which networks make its transitions and its emission.
 
     .. math:: A_i = \text{softmax}(f(e_i)), \qquad y_t \mid z_t = k \sim p(\cdot \mid g(e_k, y_{t-\tau_e}, \dots, y_{t-1}))
@@ -98,11 +101,11 @@ class NeuralDiscreteHMM(InUnits, PredictionErrors, HMM):
 
     # What the inference functions ask
 
-    def chain(self, restart: int) -> tuple[Tensor, Tensor]:
-        return self.initial.log_softmax(0), self.transition(self.embedding, self.transition.bias).log_softmax(1)
+    def chain(self, restart: int, sequences: Sequences | None = None) -> tuple[Tensor, Dense]:
+        return self.initial.log_softmax(0), Dense(self.transition(self.embedding, self.transition.bias).log_softmax(1))
 
-    def evidence(self, restart: int, sequences: Sequences) -> dense.Steps:
-        return dense.Steps(self._evidence(self.observations(sequences)))
+    def evidence(self, restart: int, sequences: Sequences) -> Rows:
+        return Rows(self._evidence(self.observations(sequences)))
 
     def _emission(self, observations: Observations, steps: Tensor) -> PartialDensity:
         """(rows, K) densities, of the steps where (T or T + 1, B) `steps` is true."""
@@ -126,7 +129,7 @@ class NeuralDiscreteHMM(InUnits, PredictionErrors, HMM):
     @property
     def transition_probs(self) -> Tensor:
         """(K, K) p(z_t+1 = j | z_t = i)."""
-        return self.chain(0)[1].detach().exp()
+        return self.chain(0)[1].log_probs.detach().exp()
 
     @property
     def num_free_parameters(self) -> int:
@@ -151,7 +154,7 @@ class NeuralDiscreteHMM(InUnits, PredictionErrors, HMM):
         return sequences.with_values(self.in_data_units(mean, base, unseen))
 
     @torch.no_grad()
-    def predict_next(self, sequences: Any, steps: int = 1, num_draws: int = 1000) -> GaussianPrediction:
+    def predict_next(self, sequences: Any, steps: int = 1, num_draws: int = 1000) -> Moments:
         """Moments of the observation `steps` after the end of each sequence.
 
         One step ahead they are exact. Further ahead, `num_draws` paths of states and of the observations in between are drawn for each sequence. Steps at the
@@ -166,11 +169,11 @@ class NeuralDiscreteHMM(InUnits, PredictionErrors, HMM):
                 moment[far] = drawn
         return found
 
-    def _drawn_ahead(self, sequences: Sequences, ahead: Tensor, num_draws: int, numbers: list[int]) -> GaussianPrediction:
+    def _drawn_ahead(self, sequences: Sequences, ahead: Tensor, num_draws: int, numbers: list[int]) -> Moments:
         """Moments of the observation (N,) `ahead` steps after the end of each sequence, from draws. `numbers` determine the random numbers."""
         streams = Streams([generator(self.seed, "next", number) for number in numbers])
         cumulative = self.transition_probs.cumsum(1)
-        log_probs = self.inference.predict_next(*self.inference_arguments(sequences)).log()
+        log_probs = inference.predict(*self.problem(sequences)).log()
         states = particle.resample(log_probs, num_draws, streams)  # (N, draws)
         run = Rollout.following(self, self.observations(sequences), self.embedding[states], max(self.emission.window.order, 1))
         moments = torch.zeros(2, len(sequences), len(self.centre), dtype=torch.float64, device=self.device)
@@ -182,12 +185,12 @@ class NeuralDiscreteHMM(InUnits, PredictionErrors, HMM):
             mean, variance, _, _ = run.summary(run.emit(streams), 0.5)
             rows = torch.nonzero(ahead == step).flatten()
             moments[:, rows] = torch.stack([mean, variance])[:, rows]
-        return GaussianPrediction(*moments)
+        return Moments(*moments)
 
-    def _predict_next(self, sequences: Sequences) -> GaussianPrediction:
+    def _predict_next(self, sequences: Sequences) -> Moments:
         """Moments of the observation after the end of each sequence, exact."""
         observations = self.observations(sequences)
-        probs = self.inference.predict_next(*self.inference_arguments(sequences))  # (N, K)
+        probs = inference.predict(*self.problem(sequences))  # (N, K)
         lengths = observations.lengths
         end = torch.arange(len(observations.base), device=lengths.device).unsqueeze(1) == lengths
         order = torch.nonzero(end)[:, 1].argsort()
@@ -198,7 +201,7 @@ class NeuralDiscreteHMM(InUnits, PredictionErrors, HMM):
         if self.residual:
             variance = torch.where(unseen.unsqueeze(1), self.units.scale.square() * self.first_log_variance.exp(), variance)
         expected = (probs.unsqueeze(2) * means).sum(1)
-        return GaussianPrediction(expected, (probs.unsqueeze(2) * (variance + (means - expected.unsqueeze(1)).square())).sum(1))
+        return Moments(expected, (probs.unsqueeze(2) * (variance + (means - expected.unsqueeze(1)).square())).sum(1))
 
     def emit(self, states: Sequences, generator: torch.Generator) -> Sequences:
         nothing = Sequences.from_lengths(self.centre.new_zeros(0, len(self.centre)), [0] * len(states))
@@ -222,7 +225,7 @@ class NeuralDiscreteHMM(InUnits, PredictionErrors, HMM):
     def training_step(self, batch: Sequences, batch_idx: int) -> None:
         self._require_sequences(batch)
         with torch.no_grad():
-            found = self.inference.e_step(*self.inference_arguments(batch))
+            found = inference.e_step(*self.problem(batch), batch.weights)
         weights = torch.ones_like(found.log_likelihood) if batch.weights is None else batch.weights
         self.train_likelihood.update(found.log_likelihood @ weights, batch.num_observed())
         observations = self.observations(batch)
@@ -231,7 +234,7 @@ class NeuralDiscreteHMM(InUnits, PredictionErrors, HMM):
         parameters = list(self.parameters())
         for step in range(self.m_steps):
             initial, transition = self.chain(0)
-            expected = (found.initial * initial).sum() + (found.transition * transition).sum() + (found.emission[0] * self._evidence(observations)).sum()
+            expected = (found.initial * initial).sum() + (found.counts[0] * transition.log_probs).sum() + (found.evidence * self._evidence(observations)).sum()
             self._set_gradients(torch.autograd.grad(-expected, parameters), num_steps)
             nn.utils.clip_grad_norm_(parameters, self.gradient_clip)
             # Lightning counts the last of them.

@@ -42,7 +42,7 @@ class InUnits(SequenceModel):
         """The sequences as the densities see them."""
         sequences.check(None, self.num_features)
         if not bool(self.located):
-            raise ValueError("The model must be trained before it is asked, or `initialise(sequences)` called: its units are those of training data.")
+            raise ValueError("The model must be trained before it is asked, or `initialize(sequences)` called: its units are those of training data.")
         return Observations(sequences, self.units, self.network_dtype)
 
     def first_log_prob(self, observations: Observations) -> Tensor:
@@ -60,7 +60,7 @@ class InUnits(SequenceModel):
     def starts_from_data(self) -> bool:
         return not bool(self.located)
 
-    def initialise(self, sequences: Sequences) -> None:
+    def initialize(self, sequences: Sequences) -> None:
         """Takes the units of observations and of their changes from the data."""
         sequences.check(None, self.num_features)
         sequences = sequences.counted()
@@ -76,7 +76,7 @@ class InUnits(SequenceModel):
         if not bool(self.located):
             raise ValueError(
                 "Observations are in units of the training data, which a plain DataLoader does not show as a whole. "
-                "Call `model.initialise(sequences)` before training, or train with a datamodule or `lightning_hmm.fit`."
+                "Call `model.initialize(sequences)` before training, or train with a datamodule or `lightning_hmm.fit`."
             )
 
 

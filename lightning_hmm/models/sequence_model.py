@@ -77,11 +77,18 @@ class SequenceModel(LightningModule, ABC):
 
     @property
     def starts_from_data(self) -> bool:
-        """Whether `initialise` has something to do; only then is the training data gathered for it."""
+        """Whether `initialize` has something to do; only then is the training data gathered for it."""
         return False
 
-    def initialise(self, sequences: Sequences) -> None:
+    def initialize(self, sequences: Sequences) -> None:
         """Sets what depends on the data before training; nothing by default."""
+
+    def take_sizes(self, parts: Sequence[Sequences]) -> None:
+        """Takes the numbers of symbols or features from the data, where a model has none yet; nothing by default."""
+
+    def check(self, sequences: Sequences) -> None:
+        """Raises an error that names sequence and position where the data do not suit the model."""
+        sequences.check(self.num_symbols, self.num_features)
 
     def as_sequences(self, data: Any, lengths: Any = None) -> Sequences:
         """Converts what `Sequences.from_list` takes, or `Sequences.from_lengths` if `lengths` are given, to `Sequences` on the model's device.
@@ -111,7 +118,7 @@ class SequenceModel(LightningModule, ABC):
             return
         datamodule: Any = getattr(self.trainer, "datamodule", None)
         if self.starts_from_data and self.trainer.ckpt_path is None and hasattr(datamodule, "train_sequences"):
-            self.initialise(datamodule.train_sequences)
+            self.initialize(datamodule.train_sequences)
 
     def teardown(self, stage: str) -> None:
         destroy_process_group_at_exit()  # Lightning calls this method after a run that succeeded only

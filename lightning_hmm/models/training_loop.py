@@ -6,8 +6,9 @@ sums them over ranks once, and passes them to the optimizer, whose step is the M
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +17,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_hmm.distributions import Distribution
-from lightning_hmm.models.sequence_model import SequenceModel
+from lightning_hmm.models.sequence_model import SequenceModel, check_counts
 from lightning_hmm.optim import BaumWelch
 from lightning_hmm.sequences import Sequences
 
@@ -26,9 +27,10 @@ class BaumWelchTraining(SequenceModel):
 
     Args:
         discount: lambda of online EM; ``None`` for batch EM, which updates once an epoch from all batches.
-        sequences_per_update: online EM only: updates after each so many sequences inside a training batch, so that small
-            batches do not pay for a Lightning step each. ``None``: one update a batch.
-        priors: options of the distributions' priors by their names.
+        sequences_per_update: online EM only: the number of sequences of an update. Several updates run inside one training batch, so that the
+            cost of a Lightning step is paid once. ``None`` makes one update for each batch.
+        iterations_per_epoch: batch EM only: EM iterations in each epoch of the Trainer, for data so small that the epoch of the Trainer takes
+            longer than an iteration. An epoch must be one batch. Validation and callbacks see the last iteration of an epoch.
         frozen: names of distributions that keep their parameters.
         kwargs: the arguments of `SequenceModel`, or of the class that follows this one in the order of inheritance.
     """
@@ -38,7 +40,7 @@ class BaumWelchTraining(SequenceModel):
         *,
         discount: float | None = None,
         sequences_per_update: int | None = None,
-        priors: Mapping[str, Mapping[str, float]] | None = None,
+        iterations_per_epoch: int = 1,
         frozen: Sequence[str] = (),
         **kwargs: Any,
     ) -> None:
@@ -47,16 +49,18 @@ class BaumWelchTraining(SequenceModel):
             raise ValueError(f"`sequences_per_update` must be a whole number of at least 1, but is {sequences_per_update} instead.")
         if discount is not None and not 0 <= discount < 1:
             raise ValueError(f"`discount` must be at least 0 and below 1, but is {discount} instead.")
-        for part, options in (priors or {}).items():
-            for name, number in options.items():
-                if not number >= 0:
-                    raise ValueError(f"`{part}_{name}` must not be negative, but is {number} instead.")
         if sequences_per_update is not None and discount is None:
             raise ValueError("`sequences_per_update` is for online EM: give `discount` too.")
-        self.discount, self.sequences_per_update = discount, sequences_per_update
-        self.priors, self.frozen = {name: dict(options) for name, options in (priors or {}).items()}, tuple(frozen)
+        check_counts(iterations_per_epoch=iterations_per_epoch)
+        if iterations_per_epoch > 1 and discount is not None:
+            raise ValueError("`iterations_per_epoch` is for batch EM: leave it out, or leave out `discount`.")
+        self.discount, self.sequences_per_update, self.iterations_per_epoch = discount, sequences_per_update, iterations_per_epoch
+        # (restarts,) per symbol, of each EM iteration of the present epoch, under the parameters before it; empty where an epoch is one iteration.
+        self.iteration_likelihoods: list[Tensor] = []
+        self.frozen = tuple(frozen)
         # Batch EM steps once per epoch, from the counts of all batches and ranks, which Lightning's automatic loop cannot do.
         self.automatic_optimization = False
+        self._reported: set[str] = set()  # distributions whose rows without counts were reported
         self._clear_counts()
 
     def _clear_counts(self) -> None:
@@ -68,19 +72,35 @@ class BaumWelchTraining(SequenceModel):
     def distributions(self) -> dict[str, Distribution]:
         """The parts of the model by name."""
 
+    @property
+    def num_free_parameters(self) -> int:
+        """The number of degrees of freedom of the chosen restart, without those of frozen parts."""
+        chosen = int(self.chosen)
+        return sum(part.num_free_parameters(chosen) for name, part in self.distributions.items() if name not in self.frozen)
+
     def configure_optimizers(self) -> BaumWelch:
         data_size = None
         if self.discount is not None:
             data_size = getattr(getattr(self.trainer, "datamodule", None), "train_size", None)
-            if data_size is None and any(value for options in self.priors.values() for value in options.values()):
+            if data_size is None and any(value for part in self.distributions.values() for value in part.prior.values()):
                 raise MisconfigurationException(
                     "Online EM with a prior needs to know how many sequences there are: train with a datamodule that has `train_size`."
                 )
-        return BaumWelch(self.distributions, self.discount, self.priors, self.frozen, data_size)
+        return BaumWelch(self.distributions, self.discount, self.frozen, data_size)
 
     def on_fit_start(self) -> None:
         super().on_fit_start()
         self._clear_counts()  # an interrupted run may have left some
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        optimizer: Any = self.optimizers()
+        for name, kept in optimizer.optimizer.kept_rows.items():
+            if name not in self._reported and int(kept):
+                self._reported.add(name)
+                warnings.warn(
+                    f"{int(kept)} rows of `{name}` got no counts and keep their values: fewer states, or a pseudocount, may suit the data better.", stacklevel=2
+                )
 
     @property
     def is_online(self) -> bool:
@@ -91,9 +111,42 @@ class BaumWelchTraining(SequenceModel):
         if self.is_online and self.sequences_per_update is not None:
             self._many_updates(batch)
             return
+        if self.iterations_per_epoch > 1 and not self.is_online:
+            self._iterate(batch)
+            return
         self._gather(batch)
         if self.is_online or self.trainer.is_last_batch:
             self._m_step()
+
+    def _iterate(self, batch: Sequences) -> None:
+        """Several iterations of batch EM from the one batch of an epoch. Lightning counts the last one."""
+        if self.trainer.num_training_batches != 1:
+            raise MisconfigurationException(
+                f"`iterations_per_epoch` is {self.iterations_per_epoch}, but an epoch has {self.trainer.num_training_batches} batches: several iterations need "
+                "all data in one batch. Leave `batch_size` out, or leave out `iterations_per_epoch`."
+            )
+        self.iteration_likelihoods = []
+        fused = self.trainer.world_size == 1 and self.device.type == "cpu" and self.arithmetic == "float64" and self.fused_kernel is not None
+        for iteration in range(self.iterations_per_epoch):
+            last = iteration == self.iterations_per_epoch - 1
+            if fused and not last:  # the compiled pass does not report rows without counts; the last iteration does
+                optimizer: Any = self.optimizers()
+                scores = optimizer.optimizer.fused_iteration(batch, self.fused_kernel)
+                self._likelihood = batch.weighted(scores).sum(1), batch.num_observed()
+            else:
+                self._gather(batch)
+                self._m_step(counted=last)
+            total, observed = self._likelihood
+            if self.trainer.world_size > 1:
+                total, observed = self._sum_over_ranks(total.clone()), self._sum_over_ranks(observed.clone())
+            self.iteration_likelihoods.append(total / observed)
+        self.train_likelihood.update(*self._likelihood)
+
+    def _record_likelihood(self, total: Tensor, observed: Tensor) -> None:
+        """Adds the (restarts,) weighted log-likelihoods of a batch, and its number of observed steps, to the metric of the epoch."""
+        self._likelihood = total, observed
+        if self.iterations_per_epoch == 1 or self.is_online:
+            self.train_likelihood.update(total, observed)
 
     def _gather(self, batch: Sequences) -> None:
         """Adds the expected statistics of a batch to those gathered since the last M-step."""
@@ -112,8 +165,8 @@ class BaumWelchTraining(SequenceModel):
     def _e_step(self, batch: Sequences) -> dict[str, list[Tensor]]:
         """The expected statistics of a batch on this rank, by distribution: one tensor for each of its parameters. Updates `train_likelihood`."""
 
-    def _m_step(self) -> None:
-        """Sums the gathered counts over the ranks, once, and updates the parameters."""
+    def _m_step(self, counted: bool = True) -> None:
+        """Sums the gathered counts over the ranks, once, and updates the parameters. Only a `counted` update advances Lightning's `global_step`."""
         assert self._num_sequences is not None
         tensors = [self._num_sequences, *(tensor for counts in self._counts.values() for tensor in counts)]
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors) if self.trainer.world_size > 1 else ():
@@ -122,6 +175,7 @@ class BaumWelchTraining(SequenceModel):
             for tensor, part in zip(alike, total.split([tensor.numel() for tensor in alike]), strict=True):
                 tensor.copy_(part.view_as(tensor))
         optimizer: Any = self.optimizers()
+        optimizer = optimizer if counted else optimizer.optimizer
         optimizer.step(counts=self._counts, num_sequences=self._num_sequences, discounted=self.is_online)
         self._clear_counts()
 
@@ -140,9 +194,9 @@ class BaumWelchTraining(SequenceModel):
         rank, world_size = self.trainer.global_rank, self.trainer.world_size
         total = int(self._sum_over_ranks(torch.tensor(len(batch), device=self.device)))
         cuts = [-(-(n - rank) // world_size) for n in range(0, total, self.sequences_per_update)] + [len(batch)]
-        for first, last in pairwise(cuts):
+        for number, (first, last) in enumerate(pairwise(cuts), 1):
             self._gather(batch[max(first, 0) : last])
-            self._m_step()
+            self._m_step(counted=number == len(cuts) - 1)  # once in a batch, as in the compiled pass
 
     @property
     def fused_kernel(self) -> Any:

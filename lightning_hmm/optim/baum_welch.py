@@ -8,7 +8,7 @@ With natural parameters the gradient of the log-likelihood is the expected suffi
 
 Gradients that are summed over batches and ranks are summed statistics, and the state of the optimizer holds the count buffer
 of online EM. The optimizer does not depend on a model: it discounts statistics and adds priors, and each `Distribution` brings
-its maximiser.
+its maximizer.
 
 The statistics must be exact sums over the data. A maximum-likelihood estimate does not depend on their scale, but a prior does.
 Under Lightning the models gather expected counts over batches and ranks themselves and pass them as ``step(counts=...)``.
@@ -41,9 +41,8 @@ class BaumWelch(Optimizer):
     on. Priors are given in counts of the whole data set, so here they enter with the share batch / data.
 
     Args:
-        distributions: by name; each brings its parameters and its maximiser.
+        distributions: by name; each has its parameters, its prior and its maximizer.
         discount: lambda in [0, 1); ``None`` for batch EM.
-        priors: options of a distribution's prior by its name, such as ``{"transition": {"pseudocount": 0.1}}``.
         frozen: names of distributions that keep their parameters.
         data_size: the (weighted) number of sequences in the whole training set; needed for priors in online EM.
     """
@@ -52,28 +51,21 @@ class BaumWelch(Optimizer):
         self,
         distributions: Mapping[str, Distribution],
         discount: float | None = None,
-        priors: Mapping[str, Mapping[str, float]] | None = None,
         frozen: Collection[str] = (),
         data_size: float | None = None,
     ) -> None:
         if discount is not None and not 0 <= discount < 1:
             raise ValueError(f"`discount` must be at least 0 and below 1, but is {discount} instead.")
-        priors = dict(priors or {})
-        for kind, names in (("priors", priors), ("frozen", frozen)):
-            for name in names:
-                if name not in distributions:
-                    raise ValueError(f"`{kind}` must name one of {', '.join(distributions)}, but names {name!r} instead.")
-        for name, options in priors.items():
-            for option, value in options.items():
-                if not value >= 0:
-                    raise ValueError(f"`{option}` of `{name}` must not be negative, but is {value} instead.")
-        if discount is not None and data_size is None and any(value for options in priors.values() for value in options.values()):
+        for name in frozen:
+            if name not in distributions:
+                raise ValueError(f"`frozen` must name one of {', '.join(distributions)}, but names {name!r} instead.")
+        if discount is not None and data_size is None and any(value for part in distributions.values() for value in part.prior.values()):
             raise ValueError("`data_size` must be given for online EM with a prior: priors are in counts of the whole data set.")
         # Callables and modules stay out of the groups: these go into checkpoints, which hold plain values only.
         self.distributions = dict(distributions)
         self.kept_rows: dict[str, Tensor] = {}
         groups = [
-            {"params": list(distribution.parameters()), "name": name, "prior": dict(priors.get(name, {})), "frozen": name in frozen, "updates": 0}
+            {"params": list(distribution.parameters()), "name": name, "prior": dict(distribution.prior), "frozen": name in frozen, "updates": 0}
             for name, distribution in distributions.items()
         ]
         super().__init__(groups, {"discount": discount, "data_size": data_size})
@@ -106,11 +98,11 @@ class BaumWelch(Optimizer):
             if all(parameter.grad is None for group in self.param_groups for parameter in group["params"]):
                 return loss
             counts = {group["name"]: self._from_gradients(group) for group in self.param_groups}
-        share = self._prior_share(counts, num_sequences) if discounted else 1.0
+        weight = self._prior_weight(counts, num_sequences) if discounted else 1.0
         for group in self.param_groups:
             online = discounted and group["discount"] is not None
             statistics = list(counts[group["name"]])
-            if online:
+            if online and statistics:
                 statistics = [self._discounted(group, parameter, value) for parameter, value in zip(group["params"], statistics, strict=True)]
             group["updates"] += 1
             if not group["frozen"]:
@@ -118,7 +110,7 @@ class BaumWelch(Optimizer):
                     correction = 1.0 - group["discount"] ** group["updates"]
                     statistics = [value / correction for value in statistics]
                 distribution = self.distributions[group["name"]]
-                self.kept_rows[group["name"]] = distribution.maximise(statistics, share, **group["prior"])
+                self.kept_rows[group["name"]] = distribution.maximize(statistics, weight)
         return loss
 
     def _from_gradients(self, group: dict[str, Any]) -> list[Tensor]:
@@ -136,7 +128,7 @@ class BaumWelch(Optimizer):
     def _discounted(self, group: dict[str, Any], parameter: Tensor, counts: Tensor) -> Tensor:
         return self._buffer(parameter, "statistics", counts).mul_(group["discount"]).add_(counts, alpha=1 - group["discount"])
 
-    def _prior_share(self, counts: Mapping[str, Sequence[Tensor]], size: Tensor | None) -> Tensor | float:
+    def _prior_weight(self, counts: Mapping[str, Sequence[Tensor]], size: Tensor | None) -> Tensor | float:
         """The share of the data that the statistics represent: 1 in batch EM, the discounted batch size in online EM."""
         group = next((group for group in self.param_groups if group["name"] == _MEASURE), self.param_groups[0])
         if group["discount"] is None or group["data_size"] is None:
@@ -159,8 +151,8 @@ class BaumWelch(Optimizer):
     def fused_pass(self, sequences: Sequences, batch_size: int, kernel: Callable[..., Tensor]) -> Tensor:
         """Many online updates at once: one for each `batch_size` consecutive sequences, in one compiled pass.
 
-        The same as `backward` and `step` for each batch. `kernel` is the pass of the family, `inference.dense.online_em` for
-        the standard HMM; it is handed the groups' parameters in their order. Returns (restarts, N) log-likelihoods.
+        The result is that of `backward` and `step` for each batch. `kernel` is the compiled pass of the family. Its first arguments are the parameters of
+        the groups in their order. Returns (restarts, N) log-likelihoods.
         """
         first = self.param_groups[0]
         if first["discount"] is None:
@@ -168,26 +160,57 @@ class BaumWelch(Optimizer):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         buffers = [self._buffer(parameter, "statistics", parameter) for parameter in parameters]
         size = self._buffer(parameters[0], "size", parameters[0].new_zeros(()))
-        options = {
-            "discount": first["discount"],
-            "updates": first["updates"],
-            "data_size": 1.0 if first["data_size"] is None else first["data_size"],
-            "pseudocounts": [group["prior"].get("pseudocount", 0.0) for group in self.param_groups],
-            "frozen": [group["frozen"] for group in self.param_groups],
-        }
-        scores = []
-        size_before = size.clone()
-        for restart in range(parameters[0].shape[0]):
-            size.copy_(size_before)  # restarts see the same sequences
-            views = [parameter[restart] for parameter in parameters]
-            scores.append(kernel(*views, sequences, batch_size, size=size, buffers=[buffer[restart] for buffer in buffers], **options))
+        data_size = 1.0 if first["data_size"] is None else first["data_size"]
+        scores = self._run(kernel, sequences, batch_size, first["discount"], first["updates"], data_size, size, parameters, buffers)
         for group in self.param_groups:
             group["updates"] += -(-len(sequences) // batch_size)
+        return scores
+
+    @torch.no_grad()
+    def fused_iteration(self, sequences: Sequences, kernel: Callable[..., Tensor]) -> Tensor:
+        """One iteration of batch EM in one compiled pass: an update from all sequences that remembers nothing. Arguments and result as `fused_pass`."""
+        filled = sequences.lengths > 0
+        data_size = float(filled.sum() if sequences.weights is None else sequences.weights[filled].sum())
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        buffers = [torch.zeros_like(parameter) for parameter in parameters]
+        scores = self._run(kernel, sequences, max(1, len(sequences)), 0.0, 0, data_size, parameters[0].new_zeros(()), parameters, buffers)
+        for group in self.param_groups:
+            group["updates"] += 1
+        return scores
+
+    def _run(
+        self,
+        kernel: Callable[..., Tensor],
+        sequences: Sequences,
+        batch_size: int,
+        discount: float,
+        updates: int,
+        data_size: float,
+        size: Tensor,
+        parameters: list[Tensor],
+        buffers: list[Tensor],
+    ) -> Tensor:
+        """The compiled pass of each restart. All restarts see the same sequences, so the buffer of batch sizes advances once."""
+        pseudocounts = [group["prior"].get("pseudocount", 0.0) for group in self.param_groups]
+        options = {"discount": discount, "updates": updates, "data_size": data_size, "pseudocounts": pseudocounts}
+        options["frozen"] = [group["frozen"] for group in self.param_groups]
+        scores, size_before = [], size.clone()
+        for restart in range(parameters[0].shape[0]):
+            size.copy_(size_before)
+            views = [parameter[restart] for parameter in parameters]
+            scores.append(kernel(*views, sequences, batch_size, size=size, buffers=[buffer[restart] for buffer in buffers], **options))
         return torch.stack(scores)
+
+    def forget(self) -> None:
+        """Forgets the updates made so far, as for a model that starts over."""
+        self.state.clear()
+        self.kept_rows = {}
+        for group in self.param_groups:
+            group["updates"] = 0
 
     def log_prior(self) -> Tensor:
         """(restarts,) the logarithm of the prior density, up to a constant: what batch EM adds to the log-likelihood."""
-        terms = [self.distributions[group["name"]].log_prior(**group["prior"]) for group in self.param_groups]
+        terms = [self.distributions[group["name"]].log_prior() for group in self.param_groups]
         return torch.stack(terms).sum(0)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

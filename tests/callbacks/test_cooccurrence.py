@@ -107,7 +107,7 @@ def test_a_cloned_hmm_has_the_report_too(rng):
 def test_without_a_long_run_the_rest_is_reported(monkeypatch):
     sequences = Sequences.from_list([[0, 1, 2], [1, 0, 1, 2]])  # nothing follows 2
     model = ClonedHMM(num_states=5, num_symbols=3)
-    model.initialise(sequences)
+    model.initialize(sequences)
     with (
         pytest.warns(UserWarning, match="mad_analytic` is not logged: the chain reaches states without transitions"),
         pytest.warns(UserWarning, match="mad_sampled` is not logged: The chain must be able to go on"),
@@ -131,7 +131,7 @@ def test_a_known_truth_stands_for_the_test_data():
 
 
 def test_models_of_vectors_are_refused():
-    model = StandardHMM(2, emission="gaussian", num_features=1).set_parameters(means=[[0.0], [1.0]], variances=[[1.0], [1.0]])
+    model = StandardHMM(2, emission="gaussian", num_features=1).set_parameters(emission={"mean": [[0.0], [1.0]], "variance": [[1.0], [1.0]]})
     with pytest.raises(ValueError, match="for models of symbols"):
         Trainer(**QUIET, callbacks=[CooccurrenceReport()]).test(model, loader(Sequences.from_list([[[0.0], [1.0]]]), None), verbose=False)
 

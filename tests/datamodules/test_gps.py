@@ -227,6 +227,13 @@ class TestCleaning:
         assert every.lengths.tolist() == [7, 1]
 
 
+def test_a_coordinate_that_never_changes_has_no_unit():
+    write("x.csv", table("time,x,y", *((n, 3, n) for n in range(8))))
+    with pytest.raises(ValueError, match=r"must vary in the training part, but feature 0 is always 3 there\. Set `standardize` to false\."):
+        _ = ready("x.csv", **{**METRES, "standardize": True}).train_sequences
+    assert ready("x.csv", **METRES).train_sequences.values[:, 0].tolist() == [3] * 8
+
+
 def test_tracks_are_split_as_wholes():
     rows = [(n + (1000 if n >= 5 else 0), track, n, track) for track in range(10) for n in range(8)]
     write("x.csv", table("time,x,y,track", *rows))

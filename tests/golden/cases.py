@@ -57,7 +57,6 @@ CASES: dict[str, tuple[Callable[..., Any], str, dict[str, Any]]] = {
     "cloned, online": (lambda **o: ClonedHMM(30, 6, pairs="all", **ONLINE, **o), "whole symbols", {"batch_size": 8}),
     "cloned, many updates": (lambda **o: ClonedHMM(30, 6, pairs="all", sequences_per_update=4, **ONLINE, **o), "whole symbols", {"batch_size": 20}),
 }
-PARAMETERS = ("initial_probs", "transition_probs", "emission_probs", "means", "variances")
 
 
 def left_right(arithmetic: str) -> Any:
@@ -77,7 +76,7 @@ def results(name: str, arithmetic: str, start: dict[str, np.ndarray] | None = No
     model, data = make(arithmetic=arithmetic), _data(kind)
     if start is None:
         if model.starts_from_data:
-            model.initialise(data)
+            model.initialize(data)
         start = {key: value.numpy().copy() for key, value in model.state_dict().items()}
     model.load_state_dict({key: torch.from_numpy(value) for key, value in start.items()})
     posterior = model.posterior(data)
@@ -88,11 +87,22 @@ def results(name: str, arithmetic: str, start: dict[str, np.ndarray] | None = No
         "filtered": posterior.filtered[:6].values,
         "predicted": torch.cat([torch.as_tensor(part) for part in _parts(model.predict_next(data, steps=2))], 1),
     }
-    found |= {f"counts {field}": getattr(posterior, field) for field in posterior._fields if field.endswith("counts")}
+    counts = posterior.transition_counts
+    found |= (
+        {"counts transition_counts": counts} if isinstance(counts, torch.Tensor) else {f"counts transition_counts {n}": part for n, part in enumerate(counts)}
+    )
     fit(model, data, 5, 0, **options)
-    found |= {f"after five steps: {field}": getattr(model, field) for field in PARAMETERS if hasattr(model, field)}
+    found |= {f"after five steps: {name}": value for name, value in _parameters(model).items()}
     found["after five steps: log_likelihood"] = model.score(data)
     return start, {key: value.detach().numpy().copy() for key, value in found.items()}
+
+
+def _parameters(model: Any) -> dict[str, torch.Tensor]:
+    found = {name: getattr(model, name) for name in ("initial_probs", "transition_probs", "emission_probs") if hasattr(model, name)}
+    if isinstance(model, DenseHMM):
+        return found | ({"mean": model.means, "variance": model.variances} if model.num_features else {})
+    emission = getattr(model, "emission", None)
+    return found | {name: getattr(emission, name) for name in ("mean", "variance") if hasattr(emission, name)}
 
 
 def _parts(prediction: Any) -> Any:

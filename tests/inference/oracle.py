@@ -1,7 +1,7 @@
 """Slow answers that are right by inspection, for models of a few states.
 
 `enumerate_paths` adds up all K^T paths; `log_space` is the textbook recursion in logarithms, one sequence at a time. Both
-take the log-likelihoods of the steps as a (T, K) array and know nothing of kernels, batches or emissions.
+take the log-likelihoods of the steps as a (T, K) array. They do not use operators, evidence or batches.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.testing import assert_allclose
 from scipy.stats import norm
 from torch import Tensor
 
-from lightning_hmm.inference import dense
+from lightning_hmm.inference.evidence import Evidence, Quadratic, Rows, Table
+from lightning_hmm.inference.operators import Dense, MostlyConstant, Operator
+from lightning_hmm.inference.results import EStep
 from lightning_hmm.sequences import Sequences
 
 
@@ -126,31 +129,40 @@ def differentiable(initial: Tensor, transition: Tensor, rows: Tensor) -> Tensor:
     return torch.logsumexp(alpha, dim=0)
 
 
-# Models and what they say of the steps
+# Models and the log-likelihoods of their steps
 
 
 class Model(NamedTuple):
-    """Parameters, an emission, sequences with missing values, and the (T, K) log-likelihoods of each sequence's steps."""
+    """A problem of inference, its sequences with missing values, and the (T, K) log-likelihoods of each sequence's steps."""
 
     initial: Tensor
-    transition: Tensor
-    emission: dense.Emission
+    operator: Operator
+    evidence: Evidence
     sequences: Sequences
     rows: list[np.ndarray]
 
     @property
-    def parameters(self) -> tuple[Tensor, Tensor, dense.Emission, Sequences]:
-        return self.initial, self.transition, self.emission, self.sequences
+    def problem(self) -> tuple[Tensor, Operator, Evidence, Tensor]:
+        return self.initial, self.operator, self.evidence, self.sequences.offsets
+
+    @property
+    def weighted(self) -> tuple[Tensor, Operator, Evidence, Tensor, Tensor | None]:
+        return *self.problem, self.sequences.weights
+
+    @property
+    def chain(self) -> tuple[np.ndarray, np.ndarray]:
+        """Log-probabilities of the first state and of transitions."""
+        return self.initial.numpy(), self.operator.to_dense(torch.zeros(0, dtype=torch.int64)).numpy()
 
     def answers(self, method: Any = log_space) -> list[Answer]:
-        return [method(self.initial.numpy(), self.transition.numpy(), rows) for rows in self.rows]
+        return [method(*self.chain, rows) for rows in self.rows]
 
     def with_weights(self, weights: Any) -> Model:
         weights = torch.as_tensor(weights, dtype=torch.float64)
         return self._replace(sequences=Sequences(self.sequences.values, self.sequences.offsets, weights))
 
 
-KINDS = ("symbols", "gaussian", "steps")
+KINDS = ("table", "quadratic", "rows")
 
 
 def log_rows(rng: np.random.Generator, *shape: int, zeros: float = 0.0) -> Tensor:
@@ -161,11 +173,26 @@ def log_rows(rng: np.random.Generator, *shape: int, zeros: float = 0.0) -> Tenso
         return torch.from_numpy(np.log(weights / weights.sum(-1, keepdims=True)))
 
 
-def natural(means: np.ndarray, variances: np.ndarray, centre: np.ndarray) -> dense.Gaussian:
-    """Natural parameters of Gaussians for y - centre."""
-    offset = means - centre
-    arrays = offset / variances, -0.5 / variances, offset**2 / (2 * variances) + 0.5 * np.log(2 * np.pi * variances), centre
-    return dense.Gaussian(*(torch.from_numpy(np.ascontiguousarray(array, np.float64)) for array in arrays))
+def mostly_constant(rng: np.random.Generator, num_states: int, num_kept: int, *, low: float = 0.0, zeros: float = 0.0) -> MostlyConstant:
+    """Kept entries above the row's constant, but for a share `low` of them; a share `zeros` of them and of the constants is zero."""
+    indices = np.stack([np.sort(rng.permutation(num_states)[:num_kept]) for _ in range(num_states)])
+    values = np.where(rng.random(indices.shape) < low, rng.random(indices.shape) * 1e-3, 1 + 5 * rng.random(indices.shape))
+    values = np.where(rng.random(indices.shape) < zeros, 0.0, values)
+    constants = np.where((rng.random(num_states) < zeros) & (values.sum(1) > 0), 0.0, 0.2 + 0.8 * rng.random(num_states))
+    total = values.sum(1) + (num_states - num_kept) * constants
+    with np.errstate(divide="ignore"):
+        arrays = np.log(values / total[:, None]), np.log(constants / total)
+    return MostlyConstant(torch.from_numpy(indices), *map(torch.from_numpy, arrays))
+
+
+def gaussian(means: np.ndarray, variances: np.ndarray, center: np.ndarray, values: np.ndarray) -> Quadratic:
+    """Independent Gaussians for each feature. The columns are y - center, 0 if missing, and indicators of what is observed."""
+    offset, u = means - center, np.asarray(values, np.float64) - center
+    observed, size = ~np.isnan(u), len(center)
+    first, shown = torch.arange(size), torch.arange(size, 2 * size)
+    pairs = torch.cat([torch.stack(pair, 1) for pair in ((first, shown), (first, first), (shown, shown))])
+    weights = np.concatenate([offset / variances, -0.5 / variances, -(offset**2) / (2 * variances) - 0.5 * np.log(2 * np.pi * variances)], 1)
+    return Quadratic(torch.from_numpy(np.concatenate([np.where(observed, u, 0), observed], 1)), pairs, torch.from_numpy(weights))
 
 
 def gaussian_rows(means: np.ndarray, variances: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -178,46 +205,75 @@ def symbol_rows(log_probs: np.ndarray, symbols: np.ndarray) -> np.ndarray:
     return np.where(symbols[:, None] < 0, 0.0, log_probs.T[symbols])
 
 
-def make(kind: str, num_states: int, lengths: Any, *, seed: int = 0, zeros: float = 0.0, missing: float = 0.2) -> Model:
-    """A random model and data for it; `missing` of the values are, and some vectors are in part."""
+def make(
+    kind: str, num_states: int, lengths: Any, *, kept: int | None = None, seed: int = 0, zeros: float = 0.0, low: float = 0.0, missing: float = 0.2
+) -> Model:
+    """A random model and data for it. A share `missing` of the values is missing, and some vectors are in part.
+
+    Transitions are a full matrix, or mostly constant ones if `kept` is given.
+    """
     rng = np.random.default_rng(seed)
-    lengths = np.asarray(lengths)
+    lengths = np.asarray(lengths, np.int64)
     steps = int(lengths.sum())
-    initial, transition = log_rows(rng, num_states, zeros=zeros), log_rows(rng, num_states, num_states, zeros=zeros)
+    initial, matrix = log_rows(rng, num_states, zeros=zeros), log_rows(rng, num_states, num_states, zeros=zeros)
+    operator = Dense(matrix) if kept is None else mostly_constant(rng, num_states, kept, low=low, zeros=zeros)
     symbols = np.where(rng.random(steps) < missing, -1, rng.integers(0, 4, steps))
-    if kind == "symbols":
-        emission = dense.Symbols(log_rows(rng, num_states, 4, zeros=zeros))
-        values, rows = torch.from_numpy(symbols), symbol_rows(emission.log_probs.numpy(), symbols)
-    elif kind == "gaussian":
-        means, variances, centre = rng.normal(0, 2, (num_states, 3)), rng.gamma(2, size=(num_states, 3)) + 0.1, rng.normal(size=3)
+    sequences = Sequences.from_lengths(torch.from_numpy(symbols), lengths)
+    evidence: Evidence
+    if kind == "table":
+        evidence = Table(log_rows(rng, num_states, 4, zeros=zeros), sequences.symbols(4))
+        rows = symbol_rows(evidence.log_probs.numpy(), symbols)
+    elif kind == "quadratic":
+        means, variances, center = rng.normal(0, 2, (num_states, 3)), rng.gamma(2, size=(num_states, 3)) + 0.1, rng.normal(size=3)
         features = rng.normal(0, 2, (steps, 3))
         features[rng.random((steps, 3)) < missing] = np.nan
         features[rng.random(steps) < missing / 2] = np.nan
-        emission, values = natural(means, variances, centre), torch.from_numpy(features)
+        evidence, sequences = gaussian(means, variances, center, features), Sequences.from_lengths(torch.from_numpy(features), lengths)
         rows = gaussian_rows(means, variances, features)
     else:
         rows = rng.normal(0, 2, (steps, num_states))
         rows[rng.random(rows.shape) < zeros / 2] = -np.inf
-        emission, values = dense.Steps(torch.from_numpy(rows)), torch.from_numpy(symbols)
-    sequences = Sequences.from_lengths(values, lengths)
-    bounds = sequences.offsets.tolist()
-    return Model(initial, transition, emission, sequences, [rows[first:last] for first, last in itertools.pairwise(bounds)])
+        evidence = Rows(torch.from_numpy(rows))
+    return Model(initial, operator, evidence, sequences, [rows[first:last] for first, last in itertools.pairwise(sequences.offsets.tolist())])
 
 
-def statistics(model: Model, answers: list[Answer], weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-    """Expected initial counts, transition counts and emission statistics, each answer times its weight."""
+def counts_of(operator: Operator, pairs: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The expected counts of an operator's natural parameters, from those of all pairs of states."""
+    if isinstance(operator, Dense):
+        return (pairs,)
+    assert isinstance(operator, MostlyConstant)
+    kept = np.zeros(pairs.shape, bool)
+    np.put_along_axis(kept, operator.indices.numpy(), True, 1)
+    return np.take_along_axis(pairs, operator.indices.numpy(), 1), np.where(kept, 0, pairs).sum(1)
+
+
+def statistics(model: Model, answers: list[Answer], weights: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, ...], np.ndarray]:
+    """Expected starts, the operator's counts and the evidence's, each answer times its weight."""
     num_states = len(model.initial)
     shares = [answer.smoothed * weight for answer, weight in zip(answers, weights, strict=True)]
     initial = sum((share[0] for share in shares if len(share)), np.zeros(num_states))
-    transition = sum((answer.pairs * weight for answer, weight in zip(answers, weights, strict=True)), np.zeros((num_states, num_states)))
-    packed, values = np.concatenate([np.zeros((0, num_states)), *shares]), model.sequences.values.numpy()
-    if isinstance(model.emission, dense.Symbols):
-        visits = np.zeros((num_states, model.emission.log_probs.shape[1]))
-        np.add.at(visits.T, values[values >= 0], packed[values >= 0])
-        return initial, transition, [visits]
-    if isinstance(model.emission, dense.Steps):
-        return initial, transition, [packed]
-    u = values.astype(float) - model.emission.centre.numpy()
-    present = ~np.isnan(u)
-    u = np.where(present, u, 0)
-    return initial, transition, [packed.T @ u, packed.T @ u**2, packed.T @ present]
+    pairs = sum((answer.pairs * weight for answer, weight in zip(answers, weights, strict=True)), np.zeros((num_states, num_states)))
+    packed, evidence = np.concatenate([np.zeros((0, num_states)), *shares]), model.evidence
+    if isinstance(evidence, Rows):
+        pulled = packed
+    elif isinstance(evidence, Table):
+        pulled, symbols = np.zeros((num_states, evidence.log_probs.shape[1])), evidence.symbols.numpy()
+        seen = symbols < pulled.shape[1]
+        np.add.at(pulled.T, symbols[seen], packed[seen])
+    else:
+        columns, (left, right) = evidence.columns.numpy(), evidence.pairs.numpy().T
+        pulled = packed.T @ (columns[:, left] * columns[:, right])
+    return initial, counts_of(model.operator, pairs), pulled
+
+
+def check_statistics(found: EStep, model: Model, answers: list[Answer], weights: np.ndarray, **tolerance: float) -> None:
+    initial, counts, evidence = statistics(model, answers, weights)
+    assert_allclose(found.initial, initial, **tolerance)
+    for ours, theirs in zip(found.counts, counts, strict=True):
+        assert_allclose(ours, theirs, **tolerance)
+    assert_allclose(found.evidence, evidence, **tolerance)
+
+
+def gathered(answers: list[Answer], field: str) -> np.ndarray:
+    """A field of all answers, one after the other."""
+    return np.concatenate([np.atleast_1d(getattr(answer, field)) for answer in answers])

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from lightning_hmm.inference import dense
-from lightning_hmm.inference.kernels import cpu
+from lightning_hmm import inference
+from lightning_hmm.inference.cpu import estep
 from lightning_hmm.inference.kernels.lanes import num_lanes
 from tests.inference import oracle
 
@@ -24,10 +24,13 @@ def threads():
     torch.set_num_threads(before)
 
 
-def large(kind: str) -> oracle.Model:
+OPERATORS = pytest.mark.parametrize("kept", [None, 1], ids=["dense", "mostly constant"])
+
+
+def large(kind: str, kept: int | None = None) -> oracle.Model:
     """Enough work for several lanes, more sequences than a tile holds, and a lane that gets less than the others."""
-    model = oracle.make(kind, 17, [90, 0, 1] + [60] * 70, seed=41)
-    ((order, tile),) = cpu.plan(model.sequences.offsets.numpy(), 17, 8)
+    model = oracle.make(kind, 17 if kept is None else 200, [90, 0, 1] + [60] * 70, kept=kept, seed=41)
+    ((order, tile),) = estep.plan(model.sequences.offsets.numpy(), None, len(model.initial), 8 * len(model.initial))
     assert num_lanes(-(-len(order) // tile), 0) > 2
     return model.with_weights(torch.linspace(0.1, 2, 73))
 
@@ -35,20 +38,21 @@ def large(kind: str) -> oracle.Model:
 def everything(model: oracle.Model) -> list[torch.Tensor]:
     """All that is computed, as one list."""
     results = []
-    for single in (False, True):
-        step = dense.e_step(*model.parameters, single=single)
-        results += [*step[:4], *step.emission, dense.log_likelihood(*model.parameters, single=single)]
-    path = dense.viterbi(*model.parameters)
-    return [*results, path.states.values, path.log_probability, dense.posterior(*model.parameters).filtered.values]
+    for dtype in (torch.float64, torch.float32):
+        step = inference.e_step(*model.weighted, dtype=dtype)
+        results += [*step[:3], *step.counts, step.evidence, inference.log_likelihood(*model.problem, dtype=dtype)]
+    path, posterior = inference.viterbi(*model.problem), inference.posterior(*model.problem)
+    return [*results, path.states, path.log_probability, posterior.filtered, posterior.smoothed]
 
 
 def identical(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
+@OPERATORS
 @pytest.mark.parametrize("kind", KINDS)
-def test_number_of_threads(kind, threads):
-    model = large(kind)
+def test_number_of_threads(kind, kept, threads):
+    model = large(kind, kept)
     threads(1)
     one = everything(model)
     for number in (2, 3):
@@ -59,10 +63,11 @@ def test_number_of_threads(kind, threads):
 def test_statistics_summed_over_lanes_need_not_be_equal_by_luck(threads):
     """The sums above are of floats whose order matters: another order of sequences gives other bits."""
     threads(2)
-    model = large("symbols")
+    model = large("table")
     order = torch.arange(len(model.sequences)).flip(0)
-    there = dense.e_step(*model.parameters).transition
-    back = dense.e_step(*model.parameters[:3], model.sequences[order]).transition
+    turned = model.sequences[order]
+    (there,) = inference.e_step(*model.weighted).counts
+    (back,) = inference.e_step(*model.problem[:2], model.evidence._replace(symbols=turned.symbols(4)), turned.offsets, turned.weights).counts
     assert not torch.equal(there, back)
     torch.testing.assert_close(there, back, rtol=1e-12, atol=0)
 
@@ -75,10 +80,10 @@ def _in_child(connection, kind: str) -> None:
 def test_forked_child(threads):
     """A child has none of its parent's threads: it must neither wait for them nor give other bits."""
     threads(2)
-    expected = everything(large("symbols"))  # the parent's pool exists before the fork
+    expected = everything(large("table"))  # the parent's pool exists before the fork
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_in_child, args=(theirs, "symbols"))
+    child = context.Process(target=_in_child, args=(theirs, "table"))
     child.start()
     try:
         assert ours.poll(60), "the child hangs"
@@ -93,7 +98,7 @@ def test_forked_child(threads):
 def test_concurrent_calls(threads):
     """Four threads, each with models and sizes of its own, share one pool and no workspace."""
     threads(2)
-    models = [large("symbols"), oracle.make("gaussian", 5, [30, 3, 0, 200], seed=1), large("steps"), oracle.make("symbols", 3, [9] * 40, seed=2)]
+    models = [large("table"), oracle.make("quadratic", 5, [30, 3, 0, 200], seed=1), large("rows"), oracle.make("table", 3, [9] * 40, seed=2)]
     expected = [everything(model) for model in models]
     with ThreadPoolExecutor(4) as pool:
         for _ in range(3):
@@ -103,9 +108,9 @@ def test_concurrent_calls(threads):
 
 def test_workspaces_do_not_leak_between_calls():
     """Memory is kept from call to call and not cleared: a small batch after a large one sees nothing of it."""
-    small = oracle.make("symbols", 3, [5, 2, 1], seed=3)
+    small = oracle.make("table", 3, [5, 2, 1], seed=3)
     before = everything(small)
-    everything(large("gaussian"))
-    impossible = oracle.make("symbols", 3, [40] * 40, seed=4, zeros=0.6)
+    everything(large("quadratic"))
+    impossible = oracle.make("table", 3, [40] * 40, seed=4, zeros=0.6)
     everything(impossible)
     assert identical(before, everything(small))

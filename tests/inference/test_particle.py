@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_hmm import Sequences
-from lightning_hmm.inference import dense, kalman, particle
+from lightning_hmm import Sequences, inference
+from lightning_hmm.inference import Rows, kalman, particle
 from lightning_hmm.inference.kalman import LinearGaussian
+from lightning_hmm.inference.operators import Dense
 from lightning_hmm.inference.particle import Density, DiagonalGaussian
 from lightning_hmm.loading import generator
 
@@ -322,7 +323,7 @@ class Grid:
 
 
 def test_against_the_discrete_core_on_a_grid(rng):
-    """A walk on a line of cells that is pulled to two places (nothing Gaussian about it), with exact posteriors from `dense`."""
+    """A walk on a line of cells that is pulled to two places (nothing Gaussian about it), with exact posteriors."""
     cells = torch.linspace(-4, 4, 33, dtype=torch.float64)
     pulled = cells + 0.5 * torch.sin(2 * cells)
     transition = (-0.5 * ((cells - pulled.unsqueeze(1)) / 0.8).square()).log_softmax(1)
@@ -332,18 +333,18 @@ def test_against_the_discrete_core_on_a_grid(rng):
     evidence = -0.5 * ((values - cells.abs()) / 0.8).square()  # only the distance from the middle is seen
     evidence[4] = 0.0  # missing
     sequences = Sequences.from_lengths(evidence, lengths)
-    exact = dense.posterior(initial, transition, dense.Steps(evidence), sequences)
+    exact = inference.posterior(initial, Dense(transition), Rows(evidence), sequences.offsets)
     many = repeated(sequences)
     found = particle.filter(Grid(initial, transition, many.padded().nan_to_num()), many.lengths, 600, generator(0, "test"))
     ratio = (found.log_likelihood.view(2, RUNS) - exact.log_likelihood.unsqueeze(1)).exp()
     assert bool(((ratio.mean(1) - 1).abs() < 4 * ratio.std(1) / math.sqrt(RUNS)).all())
 
-    def assert_shares(cloud: particle.Cloud, posterior: Sequences) -> None:
+    def assert_shares(cloud: particle.Cloud, posterior: torch.Tensor) -> None:
         weights = cloud.log_weights.expand(cloud.states.shape[:3]).exp()
         shares = torch.zeros(15, 2 * RUNS, 33, dtype=torch.float64).scatter_add(2, cloud.states.long().squeeze(3), weights)
         shares = shares.view(15, 2, RUNS, 33)
         error, spread = (steps_of(sequences, x) for x in (shares.mean(2), shares.std(2) / math.sqrt(RUNS)))
-        error = (error - posterior.values).abs()
+        error = (error - posterior).abs()
         assert bool((error < 5 * spread + 0.015).all()), error.max()  # and a bias of order 1 / N
         assert float(spread.max()) < 0.03
 

@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_hmm.inference import dmc, selection
-from lightning_hmm.inference.dmc import Pairs, Transition
-from lightning_hmm.inference.selection import PairSums, choose_gemm, choose_lazily
-from tests.inference.test_dmc import arguments, make, random_transition
+from lightning_hmm import inference
+from lightning_hmm.inference import selection
+from lightning_hmm.inference.operators import Dense, MostlyConstant
+from lightning_hmm.inference.results import EStep
+from lightning_hmm.inference.selection import Pairs, PairSums, choose_gemm, choose_lazily, factored_pairs
+from tests.inference import oracle
+from tests.inference.oracle import mostly_constant
 
 
 def row_q(row: np.ndarray, kept: tuple[int, ...]) -> float:
@@ -30,11 +33,20 @@ def random_rows(seed: int, size: int = 7) -> torch.Tensor:
     return torch.from_numpy(np.stack([*rows, np.arange(1.0, size + 1), rng.gamma(0.3, size=size), rng.random(size) * 1e-9])[:size])
 
 
-def sums_of(transition: Transition, counts: torch.Tensor) -> PairSums:
-    sums = PairSums(transition)
-    empty = torch.zeros(0, 0)
-    sums.add(Pairs(empty, empty, counts))
+def all_pairs(counts: torch.Tensor) -> Pairs:
+    return Pairs(torch.zeros(0, 0), torch.zeros(0, 0), counts)
+
+
+def sums_of(operator: MostlyConstant, pairs: Pairs) -> PairSums:
+    sums = PairSums(operator)
+    sums.add(pairs)
     return sums
+
+
+def factored(model: oracle.Model, dtype: torch.dtype | None = None) -> tuple[EStep, Pairs]:
+    """The E-step and the pairs, not multiplied out."""
+    found = inference.e_step(*model.problem, dtype=dtype, per_step=True)
+    return found, factored_pairs(model.operator, found, model.sequences.offsets)
 
 
 @pytest.fixture(params=["compiled", "portable"])
@@ -46,8 +58,8 @@ def device_of_choice(request, monkeypatch):
 @pytest.mark.parametrize("num_kept", [1, 3, 5, 6])
 @pytest.mark.parametrize("seed", range(12))
 def test_window_is_the_best_of_all_sets(seed, num_kept, device_of_choice):
-    counts, transition = random_rows(seed), random_transition(np.random.default_rng(seed), 7, num_kept)
-    choice = choose_gemm(sums_of(transition, counts), "window")
+    counts, operator = random_rows(seed), mostly_constant(np.random.default_rng(seed), 7, num_kept)
+    choice = choose_gemm(sums_of(operator, all_pairs(counts)), "window")
     for i, row in enumerate(counts.numpy()):
         if row.sum() == 0:
             continue
@@ -55,17 +67,17 @@ def test_window_is_the_best_of_all_sets(seed, num_kept, device_of_choice):
         assert row_q(row, tuple(choice.indices[i].tolist())) == pytest.approx(best, rel=1e-10)
     assert torch.equal(choice.kept, counts.gather(1, choice.indices))
     torch.testing.assert_close(choice.kept.sum(1) + choice.rest, counts.sum(1))
-    assert torch.equal(choice.log_values, transition.expand().gather(1, choice.indices))
+    assert torch.equal(choice.log_values, operator.log_rows(slice(None)).gather(1, choice.indices))
     assert (choice.indices.diff(dim=1) > 0).all()
 
 
 @pytest.mark.parametrize("num_kept", [1, 3, 6])
 @pytest.mark.parametrize("seed", range(12))
 def test_largest_is_the_largest_or_what_was_there(seed, num_kept, device_of_choice):
-    counts, transition = random_rows(seed), random_transition(np.random.default_rng(seed), 7, num_kept)
-    choice = choose_gemm(sums_of(transition, counts), "largest")
+    counts, operator = random_rows(seed), mostly_constant(np.random.default_rng(seed), 7, num_kept)
+    choice = choose_gemm(sums_of(operator, all_pairs(counts)), "largest")
     for i, row in enumerate(counts.numpy()):
-        largest, old = sorted(np.argsort(-row, kind="stable")[:num_kept].tolist()), transition.indices[i].tolist()
+        largest, old = sorted(np.argsort(-row, kind="stable")[:num_kept].tolist()), operator.indices[i].tolist()
         if row.sum() == 0 or row_q(row, tuple(largest)) <= row_q(row, tuple(old)) + 1e-12 * row.sum():
             largest = old
         assert choice.indices[i].tolist() == largest
@@ -73,38 +85,35 @@ def test_largest_is_the_largest_or_what_was_there(seed, num_kept, device_of_choi
 
 
 def test_a_row_of_one_to_twenty_keeps_its_five_smallest():
-    transition = random_transition(np.random.default_rng(0), 20, 5)
-    choice = choose_gemm(sums_of(transition, torch.arange(1.0, 21).double().repeat(20, 1)), "window")
+    operator = mostly_constant(np.random.default_rng(0), 20, 5)
+    choice = choose_gemm(sums_of(operator, all_pairs(torch.arange(1.0, 21).double().repeat(20, 1))), "window")
     assert choice.indices.tolist() == [[0, 1, 2, 3, 4]] * 20
 
 
 def test_priors_count(device_of_choice):
     """A pseudocount is added to every entry; with a large one nothing is gained by any set."""
-    counts, transition = random_rows(3), random_transition(np.random.default_rng(3), 7, 3)
-    with_prior, by_hand = choose_gemm(sums_of(transition, counts), "window", 0.7), choose_gemm(sums_of(transition, counts + 0.7), "window")
+    counts, operator = random_rows(3), mostly_constant(np.random.default_rng(3), 7, 3)
+    with_prior, by_hand = choose_gemm(sums_of(operator, all_pairs(counts)), "window", 0.7), choose_gemm(sums_of(operator, all_pairs(counts + 0.7)), "window")
     assert torch.equal(with_prior.indices, by_hand.indices)
     assert torch.equal(with_prior.kept, counts.gather(1, with_prior.indices))
 
 
 @pytest.mark.parametrize(("num_states", "num_kept"), [(30, 4), (64, 1), (20, 18)])
-@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("bound_terms", [None, 1, 3, 68])
-def test_lazy_finds_what_gemm_finds(num_states, num_kept, single, bound_terms):
+def test_lazy_finds_what_gemm_finds(num_states, num_kept, dtype, bound_terms):
     """On ragged sequences, from the messages; and computes fewer exact sums than there are entries."""
-    model, transition = make("gaussian", num_states, num_kept, [40, 1, 9, 0, 19], seed=num_kept)
+    model = oracle.make("quadratic", num_states, [40, 1, 9, 0, 19], kept=num_kept, seed=num_kept)
     assert model.sequences.num_steps == 69
-    with torch.no_grad():
-        *_, pairs = dmc.weighted_log_likelihood_and_pairs(*arguments(model, transition), single=single, routine="sparse")
-    counts = dmc.e_step(*arguments(model, transition), single=single, routine="sparse")
-    sums = PairSums(transition)
-    sums.add(pairs)
+    found, pairs = factored(model, dtype)
+    sums = sums_of(model.operator, pairs)
     for pseudocount in (0.0, 0.1):
         expected = choose_gemm(sums, "largest", pseudocount)
-        lazy = choose_lazily(pairs.alpha, pairs.kappa, transition, counts.kept, counts.rest, bound_terms, pseudocount)
+        lazy = choose_lazily(pairs.alpha, pairs.kappa, model.operator, *found.counts, bound_terms, pseudocount)
         assert torch.equal(lazy.indices, expected.indices)
         assert torch.equal(lazy.changes, expected.changes)
         assert int(expected.changes.sum()) > 0 or num_kept == 18
-        tolerance = {"rtol": 1e-4, "atol": 1e-6} if single else {"rtol": 1e-9, "atol": 1e-12}
+        tolerance = {"rtol": 1e-4, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 1e-9, "atol": 1e-12}
         for ours, theirs in zip(lazy[1:4], expected[1:4], strict=True):
             torch.testing.assert_close(ours, theirs, **tolerance)
         assert (lazy.dot_products >= num_kept).all()
@@ -114,15 +123,17 @@ def test_lazy_finds_what_gemm_finds(num_states, num_kept, single, bound_terms):
 
 
 def test_batches_add_up_and_fold_into_a_matrix_when_that_is_smaller():
-    model, transition = make("symbols", 16, 3, [6, 9, 4, 5, 7, 8])
-    whole = PairSums(transition)
-    with torch.no_grad():
-        whole.add(dmc.weighted_log_likelihood_and_pairs(*arguments(model, transition), routine="sparse")[3])
-        parts, held = PairSums(transition), []
-        for batch in model.sequences.split(1):
-            routine = "dense" if len(held) == 3 else "sparse"  # either may come
-            parts.add(dmc.weighted_log_likelihood_and_pairs(model.initial, transition, model.emission, batch, routine=routine)[3])
-            held.append((len(parts.factors), parts.counts is not None))
+    model = oracle.make("table", 16, [6, 9, 4, 5, 7, 8], kept=3)
+    whole = sums_of(model.operator, factored(model)[1])
+    parts, held = PairSums(model.operator), []
+    for batch in model.sequences.split(1):
+        part = model._replace(evidence=model.evidence._replace(symbols=batch.symbols(4)), sequences=batch)
+        if len(held) == 3:  # the counts of the full matrix may come as well
+            full = model.initial, Dense(model.operator.log_rows(slice(None))), part.evidence, batch.offsets
+            parts.add(all_pairs(inference.e_step(*full).counts[0]))
+        else:
+            parts.add(factored(part)[1])
+        held.append((len(parts.factors), parts.counts is not None))
     assert whole.counts is None
     assert held[0] == (1, False)
     assert held[-1] == (0, True)
@@ -132,42 +143,39 @@ def test_batches_add_up_and_fold_into_a_matrix_when_that_is_smaller():
 
 def test_sums_over_ranks_are_asked_for_block_by_block(monkeypatch):
     monkeypatch.setattr(selection, "_BLOCK_ENTRIES", 14)
-    counts, transition = random_rows(4), random_transition(np.random.default_rng(4), 7, 2)
+    counts, operator = random_rows(4), mostly_constant(np.random.default_rng(4), 7, 2)
     shapes = []
 
     def total(tensor):
         shapes.append(tuple(tensor.shape))
         return 2 * tensor
 
-    choice = choose_gemm(sums_of(transition, counts), "window", 0.0, total)
+    choice = choose_gemm(sums_of(operator, all_pairs(counts)), "window", 0.0, total)
     assert shapes == [(2, 7), (2, 7), (2, 7), (1, 7)]
     torch.testing.assert_close(choice.kept, 2 * counts.gather(1, choice.indices))
 
 
-@pytest.mark.parametrize("single", [False, True])
-def test_threads_change_no_bit(single):
-    model, transition = make("gaussian", 200, 5, [150, 30, 70])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_threads_change_no_bit(dtype):
+    model = oracle.make("quadratic", 200, [150, 30, 70], kept=5)
     threads, results = torch.get_num_threads(), []
     try:
         for count in (1, 3):
             torch.set_num_threads(count)
-            with torch.no_grad():
-                *_, pairs = dmc.weighted_log_likelihood_and_pairs(*arguments(model, transition), single=single, routine="sparse")
-            counts = dmc.e_step(*arguments(model, transition), single=single, routine="sparse")
-            sums = PairSums(transition)
-            sums.add(pairs)
-            lazy = choose_lazily(pairs.alpha, pairs.kappa, transition, counts.kept, counts.rest)
-            results.append([*pairs, *counts[:5], *counts.emission, sums.rows(0, 200), *choose_gemm(sums, "window"), *lazy])
+            found, pairs = factored(model, dtype)
+            sums = sums_of(model.operator, pairs)
+            lazy = choose_lazily(pairs.alpha, pairs.kappa, model.operator, *found.counts)
+            results.append([*pairs, *found[:3], *found.counts, found.evidence, sums.rows(0, 200), *choose_gemm(sums, "window"), *lazy])
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
 def test_bad_arguments_are_named():
-    transition = random_transition(np.random.default_rng(0), 4, 2)
+    operator = mostly_constant(np.random.default_rng(0), 4, 2)
     with pytest.raises(ValueError, match="`criterion` must be largest or window, but is 'best'"):
-        choose_gemm(sums_of(transition, torch.ones(4, 4).double()), "best")
+        choose_gemm(sums_of(operator, all_pairs(torch.ones(4, 4).double())), "best")
     rows = torch.rand(11, 4).double()
     for bad in (0, 11, -3):
         with pytest.raises(ValueError, match=f"`bound_terms` must be from 1 to 10, the transitions in the data, but is {bad}"):
-            choose_lazily(rows, rows, transition, torch.ones(4, 2), torch.ones(4), bad)
+            choose_lazily(rows, rows, operator, torch.ones(4, 2), torch.ones(4), bad)

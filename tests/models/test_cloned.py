@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import lightning_hmm
-from lightning_hmm import ClonedHMM, Sequences, StandardHMM, fit
+from lightning_hmm import ClonedHMM, Sequences, StandardHMM, fit, inference
 from lightning_hmm.callbacks import Pruning, Retraining
 from lightning_hmm.inference.cloned import Layout
 from lightning_hmm.loading import loader
@@ -53,8 +53,8 @@ def test_batch_em_equals_the_dense_model_with_fixed_emissions(rng, missing):
 
 def test_gradients_of_probabilities_are_not_taken_for_counts(rng):
     sequences, model = whole(rng), ClonedHMM(**OPTIONS)
-    model.initialise(sequences)
-    model.inference.log_likelihood(*model.inference_arguments(sequences)).sum().neg().backward()
+    model.initialize(sequences)
+    inference.log_likelihood(*model.problem(sequences)).sum().neg().backward()
     with pytest.raises(RuntimeError, match=r"`transition` are not natural parameters.*step\(counts=...\)"):
         BaumWelch(model.distributions).step()
 
@@ -119,16 +119,16 @@ def test_a_sparsity_prior_ends_transitions(rng):
 
 def test_the_m_step_elsewhere_is_the_same(rng, monkeypatch):
     """On the meta level: the torch version of the M-step against the compiled one."""
-    model = ClonedHMM(**OPTIONS, restarts=2)
-    model.initialise(whole(rng))
+    model = ClonedHMM(**OPTIONS, restarts=2, transition_sparsity=0.4)
+    model.initialize(whole(rng))
     counts = torch.rand(model.transition.probs.shape, dtype=torch.float64)
     counts[:, : int(model.layout.row_lengths[0])] = 0
     before = model.transition.probs.detach().clone()
-    kept = model.transition.maximise([counts], 0.5, sparsity=0.4)
+    kept = model.transition.maximize([counts], 0.5)
     compiled = model.transition.probs.detach().clone()
     model.transition.probs.data = before
     monkeypatch.setattr(torch.Tensor, "is_cpu", False)
-    assert int(model.transition.maximise([counts], 0.5, sparsity=0.4)) == int(kept) >= 2
+    assert int(model.transition.maximize([counts], 0.5)) == int(kept) >= 2
     torch.testing.assert_close(model.transition.probs.detach(), compiled, rtol=1e-12, atol=1e-15)
 
 
@@ -158,7 +158,7 @@ def test_clones_follow_the_data():
     assert ngram_counts(sequences, 3, 3, unique=True).tolist() == [4, 4, 1]
     for allocation, expected in (("uniform", [6, 6, 6]), ("frequency", [11, 6, 1]), ("ngram", [8, 8, 2])):
         model = ClonedHMM(num_states=18, num_symbols=3, allocation=allocation, ngram_order=3)
-        model.initialise(sequences)
+        model.initialize(sequences)
         assert model.layout.clones.tolist() == expected
         assert model.layout.pairs.tolist() == [[0, 0], [0, 1], [1, 1], [1, 2], [2, 0]]
     assert ClonedHMM(clones=[1, 2, 3], num_symbols=3, pairs="all").layout.clones.tolist() == [1, 2, 3]
@@ -196,7 +196,7 @@ def test_a_model_without_clones_says_so(rng):
     with pytest.raises(RuntimeError, match="no clones yet"):
         model.score(whole(rng))
     trainer = Trainer(max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
-    with pytest.raises(MisconfigurationException, match=r"model\.initialise"):
+    with pytest.raises(MisconfigurationException, match=r"model\.initialize"):
         trainer.fit(model, loader(whole(rng)))
 
 
@@ -301,7 +301,7 @@ def test_the_graph_has_the_transitions_as_edges(rng):
     edges = {(i, j): weight for i, j, weight in graph.edges(data="weight")}
     assert edges == {(i, j): float(matrix[i, j]) for i, j in torch.nonzero(matrix >= 0.05).tolist()}
     assert all(graph.nodes[state]["name"] == "abcde"[model.layout.symbols[state]] for state in graph)
-    counts = model.layout.expand(model.inference.e_step(*model.inference_arguments(sequences)).transition)
+    counts = model.layout.expand(inference.e_step(*model.problem(sequences)).counts[0])
     counted = model.state_graph(sequences, threshold=0.0)
     assert {(i, j) for i, j in counted.edges} == {(i, j) for i, j in torch.nonzero(counts > 0).tolist()}
     assert all(weight == pytest.approx(float(counts[i, j])) for i, j, weight in counted.edges(data="weight"))
@@ -424,7 +424,7 @@ def test_a_sequence_of_weight_zero_does_not_keep_training_from_pruning():
 
 def test_a_chain_that_ends_cannot_be_sampled_past_its_end():
     model = ClonedHMM(num_states=5, num_symbols=3)
-    model.initialise(Sequences.from_list([[0, 1, 2], [1, 0, 1, 2]]))  # nothing follows 2
+    model.initialize(Sequences.from_list([[0, 1, 2], [1, 0, 1, 2]]))  # nothing follows 2
     model.set_parameters(initial=[0, 0, 0, 0, 1])
     assert model.sample(2, 1).tolist() == [[2], [2]]
     with pytest.raises(ValueError, match="state 4, a clone of symbol 2, has no transitions"):
@@ -474,7 +474,7 @@ def test_backing_off_is_the_formula_and_leaves_nothing_impossible(rng):
     model = fit(ClonedHMM(num_states=7, num_symbols=3, seed=1), Sequences.from_list([[0, 1, 0, 1, 2, 0, 1] * 4]), 3)
     train, c = Sequences.from_list([[0, 1, 0, 1, 2, 0, 1] * 4]), 0.5
     smoothed = model.backed_off(train, c)
-    n = model.layout.expand(model.inference.e_step(*model.inference_arguments(train)).transition)
+    n = model.layout.expand(inference.e_step(*model.problem(train)).counts[0])
     old = [k for k in range(10) if k not in (3, 6, 9)]  # clones 3, 2, 2: each symbol's last is the new one
     matrix = smoothed.transition_probs
     np.testing.assert_allclose(matrix.sum(1), 1, rtol=1e-12)
@@ -500,7 +500,7 @@ def test_weights_count_like_repeats_wherever_clones_count():
     for allocation in ("frequency", "ngram"):
         models = [ClonedHMM(num_states=9, num_symbols=3, allocation=allocation) for _ in range(2)]
         for model, sequences in zip(models, (weighted, repeated), strict=True):
-            model.initialise(sequences)
+            model.initialize(sequences)
         assert models[0].layout == models[1].layout
     one, other = (models[0].backed_off(sequences) for sequences in (weighted, repeated))
     assert_same_parameters(one, other)
@@ -512,7 +512,7 @@ def test_backing_off_helps_on_data_that_were_not_seen():
     rng = np.random.default_rng(1)
     truth = ClonedHMM(num_states=12, num_symbols=4, pairs="all", seed=5)
     truth.transition.probs.data.copy_(truth.transition.probs**6)
-    truth.transition.maximise([truth.transition.probs.detach()])
+    truth.transition.maximize([truth.transition.probs.detach()])
     train, test = (truth.sample(4, 300, seed=int(seed)) for seed in rng.integers(0, 1000, 2))
     model = fit(ClonedHMM(num_states=40, num_symbols=4, pairs="all"), train, 60, 0)
     assert float(model.backed_off(train, 1.0).score(test).sum()) > float(model.score(test).sum()) + 50

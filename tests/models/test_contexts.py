@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_hmm import ClonedHMM, Sequences, fit
+from lightning_hmm import ClonedHMM, Sequences, fit, inference
 from lightning_hmm.models import KneserNey
 from lightning_hmm.models.contexts import EVEN, BackOff, Contexts
 
@@ -39,7 +39,7 @@ def test_contexts_are_the_longest_that_occurred(texts):
 def test_n_grams_are_a_cloned_hmm(texts):
     train, test = texts[:3], texts[3:]
     model = ClonedHMM(num_states=6, num_symbols=4)
-    model.initialise(train)
+    model.initialize(train)
     contexts = Contexts(train, 4, 2)
     joined = BackOff([model], train, 4).joined(contexts, returning=0.0)
     # The contexts by themselves: start in that of the first symbol, which is the first of its symbol's states.
@@ -65,7 +65,7 @@ def test_backing_off_is_the_formula(texts, upper_order):
     order = np.argsort(own, kind="stable")
     place = np.argsort(order)
     of_context, of_clone = place[: len(lower)], place[len(lower) :]
-    n = model.layout.expand(model.inference.e_step(*model.inference_arguments(encoded)).transition).numpy()
+    n = model.layout.expand(inference.e_step(*model.problem(encoded)).counts[0]).numpy()
     n = np.where(n > 1e-4, n, 0)
     np.testing.assert_allclose(matrix[np.ix_(of_clone, of_clone)], n / (n.sum(1, keepdims=True) + s), rtol=1e-8, atol=1e-12)
     probs, following = (1 - EVEN) * KneserNey(4, 3).fit(texts).predict_next(lower.strings()) + EVEN / 4, lower.following()
@@ -91,7 +91,7 @@ def test_backing_off_is_the_formula(texts, upper_order):
 
 def test_bad_input_is_said(texts):
     model = ClonedHMM(num_states=6, num_symbols=4)
-    model.initialise(texts)
+    model.initialize(texts)
     counted, contexts = BackOff([model], texts, 4), Contexts(texts, 4, 2)
     with pytest.raises(ValueError, match="`strength` must be positive"):
         counted.joined(contexts, 0.0)

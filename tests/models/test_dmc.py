@@ -7,9 +7,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from lightning_hmm import DMCHMM, BaumWelch, Sequences, StandardHMM, fit
-from lightning_hmm.inference import dense, dmc, selection
+from lightning_hmm import DMCHMM, BaumWelch, Sequences, StandardHMM, fit, inference
+from lightning_hmm.inference import selection
+from lightning_hmm.inference.cpu import routes
 from lightning_hmm.inference.selection import PairSums
+from lightning_hmm.models import dmc as models_dmc
 from tests.helpers import assert_same_parameters, random_symbols, random_vectors
 
 GAUSSIAN = {"emission": "gaussian", "num_features": 2}
@@ -19,23 +21,24 @@ MODES = [("window", "gemm"), ("largest", "gemm"), ("largest", "lazy")]
 @pytest.fixture(autouse=True)
 def sparse(monkeypatch):
     """Models as small as these would use the dense routine by themselves, and leave the one that is to be tested alone."""
-    monkeypatch.setattr(dmc, "prefers_dense", lambda *sizes, **options: False)
+    for module in (routes, models_dmc):
+        monkeypatch.setattr(module, "prefers_dense", lambda *sizes, **options: False)
 
 
-def em_steps(model: DMCHMM, sequences: Sequences, steps: int, priors: dict | None = None) -> list[float]:
+def em_steps(model: DMCHMM, sequences: Sequences, steps: int) -> list[float]:
     """EM without a Trainer, choosing at every step; the objective before each."""
-    optimizer, objectives = BaumWelch(model.distributions, priors=priors), []
-    pseudocount = (priors or {}).get("transition", {}).get("pseudocount", 0.0)
+    optimizer, objectives = BaumWelch(model.distributions), []
+    lazy, pseudocount = model.selection == "lazy", model.transition.prior["pseudocount"]
     for _ in range(steps):
-        lazy = model.selection == "lazy"
-        arguments, sums = model.inference_arguments(sequences), PairSums(model.transition.natural(0), lazy)
-        weighted, _, _, pairs = dmc.weighted_log_likelihood_and_pairs(*arguments, routine="sparse" if lazy else "auto")
-        counts = {name: list(torch.autograd.grad(weighted.sum(), list(part.parameters()), retain_graph=True)) for name, part in model.distributions.items()}
-        objectives.append(float(weighted.sum().detach() + optimizer.log_prior()))
-        sums.add(pairs)
+        objectives.append(float(model.score(sequences).sum() + optimizer.log_prior()))
+        sums = PairSums(model.chain(0)[1], lazy)
+        model._pair_sums = [sums]
+        with torch.no_grad():
+            flat = iter(model._expected_counts(sequences, 0)[1])
+        counts = {name: [next(flat)[None] for _ in part.parameters()] for name, part in model.distributions.items()}
         if lazy:
             kept, rest = (tensor[0] for tensor in counts["transition"])
-            choice = selection.choose_lazily(*sums.messages(), sums.transition, kept, rest, model.bound_terms, pseudocount)
+            choice = selection.choose_lazily(*sums.messages(), sums.operator, kept, rest, model.bound_terms, pseudocount)
         else:
             choice = selection.choose_gemm(sums, model.criterion, pseudocount)
         model.transition.take(0, choice, counts["transition"])
@@ -52,11 +55,13 @@ def test_likelihood_never_falls(seed, criterion, how, kind):
     sequences = random_symbols(rng, 5) if kind == "categorical" else random_vectors(rng, 5)
     for run in range(5):
         num_states = int(rng.integers(3, 12))
-        options = {"num_symbols": 5} if kind == "categorical" else {**GAUSSIAN, "initialisation": "random"}
-        model = DMCHMM(num_states, int(rng.integers(1, num_states - 1)), seed=10 * seed + run, criterion=criterion, selection=how, **options)
-        model.initialise(sequences)
-        emission = {"pseudocount": 0.1} if kind == "categorical" else {"variance_prior": 0.3}
-        objectives = em_steps(model, sequences, 10, {"transition": {"pseudocount": 0.2 * (run % 2)}, "emission": emission})
+        emission = {"num_symbols": 5, "emission_pseudocount": 0.1}
+        if kind == "gaussian":
+            emission = {**GAUSSIAN, "initialization": "random", "variance_prior": 0.3}
+        options = {"seed": 10 * seed + run, "criterion": criterion, "selection": how, "transition_pseudocount": 0.2 * (run % 2), **emission}
+        model = DMCHMM(num_states, int(rng.integers(1, num_states - 1)), **options)
+        model.initialize(sequences)
+        objectives = em_steps(model, sequences, 10)
         assert np.diff(objectives).min() > -1e-9 * sequences.num_steps
         torch.testing.assert_close(model.transition_probs.sum(1), torch.ones(num_states).double(), rtol=1e-10, atol=0)
 
@@ -142,7 +147,7 @@ def test_nothing_kept_is_a_mixture(rng):
     model = fit(DMCHMM(3, 0, **GAUSSIAN), sequences, 15, 0)
     torch.testing.assert_close(model.transition_probs, torch.full((3, 3), 1 / 3, dtype=torch.float64), rtol=1e-14, atol=0)
     values = sequences.values[:, None]
-    densities = torch.distributions.Normal(model.means, model.variances.sqrt()).log_prob(values).sum(-1)  # (T, N)
+    densities = torch.distributions.Normal(model.emission.mean, model.emission.variance.sqrt()).log_prob(values).sum(-1)  # (T, N)
     first = torch.logsumexp(densities[0] + model.initial_probs.log(), 0)
     torch.testing.assert_close(model.score(sequences)[0], first + (torch.logsumexp(densities[1:], 1) - np.log(3)).sum(), rtol=1e-10, atol=1e-9)
     assert model.num_free_parameters == 2 + 0 + 12
@@ -180,7 +185,7 @@ def test_kept_entries_can_be_given():
 
 def test_what_is_mostly_constant_stays_what_it_is():
     model = DMCHMM(9, 3, 4)
-    torch.testing.assert_close(dmc.Transition.from_dense(model.transition_probs, 3).to_dense(), model.transition_probs)
+    torch.testing.assert_close(DMCHMM(9, 3, 4, seed=1).set_parameters(transition=model.transition_probs).transition_probs, model.transition_probs)
 
 
 def test_predictions_are_those_of_the_full_matrix(rng):
@@ -189,7 +194,7 @@ def test_predictions_are_those_of_the_full_matrix(rng):
     torch.testing.assert_close(model.predict_next(sequences, 2), full.predict_next(sequences, 2), rtol=1e-10, atol=1e-13)
     assert model.decode(sequences).tolist() == full.decode(sequences).tolist()
     assert model.sample_posterior(sequences).lengths.tolist() == sequences.lengths.tolist()
-    torch.testing.assert_close(model.posterior(sequences).log_likelihood, dense.log_likelihood(*full.inference_arguments(sequences)), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(model.posterior(sequences).log_likelihood, inference.log_likelihood(*full.problem(sequences)).detach(), rtol=1e-10, atol=1e-12)
 
 
 def test_a_frozen_chain_is_left_alone(rng):

@@ -23,9 +23,9 @@ def test_the_m_step_is_a_maximum(rng, sums):
     model = kalman.LinearGaussian(*(value.clone() for value in whole.parameters_in_units))
     first = torch.tensor([2.0, 0.5], dtype=torch.float64) if sums else None
     statistics = kalman.expected_statistics(model, data, torch.ones(5, dtype=torch.float64), first)
-    whole.initial.maximise([statistics.starts[-1], statistics.starts[:-1, :-1]])
-    whole.transition.maximise([statistics.across, statistics.before, statistics.after])
-    whole.emission.maximise([statistics.products, statistics.emitters, statistics.squares])
+    whole.initial.maximize([statistics.starts[-1], statistics.starts[:-1, :-1]])
+    whole.transition.maximize([statistics.across, statistics.before, statistics.after])
+    whole.emission.maximize([statistics.products, statistics.emitters, statistics.squares])
     better = whole.parameters_in_units
 
     def expected(parameters: kalman.LinearGaussian) -> torch.Tensor:
@@ -95,7 +95,7 @@ def test_the_statistics_are_gradients_in_natural_parameters(rng):
     """Each entry of the natural parameters is treated as free."""
     model, data = LinearGaussianHMM(2, 2), random_vectors(rng, num_sequences=4, longest=5, missing=0.2)
     fit(model, data, 2, 0)
-    naturals = [[value.requires_grad_() for value in part.natural()] for part in model.distributions.values()]
+    naturals = [[value.requires_grad_() for value in part.natural_form()] for part in model.distributions.values()]
     flat = [value for part in naturals for value in part]
     in_units = model._in_units(data)
     totals = torch.stack([log_likelihood_of_potentials(naturals, sequence) for sequence in in_units])
@@ -110,9 +110,10 @@ def test_the_statistics_are_gradients_in_natural_parameters(rng):
 def test_the_objective_never_falls_with_priors(rng, of):
     data = random_vectors(rng, longest=12, missing=0.15)
     model = LinearGaussianHMM(3, 2, of)
-    model.initialise(data)
-    priors = {"initial": {"variance_prior": 0.5}, "transition": {"variance_prior": 2.0}, "emission": {"variance_prior": 5.0}}
-    optimizer, weights, objectives = BaumWelch(model.distributions, priors=priors), torch.ones(len(data), dtype=torch.float64), []
+    model.initialize(data)
+    for name, strength in (("initial", 0.5), ("transition", 2.0), ("emission", 5.0)):
+        model.distributions[name].prior["variance_prior"] = strength
+    optimizer, weights, objectives = BaumWelch(model.distributions), torch.ones(len(data), dtype=torch.float64), []
     for _ in range(12):
         objectives.append(float(model.score(data).sum() + optimizer.log_prior()))
         optimizer.step(counts=model.statistics(data, weights))
@@ -126,16 +127,16 @@ def test_the_prior_is_that_of_its_density(rng):
     """The M-step with a prior is a maximum of expected log-density plus log prior, by finite differences of one variance."""
     data = random_vectors(rng, longest=8)
     model = LinearGaussianHMM(2, 2, variance_prior=3.0)
-    model.initialise(data)
+    model.initialize(data)
     products, states, squares = model.statistics(data, torch.ones(len(data), dtype=torch.float64))["emission"]
-    model.emission.maximise([products, states, squares], variance_prior=3.0)
+    model.emission.maximize([products, states, squares])
 
     def objective(change: float) -> float:
         joint, variance = torch.cat([model.emission.matrix, model.emission.offset.unsqueeze(1)], 1).detach(), model.emission.variance.detach().clone()
         variance[1] += change
         error = squares - 2 * (joint * products).sum(1) + torch.einsum("di,dij,dj->d", joint, states, joint)
         model.emission.variance.data, kept = variance, model.emission.variance.data
-        prior = float(model.emission.log_prior(variance_prior=3.0))
+        prior = float(model.emission.log_prior())
         model.emission.variance.data = kept
         return float(-0.5 * (error / variance + states[:, -1, -1] * variance.log()).sum()) + prior
 
@@ -147,8 +148,8 @@ def test_online_em_is_the_discounted_sum(rng):
     """One epoch of online EM, against the sums written out; with the whole data in each batch and no discount it is batch EM."""
     data = random_vectors(rng, longest=8)
     online = fit(LinearGaussianHMM(2, 2, discount=0.7, variance_prior=0.4), data, 1, 0, batch_size=6)
-    by_hand = LinearGaussianHMM(2, 2)
-    by_hand.initialise(data)
+    by_hand = LinearGaussianHMM(2, 2, variance_prior=0.4)
+    by_hand.initialize(data)
     sums: dict[str, list[torch.Tensor]] = {}
     size, updates = 0.0, 0
     for first in range(0, len(data), 6):
@@ -158,8 +159,7 @@ def test_online_em_is_the_discounted_sum(rng):
         size = 0.7 * size + 0.3 * len(batch)
         correction = 1 - 0.7**updates
         for name, part in by_hand.distributions.items():
-            prior = {"variance_prior": 0.4} if name == "emission" else {}
-            part.maximise([value / correction for value in sums[name]], size / correction / len(data), **prior)
+            part.maximize([value / correction for value in sums[name]], size / correction / len(data))
     assert_same_parameters(online, by_hand)
     assert_same_parameters(fit(LinearGaussianHMM(2, 2, discount=0.0), data, 3, 0), fit(LinearGaussianHMM(2, 2), data, 3, 0))
 
@@ -319,7 +319,7 @@ def test_bad_input_is_said():
         LinearGaussianHMM(2, 2, "speeds")
     with pytest.raises(ValueError, match="`frozen` must name initial, transition or emission, but names 'noise'"):
         LinearGaussianHMM(2, 2, frozen=["noise"])
-    with pytest.raises(ValueError, match="`emission_variance_prior` must not be negative, but is -1"):
+    with pytest.raises(ValueError, match="`variance_prior` must not be negative, but is -1"):
         LinearGaussianHMM(2, 2, variance_prior=-1)
     with pytest.raises(ValueError, match="feature 0 is explained without any"):
         fit(LinearGaussianHMM(1, 1), [[[1.0]] * 3, [[1.0]] * 2], 1)

@@ -35,7 +35,7 @@ KINDS = [
 
 def ready(sequences: Sequences, **options) -> NeuralHMM:
     model = NeuralHMM(**{**EXACT, **options})
-    model.initialise(sequences)
+    model.initialize(sequences)
     return model
 
 
@@ -288,7 +288,7 @@ def test_gradients_are_summed_in_float64(rng, monkeypatch):
     monkeypatch.setattr("lightning_hmm.models.neural_state_space._ROWS", 1)
     data = random_vectors(rng, num_sequences=5, longest=9, missing=0.0)
     model = NeuralHMM(**SMALL)
-    model.initialise(data)
+    model.initialize(data)
     paths = torch.randn(int(data.lengths.max()), len(data), 3, 2, generator=torch.Generator().manual_seed(0))
     density = PathDensity(model.bind(data), paths, torch.ones(len(data), dtype=torch.float64))
     parameters = list(model.parameters())
@@ -403,16 +403,16 @@ def test_a_start_is_without_sequences_of_weight_zero(rng, make):
     data = random_vectors(rng, num_sequences=6, longest=8, missing=0.0)
     wild = [1e3 * rng.normal(size=(9, 2)).cumsum(0)]
     weighted, plain = make(), make()
-    weighted.initialise(Sequences.from_list([*wild, *data], weights=[0.0, *[1.0] * 6]))
-    plain.initialise(data)
+    weighted.initialize(Sequences.from_list([*wild, *data], weights=[0.0, *[1.0] * 6]))
+    plain.initialize(data)
     for (name, found), expected in zip(weighted.state_dict().items(), plain.state_dict().values(), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
     with pytest.raises(ValueError, match="at least two steps somewhere"):
-        make().initialise(Sequences.from_list([*wild, data[0]], weights=[0.0, 1.0]))
+        make().initialize(Sequences.from_list([*wild, data[0]], weights=[0.0, 1.0]))
     if plain.hparams.get("start_window") is None:
         weighted, plain = make(), make()
-        weighted.initialise(Sequences.from_list(list(data), weights=[2.0, *[1.0] * 4, 2.0]))
-        plain.initialise(Sequences.from_list([*data, data[0], data[5]]))
+        weighted.initialize(Sequences.from_list(list(data), weights=[2.0, *[1.0] * 4, 2.0]))
+        plain.initialize(Sequences.from_list([*data, data[0], data[5]]))
         for name, found in weighted.named_buffers():
             torch.testing.assert_close(found, plain.get_buffer(name), rtol=1e-9, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
 
@@ -437,7 +437,7 @@ def test_bad_data_are_said(rng):
     with pytest.raises(ValueError, match="feature 1 at position 1 of sequence 0 is inf"):
         fit(NeuralHMM(**SMALL), [[[1.0, 2.0], [3.0, math.inf]]], 1)
     with pytest.raises(ValueError, match="Each step must have 2 features, but has 1"):
-        NeuralHMM(**SMALL).initialise(Sequences.from_list([[1.0, 2.0]]))
+        NeuralHMM(**SMALL).initialize(Sequences.from_list([[1.0, 2.0]]))
     with pytest.raises(ValueError, match="`precision` must be that of the networks' parameters, but is float64"):
         fit(NeuralHMM(**SMALL), data, 1, precision=64)
     with pytest.raises(ValueError, match="`num_clusters` must be from 1 to the number of steps"):

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from datamodules import MovingTargetDataModule
-from lightning_hmm import Sequences, fit, load
+from lightning_hmm import Sequences, fit, inference, load
 from lightning_hmm.metrics import PredictionError
 from lightning_hmm.models import NeuralDiscreteHMM
 from tests.helpers import assert_identical_parameters, assert_same_parameters, random_vectors
@@ -22,7 +22,7 @@ def test_all_paths_of_states(rng, residual):
     """Score and predictions, with emissions of each state and step taken one by one."""
     data = random_vectors(rng, num_sequences=4, longest=5, missing=0.2)
     model = NeuralDiscreteHMM(3, 2, emission_order=1, emission_mean="residual" if residual else "absolute", width=8)
-    model.initialise(data)
+    model.initialize(data)
     initial, transition = model.initial_probs, model.transition_probs
     scores, each = model.score(data), model.predict_each(data)
 
@@ -47,15 +47,36 @@ def test_all_paths_of_states(rng, residual):
 
 
 @pytest.mark.parametrize("residual", [True, False])
+def test_one_step_ahead(rng, residual):
+    """Both moments are exact, and the spread of the means of the states is part of the variance."""
+    data = Sequences.from_list([*random_vectors(rng, num_sequences=4, longest=6, missing=0.0), np.zeros((0, 2))])
+    model = NeuralDiscreteHMM(3, 2, emission_order=0, emission_mean="residual" if residual else "absolute", width=8, emission_log_variance=-1.0)
+    model.initialize(data)
+    density = model.emission(model.embedding.unsqueeze(0), model.emission.prepare(model.centre.new_zeros(0)))
+    means, variances = density.mean[0].detach() * model.units.emitted, density.variance[0].detach() * model.units.emitted.square()
+    found = model.predict_next(data)
+    for n, (sequence, probs) in enumerate(zip(data, inference.predict(*model.problem(data)), strict=True)):
+        if residual and not len(sequence):  # the first value is Gaussian on its own
+            mean, variance = model.centre, model.scale * model.first_log_variance.exp().detach()
+        else:
+            mean = (sequence[-1] if residual else model.centre) + probs @ means
+            spread = probs @ means.square() - (probs @ means).square()
+            assert float(spread.min()) > 1e-3  # or leaving it out would pass
+            variance = probs @ variances + spread
+        torch.testing.assert_close(found.mean[n], mean)
+        torch.testing.assert_close(found.variance[n], variance)
+
+
+@pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.parametrize("missing", [0, 2])
 def test_several_steps_ahead(rng, residual, missing):
     """Three steps ahead, or missing steps at the end and fewer, against enumeration of the states, for emissions that read no window."""
     data = Sequences.from_list([*random_vectors(rng, num_sequences=4, longest=6, missing=0.0), np.zeros((0, 2))])
     model = NeuralDiscreteHMM(3, 2, emission_order=0, emission_mean="residual" if residual else "absolute", width=8, emission_log_variance=-1.0)
-    model.initialise(data)
+    model.initialize(data)
     density = model.emission(model.embedding.unsqueeze(0), model.emission.prepare(model.centre.new_zeros(0)))
     means, variances = density.mean[0].detach() * model.units.emitted, density.variance[0].detach() * model.units.emitted.square()
-    probs = model.inference.predict_next(*model.inference_arguments(data))  # of the state one step ahead
+    probs = inference.predict(*model.problem(data))  # of the state one step ahead
     later = Sequences.from_list([torch.cat([sequence, sequence.new_full((missing, 2), torch.nan)]) for sequence in data])
     found = model.predict_next(later, steps=3 - missing, num_draws=20_000)
     for n, sequence in enumerate(data):

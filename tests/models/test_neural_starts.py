@@ -23,7 +23,7 @@ def test_sums_are_over_the_steps_around_each():
 def test_states_are_white_and_do_not_see_what_is_missing(rng, options):
     data = random_vectors(rng, num_sequences=5, longest=30, missing=0.2)
     model = NeuralHMM(num_features=2, width=8, **options)
-    model.initialise(data)
+    model.initialize(data)
     observations = model.bind(data).observations
     generator = torch.Generator().manual_seed(0)
     states = slow_states(observations, model.residual, model.latent_dim, 5, generator)

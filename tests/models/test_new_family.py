@@ -1,91 +1,251 @@
-"""A family that the core has never heard of, in fifty lines: Poisson counts, EM included."""
+"""Parts that the library does not have, as a user adds them: an emission and a transition, each in one short class."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
+import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import TensorBoardLogger
+from scipy import stats
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 
 import lightning_hmm
-from lightning_hmm import BaumWelchHMM, Sequences, fit
-from lightning_hmm.distributions import CategoricalRows, Distribution
-from lightning_hmm.inference import dense
-from lightning_hmm.optim import BaumWelch
+from lightning_hmm import HMM, BaumWelch, Sequences, fit, inference
+from lightning_hmm.callbacks import Figures
+from lightning_hmm.distributions import Categorical, Transition
+from lightning_hmm.distributions.base import check_not_negative
+from lightning_hmm.distributions.exponential import ExponentialFamily, refuse_where
+from lightning_hmm.inference.operators import Operator
+from tests.helpers import assert_identical_parameters
 
 
-class Poisson(Distribution):
-    """log p(y) = y eta - a - log y!, with eta = log rate and a = rate: dL/d eta = sum of y, -dL/d a = visits."""
+class NegativeBinomial(ExponentialFamily):
+    """Counts y with means (K, D): log p(y) = y log q + r log(1 - q) + log binomial(y + r - 1, y), where q = mean / (mean + r).
 
-    def __init__(self, restarts: int, num_states: int) -> None:
+    The number of failures r is fixed. The prior adds `strength` visits with a count of 1.
+    """
+
+    products = ((0, None),)
+    names = ("mean",)
+
+    def __init__(self, failures: float = 2.0, strength: float = 0.01) -> None:
         super().__init__()
-        self.log_rate = nn.Parameter(torch.linspace(0, 2, num_states, dtype=torch.float64).repeat(restarts, 1))
-        self.rate = nn.Parameter(self.log_rate.detach().exp())
-
-    def maximise(self, statistics: list[Tensor], share: Tensor | float = 1.0) -> Tensor:
-        total, visits = statistics[0], -statistics[1]
-        self.rate.copy_(total / visits)
-        self.log_rate.copy_(self.rate.log())
-        return torch.zeros(())
-
-    def log_prior(self) -> Tensor:
-        return self.rate.detach().new_zeros(len(self.rate))
-
-    def num_free_parameters(self, restart: int) -> int:
-        return self.rate.shape[1]
-
-
-class PoissonHMM(BaumWelchHMM):
-    def __init__(self, num_states: int, num_features: int = 1, seed: int = 0, restarts: int = 1) -> None:
-        super().__init__(num_states=num_states, num_symbols=None, num_features=num_features, restarts=restarts)
-        self.save_hyperparameters()
-        self.initial = CategoricalRows(restarts, num_states, name="initial")
-        self.transition = CategoricalRows(restarts, num_states, num_states, name="transition")
-        self.transition.randomise(torch.Generator().manual_seed(seed))
-        self.emission = Poisson(restarts, num_states)
+        check_not_negative(strength=strength)
+        self.failures, self.prior = failures, {"strength": strength}
 
     @property
-    def distributions(self) -> dict[str, Distribution]:
-        return {"initial": self.initial, "transition": self.transition, "emission": self.emission}
+    def mean(self) -> Tensor:
+        return self.failures / torch.expm1(-self.weights[self.restart, :, 0].detach())
 
-    def chain(self, restart: int) -> tuple[Tensor, Tensor]:
-        return self.initial.log_probs[restart], self.transition.log_probs[restart]
+    def blocks(self, values: Tensor) -> list[Tensor]:
+        return [values]
 
-    def evidence(self, restart: int, sequences: Sequences) -> dense.Steps:
-        y = sequences.values  # (steps, 1) -> (steps, K)
-        return dense.Steps(y * self.emission.log_rate[restart] - self.emission.rate[restart] - torch.lgamma(y + 1))
+    def log_base(self, values: Tensor) -> Tensor:
+        return torch.lgamma(values + self.failures) - torch.lgamma(values + 1) - torch.lgamma(torch.full_like(values, self.failures))
 
-    def emit(self, states: Sequences, generator: torch.Generator) -> Sequences:
-        rate = self.emission.rate.detach()[self.chosen]
-        return states.with_values(torch.poisson(rate[states.values], generator=generator)[:, None])
+    def estimate(self, sums: Tensor, visits: Tensor, weight: Tensor | float) -> tuple[tuple[Tensor, ...], Tensor]:
+        added = self.prior["strength"] * weight
+        return ((sums[:, :, 0] + added) / (visits + added),), visits > 0
 
-    def predict_emission(self, state_probs: Tensor) -> Tensor:
-        return state_probs @ self.emission.rate.detach()[self.chosen]
+    def weights_of(self, *parameters: Tensor) -> Tensor:
+        (mean,) = parameters
+        return torch.stack([-torch.log1p(self.failures / mean), -self.failures * torch.log1p(mean / self.failures)], 2)
+
+    def check_parameter(self, name: str, value: Tensor) -> None:
+        refuse_where(~(value > 0), name, "be positive", value)
+
+    def moments(self) -> tuple[Tensor, Tensor]:
+        return self.mean, self.mean + self.mean**2 / self.failures
+
+    def sample(self, states: Tensor, generator: torch.Generator) -> Tensor:
+        random = np.random.default_rng(int(torch.randint(2**62, (), generator=generator)))
+        return torch.from_numpy(random.negative_binomial(self.failures, (self.failures / (self.failures + self.mean))[states]).astype(float))
+
+    def log_prior(self) -> Tensor:
+        return self.prior["strength"] * self.weights.detach().flatten(1).sum(1)
+
+    def num_free_parameters(self, restart: int) -> int:
+        return self.weights[restart, :, 0].numel()
 
 
-def test_it_learns_samples_decodes_saves_and_loads(tmp_path):
-    truth = PoissonHMM(2)
-    truth.transition.set(torch.tensor([[0.9, 0.1], [0.2, 0.8]]))
-    with torch.no_grad():
-        truth.emission.maximise([torch.tensor([[2.0, 30.0]]).double(), -torch.ones(1, 2).double()])
-    sequences, states = truth.sample(50, 200, seed=1, return_states=True)
-    model = fit(PoissonHMM(2, restarts=2), sequences, 60, callbacks=[ModelCheckpoint(tmp_path, save_last=True)], enable_checkpointing=True)
-    np.testing.assert_allclose(model.emission.rate.detach()[0], [2.0, 30.0], rtol=0.03)
-    np.testing.assert_allclose(model.transition.probs[0], truth.transition.probs[0], atol=0.03)
-    assert (model.decode(sequences).values == states.values).double().mean() > 0.99
-    assert torch.equal(lightning_hmm.load(tmp_path / "last.ckpt").score(sequences), model.score(sequences))
-    assert model.num_free_parameters == 1 + 2 + 2
-    assert 2.0 < float(model.predict_next(sequences[:1])) < 30.0
+@dataclass(frozen=True)
+class Pairs(Operator):
+    """Two chains that do not depend on each other. The state is the pair of theirs; the matrix of all pairs is never formed."""
+
+    first: Tensor
+    second: Tensor
+
+    @property
+    def num_states(self) -> int:
+        return len(self.first) * len(self.second)
+
+    def predict(self, alpha: Tensor, at: Tensor) -> Tensor:
+        pairs = alpha.reshape(-1, len(self.first), len(self.second))
+        return (self.first.exp().T @ pairs @ self.second.exp()).flatten(1)
 
 
-def test_its_objective_never_falls():
-    sequences = PoissonHMM(2).sample(5, 30, seed=2)
-    model = PoissonHMM(3, seed=3)
-    optimizer, scores = BaumWelch(model.distributions), []
-    for _ in range(20):
+class TwoChains(Transition):
+    """Two independent chains, of `sizes` states."""
+
+    def __init__(self, sizes: Sequence[int], pseudocount: float = 0.0) -> None:
+        super().__init__()
+        self.sizes, self.prior = list(sizes), {"pseudocount": pseudocount}
+
+    def allocate(self, restarts: int, num_states: int) -> None:
+        self._begin_allocation()
+        self.first, self.second = (nn.Parameter(torch.zeros(restarts, size, size, dtype=torch.float64)) for size in self.sizes)
+
+    def operator(self, natural: Sequence[Tensor], batch: Sequences | None) -> Pairs:
+        return Pairs(*natural)
+
+    @torch.no_grad()
+    def maximize(self, statistics: Sequence[Tensor], weight: Tensor | float = 1.0) -> Tensor:
+        for parameter, counts in zip(self.parameters(), statistics, strict=True):
+            counts = counts + self.prior["pseudocount"] * weight
+            parameter.copy_((counts / counts.sum(-1, keepdim=True)).log())
+        return torch.zeros(())
+
+    @torch.no_grad()
+    def randomize(self, generator: torch.Generator) -> None:
+        for parameter in self.parameters():
+            parameter.copy_(torch.rand(parameter.shape, generator=generator, dtype=torch.float64).log_softmax(-1))
+
+    @torch.no_grad()
+    def set(self, probs: Any) -> None:
+        for parameter, matrix in zip(self.parameters(), probs, strict=True):
+            parameter.copy_(torch.as_tensor(matrix, dtype=torch.float64).log())
+
+    def log_prior(self) -> Tensor:
+        return self.prior["pseudocount"] * sum(parameter.detach().flatten(1).sum(1) for parameter in self.parameters())
+
+    def num_free_parameters(self, restart: int) -> int:
+        return sum(size * (size - 1) for size in self.sizes)
+
+    def matrix(self, restart: int) -> Tensor:
+        return torch.kron(*(parameter[restart].detach().exp() for parameter in self.parameters()))
+
+
+def assert_em_never_decreases(model: HMM, sequences: Sequences, steps: int = 25) -> None:
+    """Log-likelihood plus log prior, of every restart."""
+    optimizer, objectives = BaumWelch(model.distributions), []
+    for _ in range(steps):
         optimizer.zero_grad()
-        score = dense.log_likelihood(*model.inference_arguments(sequences)).sum()
-        score.neg().backward()
+        totals = torch.stack([inference.log_likelihood(*model.problem(sequences, r)).sum() for r in range(model.restarts)])
+        objectives.append(totals.detach() + optimizer.log_prior())
+        totals.sum().neg().backward()
         optimizer.step()
-        scores.append(float(score.detach()))
-    assert np.diff(scores).min() > -1e-9 * sequences.num_steps
+    gains = torch.stack(objectives).diff(dim=0) / sequences.num_steps
+    assert gains.min() > -1e-9
+    assert gains[0].min() > 1e-4  # it moved at all
+
+
+# An emission
+
+
+@pytest.fixture
+def counts() -> tuple[Sequences, Sequences]:
+    """Counts of two columns, some of them missing, and the states that they were drawn from."""
+    truth = HMM(2, NegativeBinomial(), num_features=2)
+    truth.set_parameters(transition=[[0.95, 0.05], [0.1, 0.9]], emission={"mean": [[1.0, 4.0], [40.0, 60.0]]})
+    sequences, states = truth.sample(30, 100, seed=1, return_states=True)
+    missing = torch.rand(sequences.values.shape, generator=torch.Generator().manual_seed(2)) < 0.1
+    return sequences.with_values(sequences.values.masked_fill(missing, torch.nan)), states
+
+
+def test_the_emission_is_the_distribution_of_scipy():
+    model = HMM(1, NegativeBinomial(3.5), num_features=1).set_parameters(emission={"mean": [[7.0]]})
+    values = [0.0, 1.0, 5.0, 30.0, float("nan")]
+    expected = stats.nbinom(3.5, 3.5 / 10.5).logpmf(values[:4]).sum()
+    assert float(model.score([[[value] for value in values]])) == pytest.approx(expected, rel=1e-12)
+    assert float(model.emission.mean) == pytest.approx(7.0)
+    assert float(model.emission.moments()[1]) == pytest.approx(stats.nbinom(3.5, 3.5 / 10.5).var())
+
+
+def test_em_of_the_emission_never_decreases(counts):
+    model = HMM(3, NegativeBinomial(strength=0.5), num_features=2, restarts=3, initialization="random")
+    model.initialize(counts[0])
+    assert_em_never_decreases(model, counts[0])
+
+
+def test_the_prior_of_the_emission_moves_the_estimate(counts):
+    means = [fit(HMM(1, NegativeBinomial(strength=strength)), counts[0], 2).emission.mean for strength in (0.0, 1e9)]
+    assert (means[0] > 5).all()
+    torch.testing.assert_close(means[1], torch.ones(1, 2).double(), rtol=1e-3, atol=0)
+
+
+def test_the_emission_learns_samples_decodes_saves_and_loads(counts, tmp_path):
+    sequences, states = counts
+    saving = {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(tmp_path, save_last=True)]}
+    model = fit(HMM(2, NegativeBinomial(), restarts=2), sequences, 30, **saving)
+    order = model.emission.mean[:, 0].argsort()
+    torch.testing.assert_close(model.emission.mean[order], torch.tensor([[1.0, 4.0], [40.0, 60.0]]).double(), rtol=0.15, atol=0)
+    assert (model.decode(sequences).values == order[states.values]).double().mean() > 0.98
+    assert model.num_free_parameters == 1 + 2 + 4
+    prediction = model.predict_next(sequences[:1], steps=1000)
+    assert (prediction.mean > model.emission.mean.amin(0)).all()
+    assert (prediction.mean < model.emission.mean.amax(0)).all()
+    drawn, path = model.sample(40, 100, seed=3, return_states=True)
+    torch.testing.assert_close(drawn.values[path.values == order[1]].mean(0), model.emission.mean[order[1]], rtol=0.15, atol=0)
+    loaded = lightning_hmm.load(tmp_path / "last.ckpt")
+    assert type(loaded.emission) is NegativeBinomial
+    assert torch.equal(loaded.score(sequences), model.score(sequences))
+
+
+def test_resuming_with_the_emission_equals_never_stopping(counts, tmp_path):
+    def run(**options: Any) -> HMM:
+        saving = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+        return fit(HMM(2, NegativeBinomial(), restarts=2), counts[0], 4, 0, enable_checkpointing=True, callbacks=[saving], **options)
+
+    whole = run()
+    for epoch in (2, 3):
+        (tmp_path / f"epoch={epoch}.ckpt").unlink()
+    resumed = run(ckpt_path=str(tmp_path / "epoch=1.ckpt"))
+    assert (tmp_path / "epoch=2.ckpt").exists()
+    assert_identical_parameters(resumed, whole)
+
+
+def test_figures_of_the_emission_are_drawn(counts, tmp_path):
+    fit(HMM(2, NegativeBinomial()), counts[0], 1, logger=TensorBoardLogger(tmp_path, ""), callbacks=[Figures()])
+    events = EventAccumulator(str(next(tmp_path.rglob("events*")).parent)).Reload()
+    assert sorted(events.Tags()["images"]) == [f"figures/{name}" for name in ("convergence", "emissions", "state_usage", "transition_matrix")]
+
+
+# A transition
+
+
+def test_the_operator_is_the_kronecker_product(rng):
+    matrices = [torch.from_numpy(rng.dirichlet(np.ones(size), size)) for size in (2, 3)]
+    operator = Pairs(*(matrix.log() for matrix in matrices))
+    torch.testing.assert_close(operator.to_dense(torch.zeros(1, dtype=torch.int64)).exp(), torch.kron(*matrices))
+
+
+def two_chains(**options: Any) -> HMM:
+    return HMM(6, Categorical(0.1), TwoChains([2, 3], 0.3), num_symbols=5, **options)
+
+
+def test_em_of_two_chains_never_decreases(rng):
+    sequences = Sequences.from_list([rng.integers(-1, 5, n) for n in (30, 1, 12, 50)])
+    model = two_chains(restarts=2, seed=4)
+    assert_em_never_decreases(model, sequences)
+    torch.testing.assert_close(model.transition_probs.sum(1), torch.ones(6).double())
+
+
+def test_two_chains_are_the_full_model_with_their_matrix(rng, tmp_path):
+    """Likelihood, posterior, the best path and prediction; and a checkpoint."""
+    sequences = Sequences.from_list([rng.integers(-1, 5, n) for n in (30, 1, 12, 0)])
+    model = fit(two_chains(), sequences, 5, 0, enable_checkpointing=True, callbacks=[ModelCheckpoint(tmp_path, save_last=True)])
+    full = HMM(6, num_symbols=5).set_parameters(model.initial_probs, model.transition_probs, model.emission_probs)
+    torch.testing.assert_close(model.score(sequences), full.score(sequences), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(model.posterior(sequences).smoothed.values, full.posterior(sequences).smoothed.values, rtol=1e-8, atol=1e-12)
+    torch.testing.assert_close(model.predict_next(sequences, 3), full.predict_next(sequences, 3), rtol=1e-10, atol=1e-12)
+    assert model.decode(sequences).tolist() == full.decode(sequences).tolist()
+    assert model.sample(3, 7).lengths.tolist() == [7, 7, 7]
+    assert model.sample_posterior(sequences).lengths.tolist() == sequences.lengths.tolist()
+    assert model.num_free_parameters == 5 + 2 + 6 + 24
+    assert torch.equal(lightning_hmm.load(tmp_path / "last.ckpt").score(sequences), model.score(sequences))

@@ -8,40 +8,45 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_hmm import BaumWelch, Sequences, StandardHMM
-from lightning_hmm.inference import dense
-from lightning_hmm.inference.kernels import cpu
+from lightning_hmm import BaumWelch, Sequences, StandardHMM, inference
+from lightning_hmm.distributions import Categorical, Full, Gaussian
+from lightning_hmm.inference.cpu import online
 from tests.helpers import assert_same_parameters, random_symbols, random_vectors
 
 
 def backward(model: StandardHMM, sequences: Sequences) -> float:
     """Leaves minus the expected statistics in ``.grad``; returns the weighted log-likelihood."""
-    total = sum(dense.weighted_log_likelihood(*model.inference_arguments(sequences, r))[0].sum() for r in range(model.restarts))
+    total = log_likelihoods(model, sequences).sum()
     (-total).backward()
     return float(total.detach())
+
+
+def log_likelihoods(model: StandardHMM, sequences: Sequences) -> torch.Tensor:
+    """(restarts,) weighted, differentiable."""
+    return torch.stack([inference.log_likelihood(*model.problem(sequences, r), sequences.weights).sum() for r in range(model.restarts)])
 
 
 def categorical(**options) -> StandardHMM:
     return StandardHMM(**{"num_states": 3, "num_symbols": 5, "seed": 1, **options})
 
 
-def test_step_normalises_the_counts(rng):
+def test_step_normalizes_the_counts(rng):
     sequences, model = random_symbols(rng), categorical()
-    counts = dense.e_step(*model.inference_arguments(sequences, 0))
+    counts = inference.e_step(*model.problem(sequences, 0))
     backward(model, sequences)
-    torch.testing.assert_close(-model.transition.log_probs.grad[0], counts.transition, rtol=1e-12, atol=0)
+    torch.testing.assert_close(-model.transition.log_probs.grad[0], counts.counts[0], rtol=1e-12, atol=0)
     BaumWelch(model.distributions).step()
     torch.testing.assert_close(model.initial_probs, counts.initial / counts.initial.sum(), rtol=1e-12, atol=0)
-    torch.testing.assert_close(model.transition_probs, counts.transition / counts.transition.sum(1, keepdim=True), rtol=1e-12, atol=0)
-    torch.testing.assert_close(model.emission_probs, counts.emission[0] / counts.emission[0].sum(1, keepdim=True), rtol=1e-12, atol=0)
+    torch.testing.assert_close(model.transition_probs, counts.counts[0] / counts.counts[0].sum(1, keepdim=True), rtol=1e-12, atol=0)
+    torch.testing.assert_close(model.emission_probs, counts.evidence / counts.evidence.sum(1, keepdim=True), rtol=1e-12, atol=0)
 
 
 def test_pseudocounts_are_added_to_the_counts(rng):
-    sequences, model = random_symbols(rng), categorical()
-    counts = dense.e_step(*model.inference_arguments(sequences, 0))
+    sequences, model = random_symbols(rng), categorical(transition_pseudocount=0.7)
+    counts = inference.e_step(*model.problem(sequences, 0))
     backward(model, sequences)
-    BaumWelch(model.distributions, priors={"transition": {"pseudocount": 0.7}}).step()
-    expected = counts.transition + 0.7
+    BaumWelch(model.distributions).step()
+    expected = counts.counts[0] + 0.7
     torch.testing.assert_close(model.transition_probs, expected / expected.sum(1, keepdim=True), rtol=1e-12, atol=0)
     torch.testing.assert_close(model.initial_probs, counts.initial / counts.initial.sum(), rtol=1e-12, atol=0)
 
@@ -50,18 +55,17 @@ def test_pseudocounts_are_added_to_the_counts(rng):
 def test_objective_never_falls(rng, kind):
     """Log-likelihood plus log prior, at every step and for every restart."""
     if kind == "categorical":
-        sequences, model = random_symbols(rng), categorical(restarts=3)
-        priors = {"transition": {"pseudocount": 0.5}, "emission": {"pseudocount": 0.1}}
+        sequences, model = random_symbols(rng), categorical(restarts=3, transition_pseudocount=0.5, emission_pseudocount=0.1)
     else:
         sequences = random_vectors(rng)
-        model = StandardHMM(num_states=3, emission="gaussian", num_features=2, restarts=3, initialisation="random")
-        model.initialise(sequences)
-        priors = {"transition": {"pseudocount": 0.5}, "emission": {"variance_prior": 0.3}}
-    optimizer = BaumWelch(model.distributions, priors=priors)
+        priors = {"transition_pseudocount": 0.5, "variance_prior": 0.3}
+        model = StandardHMM(num_states=3, emission="gaussian", num_features=2, restarts=3, initialization="random", **priors)
+        model.initialize(sequences)
+    optimizer = BaumWelch(model.distributions)
     objectives = []
     for _ in range(40):
         optimizer.zero_grad()
-        scores = torch.stack([dense.weighted_log_likelihood(*model.inference_arguments(sequences, r))[0].sum() for r in range(3)])
+        scores = log_likelihoods(model, sequences)
         objectives.append((scores.detach() + optimizer.log_prior()) / float(sequences.num_observed()))
         (-scores.sum()).backward()
         optimizer.step()
@@ -74,8 +78,8 @@ def test_objective_never_falls(rng, kind):
 def test_gaussian_step_matches_weighted_moments(rng):
     """With single entries missing, each feature has its own visits."""
     sequences = random_vectors(rng, missing=0.3)
-    model = StandardHMM(num_states=2, emission="gaussian", num_features=2)
-    model.initialise(sequences)
+    model = StandardHMM(num_states=2, emission="gaussian", num_features=2, variance_prior=0.0)
+    model.initialize(sequences)
     smoothed = model.posterior(sequences).smoothed.values
     backward(model, sequences)
     BaumWelch(model.distributions).step()
@@ -84,8 +88,8 @@ def test_gaussian_step_matches_weighted_moments(rng):
         y, weight = sequences.values[seen, d], smoothed[seen]
         mean = (weight * y[:, None]).sum(0) / weight.sum(0)
         variance = (weight * (y[:, None] - mean) ** 2).sum(0) / weight.sum(0)
-        torch.testing.assert_close(model.means[:, d], mean, rtol=1e-10, atol=0)
-        torch.testing.assert_close(model.variances[:, d], variance, rtol=1e-10, atol=0)
+        torch.testing.assert_close(model.emission.mean[:, d], mean, rtol=1e-10, atol=0)
+        torch.testing.assert_close(model.emission.variance[:, d], variance, rtol=1e-10, atol=0)
 
 
 def test_a_far_offset_costs_no_digits(rng):
@@ -95,34 +99,34 @@ def test_a_far_offset_costs_no_digits(rng):
     for offset in (0.0, 1e6):
         sequences = near.with_values(near.values + offset)
         model = StandardHMM(num_states=2, emission="gaussian", num_features=2, variance_prior=0.0)
-        model.initialise(sequences)
+        model.initialize(sequences)
         optimizer = BaumWelch(model.distributions)
         for _ in range(10):
             optimizer.zero_grad()
             backward(model, sequences)
             optimizer.step()
         models.append(model)
-    torch.testing.assert_close(models[1].means - 1e6, models[0].means, rtol=1e-7, atol=1e-8)  # 1e6 itself leaves 1e-10
-    torch.testing.assert_close(models[1].variances, models[0].variances, rtol=1e-7, atol=0)
+    torch.testing.assert_close(models[1].emission.mean - 1e6, models[0].emission.mean, rtol=1e-7, atol=1e-8)  # 1e6 itself leaves 1e-10
+    torch.testing.assert_close(models[1].emission.variance, models[0].emission.variance, rtol=1e-7, atol=0)
 
 
 def test_variance_prior_keeps_a_lone_point_from_collapsing():
     sequences = Sequences.from_list([[[0.0], [0.1], [0.2], [50.0]]])
-    model = StandardHMM(num_states=2, emission="gaussian", num_features=1)
-    model.set_parameters(means=[[0.0], [50.0]], variances=[[1.0], [1.0]])
-    optimizer = BaumWelch(model.distributions, priors={"emission": {"variance_prior": 1e-3}})
+    model = StandardHMM(num_states=2, emission="gaussian", num_features=1, variance_prior=1e-3)
+    model.set_parameters(emission={"mean": [[0.0], [50.0]], "variance": [[1.0], [1.0]]})
+    optimizer = BaumWelch(model.distributions)
     for _ in range(30):
         optimizer.zero_grad()
         backward(model, sequences)
         optimizer.step()
-    torch.testing.assert_close(model.variances[1, 0], torch.tensor(1e-3, dtype=torch.float64), rtol=1e-6, atol=0)
+    torch.testing.assert_close(model.emission.variance[1, 0], torch.tensor(1e-3, dtype=torch.float64), rtol=1e-6, atol=0)
 
 
 def test_structural_zeros_stay_even_with_a_prior(rng):
-    model = categorical()
+    model = categorical(transition_pseudocount=1.0)
     model.set_parameters(transition=[[0.5, 0.5, 0.0], [0.0, 0.5, 0.5], [0.0, 0.0, 1.0]])
     sequences = random_symbols(rng)
-    optimizer = BaumWelch(model.distributions, priors={"transition": {"pseudocount": 1.0}})
+    optimizer = BaumWelch(model.distributions)
     for _ in range(5):
         optimizer.zero_grad()
         backward(model, sequences)
@@ -177,10 +181,10 @@ def online_by_hand(model: StandardHMM, batches: list[Sequences], discount: float
     buffer, size = torch.zeros(3, 3, dtype=torch.float64), 0.0
     buffers = {"initial": torch.zeros(3, dtype=torch.float64), "emission": torch.zeros(3, 5, dtype=torch.float64)}
     for n, batch in enumerate(batches, start=1):
-        counts = dense.e_step(*model.inference_arguments(batch, 0))
-        buffer = discount * buffer + (1 - discount) * counts.transition
+        counts = inference.e_step(*model.problem(batch, 0))
+        buffer = discount * buffer + (1 - discount) * counts.counts[0]
         buffers["initial"] = discount * buffers["initial"] + (1 - discount) * counts.initial
-        buffers["emission"] = discount * buffers["emission"] + (1 - discount) * counts.emission[0]
+        buffers["emission"] = discount * buffers["emission"] + (1 - discount) * counts.evidence
         size = discount * size + (1 - discount) * float(counts.initial.sum())
         correction = 1 - discount**n
         expected = buffer / correction + pseudocount * (size / correction) / total
@@ -195,9 +199,9 @@ def online_by_hand(model: StandardHMM, batches: list[Sequences], discount: float
 @pytest.mark.parametrize("discount", [0.0, 0.5, 0.9])
 @pytest.mark.parametrize("pseudocount", [0.0, 2.0])
 def test_online_em_is_the_discounted_buffer(rng, discount, pseudocount):
-    sequences, model = random_symbols(rng, missing=0.0), categorical()
+    sequences, model = random_symbols(rng, missing=0.0), categorical(transition_pseudocount=pseudocount)
     batches = list(sequences.split(4))
-    optimizer = BaumWelch(model.distributions, discount, {"transition": {"pseudocount": pseudocount}}, data_size=17)
+    optimizer = BaumWelch(model.distributions, discount, data_size=17)
     for batch in batches:
         optimizer.zero_grad()
         backward(model, batch)
@@ -211,9 +215,8 @@ def test_the_fused_pass_equals_step_by_step(rng, restarts, frozen):
     """Ragged, weighted, missing values, a batch that is not whole, a prior; continued from a buffer that is not empty."""
     sequences = random_symbols(rng, 33)
     sequences = Sequences(sequences.values, sequences.offsets, torch.from_numpy(rng.random(33)))
-    priors = {"transition": {"pseudocount": 1.0}, "emission": {"pseudocount": 0.2}}
-    models = [categorical(restarts=restarts) for _ in range(2)]
-    optimizers = [BaumWelch(model.distributions, 0.9, priors, frozen, float(sequences.weights.sum())) for model in models]
+    models = [categorical(restarts=restarts, transition_pseudocount=1.0, emission_pseudocount=0.2) for _ in range(2)]
+    optimizers = [BaumWelch(model.distributions, 0.9, frozen, float(sequences.weights.sum())) for model in models]
     scores = []
     for _ in range(2):
         for batch in sequences.split(4):
@@ -232,16 +235,13 @@ def test_the_fused_pass_works_on_very_long_sequences_alone(rng, monkeypatch):
     lengths = [40, 3, 0, 90, 8, 7, 60, 5]
     sequences = Sequences.from_lengths(rng.integers(5, size=sum(lengths)), lengths)
     models, sizes = [categorical(), categorical()], []
-    workspace = cpu.workspace
-    monkeypatch.setattr(cpu, "workspace", lambda dtype, size: sizes.append(size) or workspace(dtype, size))
+    workspace = online.workspace
+    monkeypatch.setattr(online, "workspace", lambda dtype, size: sizes.append(size) or workspace(dtype, size))
     for model, longest_in_a_tile in zip(models, (1000, 16), strict=True):
-        monkeypatch.setattr(cpu, "_TILE_BYTES", 2 * 32 * cpu.padded_size(3, 8) * 8 * longest_in_a_tile)
+        monkeypatch.setattr(online, "most_steps", lambda row_bytes, longest=longest_in_a_tile: longest)
         BaumWelch(model.distributions, 0.5).fused_pass(sequences, 8, model.fused_kernel)
     assert_same_parameters(*models)
-    assert sizes[1] < sizes[0] / 3
-    dense.em_step(*(model_part[0].detach().clone() for model_part in (models[0].initial.log_probs, models[0].transition.log_probs)),
-                  dense.Symbols(models[0].emission.log_probs[0].detach().clone()), sequences)  # fmt: skip
-    assert sizes[2] == sizes[1]
+    assert sizes[1] < sizes[0] / 1.5
 
 
 def test_the_fused_pass_names_an_impossible_sequence():
@@ -271,8 +271,8 @@ def test_the_buffer_stays_float64_after_loading():
 
 
 def test_the_state_is_tensors_and_plain_values(rng):
-    model = categorical()
-    optimizer = BaumWelch(model.distributions, 0.9, {"transition": {"pseudocount": 1.0}}, data_size=17)
+    model = categorical(transition_pseudocount=1.0)
+    optimizer = BaumWelch(model.distributions, 0.9, data_size=17)
     backward(model, random_symbols(rng))
     optimizer.step()
     file = io.BytesIO()
@@ -289,15 +289,20 @@ def test_the_state_is_tensors_and_plain_values(rng):
     ("options", "message"),
     [
         ({"discount": 1.0}, "`discount` must be at least 0 and below 1, but is 1.0"),
-        ({"priors": {"transmission": {"pseudocount": 1.0}}}, "`priors` must name one of initial, transition, emission"),
-        ({"frozen": ["A"]}, "`frozen` must name one of"),
-        ({"priors": {"transition": {"pseudocount": -1.0}}}, "`pseudocount` of `transition` must not be negative"),
-        ({"discount": 0.9, "priors": {"transition": {"pseudocount": 1.0}}}, "`data_size` must be given"),
+        ({"frozen": ["A"]}, "`frozen` must name one of initial, transition, emission, but names 'A'"),
+        ({"discount": 0.9}, "`data_size` must be given"),
     ],
 )
 def test_bad_options_are_named(options, message):
     with pytest.raises(ValueError, match=message):
-        BaumWelch(categorical().distributions, **options)
+        BaumWelch(categorical(transition_pseudocount=1.0).distributions, **options)
+
+
+@pytest.mark.parametrize(("part", "prior"), [(Full, {"pseudocount": -1.0}), (Categorical, {"pseudocount": float("nan")}), (Gaussian, {"variance_prior": -1.0})])
+def test_bad_priors_are_named(part, prior):
+    (name,) = prior
+    with pytest.raises(ValueError, match=f"`{name}` must not be negative, but is {prior[name]}"):
+        part(**prior)
 
 
 def test_a_missing_gradient_is_named(rng):

@@ -16,7 +16,6 @@ from lightning_hmm.inference.kernels import cloned_filters as filters
 from lightning_hmm.inference.kernels import cloned_loops as loops
 from lightning_hmm.inference.kernels import cloned_online, cloned_portable
 from lightning_hmm.inference.kernels import cloned_paths as paths
-from lightning_hmm.inference.kernels import cloned_plan as planning
 from lightning_hmm.inference.kernels import cloned_pruned as lists
 from lightning_hmm.inference.kernels.cloned_plan import Arrays, Plan, entries, gathered, goes_of, padded, plan, sort_by_pair
 from lightning_hmm.inference.kernels.lanes import no_subnormals, run_lanes, workspace
@@ -330,25 +329,6 @@ def _fill_from_lists(layout: Arrays, initial, probs, values, offsets, weights, r
         _run(len(dealt), lambda lane: lists.count(dealt[lane], step_first, steps, at, starts, blocks, clones, alpha, active, kappa, counts))  # noqa: B023
     if smooth and blocks is not stored:
         lists.put_back(layout, stored, blocks, counts, results.counts)
-
-
-def em_step(layout: Arrays, log_initial, probs, values, offsets, weights) -> np.ndarray | None:
-    """An EM step on the transitions in place, where there are whole blocks and their counts need not be stored; else ``None``."""
-    if layout.columns.shape[0] or (values < 0).any():
-        return None
-    if not values.shape[0] or 2 * int(padded(layout)[values].sum()) * probs.dtype.itemsize > planning.MESSAGE_BYTES:
-        return None  # not all at a time
-    (go,) = _messages(layout, log_initial, probs, values, None, offsets, weights, smooth=True, per_step=False)
-    if np.isnan(go.log_likelihood).any():
-        return None
-    log_likelihood = np.zeros(offsets.shape[0] - 1)
-    log_likelihood[go.ids] = go.log_likelihood
-    step_first, tasks = sort_by_pair(go.plan.task_pair, layout.pair_target.shape[0])
-    steps = go.plan.task_target[tasks]
-    pieces = np.array([(u, c, min(c + 128, clones)) for u, clones in enumerate(layout.clones.tolist()) for c in range(0, clones, 128)])
-    lanes = min(len(pieces), 8)
-    _run(lanes, lambda lane: filters.maximise(lane, lanes, pieces, step_first, steps, go.plan.entry_at, layout, probs, go.alpha, go.kappa))
-    return log_likelihood
 
 
 def _impossible_steps(layout: Arrays, initial, probs, offsets, step_entries, log_likelihood) -> np.ndarray:

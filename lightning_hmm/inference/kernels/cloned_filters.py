@@ -36,10 +36,9 @@ from lightning_hmm.inference.kernels.cloned_loops import (
     _update_41,
     _update_44,
 )
-from lightning_hmm.inference.kernels.dense_loops import _multiply
+from lightning_hmm.inference.kernels.products import multiply as _multiply
 from lightning_hmm.inference.kernels.simd import lanes_of
 
-_COUNTS_AT_ONCE = 1 << 14  # numbers that stay in the nearest cache
 _message_1, _message_2, _message_3, _message_4 = (make_message(vectors) for vectors in range(1, 5))
 
 
@@ -393,63 +392,3 @@ def smooth(first, last, symbols, pairs, at, starts, weights, alpha, totals, kapp
             for c in range(message.shape[0]):
                 back[c] = back[c] * factor if message[c] > 0 else zero
     return True
-
-
-@_kernel
-def maximise(lane, lanes, pieces, step_first, steps, at, layout, probs, alpha, kappa):
-    """New transitions from every `lanes`-th of the (symbol, first clone, last clone) `pieces`, in place: A o sum_t alpha_t-1 kappa_t', and rows normalised.
-
-    ``steps[step_first[p]:step_first[p + 1]]`` are those that pair p leads to. A row without counts stays.
-    """
-    longest, most = 1, 1
-    for p in range(step_first.shape[0] - 1):
-        most = max(most, step_first[p + 1] - step_first[p])
-    pair_first, bound_base, bounds = layout[1], layout[4], layout[5]
-    for u in pieces[:, 0]:
-        longest = max(longest, bounds[bound_base[u] + pair_first[u + 1] - pair_first[u]] - bounds[bound_base[u]])
-    tall = max(4, _COUNTS_AT_ONCE // longest & ~3)
-    counts = np.empty(tall * longest, alpha.dtype)
-    outputs, rows, xs = np.empty(4, np.int64), np.empty(most, np.int64), np.empty(4 * most, alpha.dtype)
-    for k in range(lane, pieces.shape[0], lanes):
-        u, first_clone, last_clone = pieces[k]
-        for c in range(first_clone, last_clone, tall):
-            _maximise_rows(u, c, min(c + tall, last_clone), step_first, steps, at, layout, probs, alpha, kappa, counts, outputs, rows, xs)
-
-
-@_kernel
-def _maximise_rows(u, first_clone, last_clone, step_first, steps, at, layout, probs, alpha, kappa, counts, outputs, rows, xs):
-    """These rows, four at a time."""
-    starts, pair_first, _, pair_target, bound_base, bounds, _ = layout
-    zero, size, stride = alpha.dtype.type(0.0), alpha.itemsize, pair_first[u + 1] - pair_first[u] + 1
-    row_length = bounds[bound_base[u] + stride - 1] - bounds[bound_base[u]]
-    c_at, x_at, y_at = outputs.ctypes.data, xs.ctypes.data, rows.ctypes.data
-    counts[: (last_clone - first_clone + 3 & ~3) * row_length] = zero
-    for p in range(pair_first[u], pair_first[u + 1]):
-        count = step_first[p + 1] - step_first[p]
-        begin = bounds[bound_base[u] + p - pair_first[u]] - bounds[bound_base[u]]
-        width, fours = starts[pair_target[p] + 1] - starts[pair_target[p]], count & ~3
-        for k in range(count):
-            rows[k] = kappa.ctypes.data + at[steps[step_first[p] + k]] * size
-        for c in range(first_clone, last_clone, 4):
-            height = min(4, last_clone - c)
-            for r in range(4):
-                outputs[r] = counts.ctypes.data + ((c - first_clone + r) * row_length + begin) * size
-            for k in range(count):
-                place = at[steps[step_first[p] + k] - 1] + c
-                for r in range(4):
-                    xs[4 * k + r] = alpha[place + r] if r < height else zero
-            for d in range(0, fours, 4):
-                _update_44(zero, width, c_at, x_at + 4 * d * size, y_at + 8 * d)
-            for d in range(fours, count):
-                _update_41(zero, width, c_at, x_at + 4 * d * size, y_at + 8 * d)
-    row_first = bounds[bound_base[u] + first_clone * stride]
-    for r in range(last_clone - first_clone):
-        added, row = counts[r * row_length : (r + 1) * row_length], probs[row_first + r * row_length : row_first + (r + 1) * row_length]
-        total = zero
-        for j in range(row_length):
-            added[j] *= row[j]
-            total += added[j]
-        if total > 0:
-            scale = alpha.dtype.type(1.0) / total
-            for j in range(row_length):
-                row[j] = added[j] * scale

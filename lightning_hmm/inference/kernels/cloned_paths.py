@@ -6,7 +6,7 @@ import numpy as np
 
 from lightning_hmm.inference.kernels.cloned_loops import _strict_kernel
 from lightning_hmm.inference.kernels.cloned_plan import find_pair
-from lightning_hmm.inference.kernels.dense_loops import _draw
+from lightning_hmm.inference.kernels.sampling_loops import _draw
 
 
 @_strict_kernel

@@ -1,7 +1,7 @@
 """Vector code for matrices of which a few entries of each row are given: sums over lists of places.
 
 One sequence: a list of (weight, place) pairs for each of as many outputs as a vector has lanes, interleaved, so that a
-vector holds one pair of each. Many sequences: a message has one vector pair, `TILE_VECTORS` vectors, for each state, and
+vector holds one pair of each. Many sequences: messages are transposed, so that each state has one or two vectors of sequences, and
 a list of pairs is walked with the sums in registers. Operations on whole rows of one sequence are here too, exponentials among
 them: numba's are one at a time.
 
@@ -16,12 +16,10 @@ import math
 import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from lightning_hmm.inference.kernels.simd import _VECTOR_BYTES, _Emitter, _make_row_operation
 
-TILE_VECTORS = 2
 _INT32 = ir.IntType(32)
 _INT64 = ir.IntType(64)
 
@@ -141,81 +139,70 @@ def gather_count(typing_context, like, out, plain, weights, indices, source, mes
     return signature, codegen
 
 
+def _make_tile_column(vectors: int):
+    @intrinsic
+    def tile_column(typing_context, like, out, start, weights, indices, source, pairs):
+        is_double = like == types.float64
+        signature = types.void(like, *[types.intp] * 6)
+
+        def codegen(context, builder, signature, args):
+            emit = _Emitter(builder, is_double)
+            _, out, start, weights, indices, source, pairs = args
+            places = [emit.word(v * emit.lanes) for v in range(vectors)]
+            starts = [emit.load(emit.address(start, place), emit.vector) for place in places] + [emit.constant(0.0)] * vectors
+            loop = _Loop(builder, pairs, [(weights, 2 * emit.size), (indices, 8)], starts)
+            weight_at, index_at = loop.pointers
+            sums = list(loop.carried)
+            for c in range(2):  # two sums each, as one addition has to wait for the one before
+                weight = emit.splat(emit.load(emit.address(weight_at, emit.word(c)), emit.scalar))
+                address = builder.inttoptr(builder.add(index_at, emit.word(4 * c)), _INT32.as_pointer())
+                row = builder.mul(builder.sext(builder.load(address, align=4, typ=_INT32), _INT64), emit.word(vectors * emit.lanes))
+                for v, place in enumerate(places):
+                    n = c * vectors + v
+                    sums[n] = emit.multiply_add(weight, emit.load(emit.address(source, row, place), emit.vector), sums[n])
+            final = loop.close(sums)
+            for v, place in enumerate(places):
+                emit.store(builder.fadd(final[v], final[vectors + v]), emit.address(out, place))
+            return context.get_dummy_value()
+
+        return signature, codegen
+
+    return tile_column
+
+
+# tile_column_one(like, out, start, weights, indices, source, pairs): out = start + sum over c < 2 pairs of weights[c] * source[indices[c]];
+# out, start and each row of source are one vector, those of tile_column_two two vectors.
+tile_column_one, tile_column_two = _make_tile_column(1), _make_tile_column(2)
+
+
 @intrinsic
-def tile_column(typing_context, like, out, start, weights, indices, source, pairs):
-    """out = start + sum over c < 2 pairs of weights[c] * source[indices[c]]; out, start and each row of source are a tile's width."""
+def transpose_block(typing_context, like, out, out_bytes, out_last, source, source_bytes, source_last):
+    """out[i, j] = source[j, i] for i and j below the number of lanes of a vector.
+
+    The rows of both are `out_bytes` and `source_bytes` apart. A row beyond the last one, number `out_last` or `source_last`, is the last one.
+    """
     is_double = like == types.float64
     signature = types.void(like, *[types.intp] * 6)
 
     def codegen(context, builder, signature, args):
         emit = _Emitter(builder, is_double)
-        _, out, start, weights, indices, source, pairs = args
-        places = [emit.word(v * emit.lanes) for v in range(TILE_VECTORS)]
-        starts = [emit.load(emit.address(start, place), emit.vector) for place in places] + [emit.constant(0.0)] * TILE_VECTORS
-        loop = _Loop(builder, pairs, [(weights, 2 * emit.size), (indices, 8)], starts)
-        weight_at, index_at = loop.pointers
-        sums = list(loop.carried)
-        for c in range(2):  # two sums each, as one addition has to wait for the one before
-            weight = emit.splat(emit.load(emit.address(weight_at, emit.word(c)), emit.scalar))
-            address = builder.inttoptr(builder.add(index_at, emit.word(4 * c)), _INT32.as_pointer())
-            row = builder.mul(builder.sext(builder.load(address, align=4, typ=_INT32), _INT64), emit.word(TILE_VECTORS * emit.lanes))
-            for v, place in enumerate(places):
-                n = c * TILE_VECTORS + v
-                sums[n] = emit.multiply_add(weight, emit.load(emit.address(source, row, place), emit.vector), sums[n])
-        final = loop.close(sums)
-        for v, place in enumerate(places):
-            emit.store(builder.fadd(final[v], final[TILE_VECTORS + v]), emit.address(out, place))
-        return context.get_dummy_value()
+        _, out, out_bytes, out_last, source, source_bytes, source_last = args
 
-    return signature, codegen
+        def places(base, row_bytes, last):
+            numbers = [builder.select(builder.icmp_signed("<", emit.word(n), last), emit.word(n), last) for n in range(emit.lanes)]
+            return [builder.add(base, builder.mul(number, row_bytes)) for number in numbers]
 
-
-@intrinsic
-def tile_weigh(typing_context, like, rows, message, factors, totals, flush):
-    """message = message * factors where message >= flush, else 0; totals = the sums over the rows. All a tile wide."""
-    is_double = like == types.float64
-    signature = types.void(like, *[types.intp] * 4, like)
-
-    def codegen(context, builder, signature, args):
-        emit = _Emitter(builder, is_double)
-        _, rows, message, factors, totals, flush = args
-        width, limit = TILE_VECTORS * emit.lanes * emit.size, emit.splat(flush)
-        places = [emit.word(v * emit.lanes) for v in range(TILE_VECTORS)]
-        loop = _Loop(builder, rows, [(message, width), (factors, width)], [emit.constant(0.0)] * TILE_VECTORS)
-        sums = []
-        for v, place in enumerate(places):
-            here, factor = (emit.load(emit.address(pointer, place), emit.vector) for pointer in loop.pointers)
-            joint = emit.keep_where(">=", here, limit, builder.fmul(here, factor))
-            emit.store(joint, emit.address(loop.pointers[0], place))
-            sums.append(builder.fadd(loop.carried[v], joint))
-        for value, place in zip(loop.close(sums), places, strict=True):
-            emit.store(value, emit.address(totals, place))
-        return context.get_dummy_value()
-
-    return signature, codegen
-
-
-@intrinsic
-def tile_rescale(typing_context, like, rows, message, scales, constants, totals, flush):
-    """message *= scales, then 0 where below flush; totals = the sums of constants[row] * message. `scales` is a tile wide."""
-    is_double = like == types.float64
-    signature = types.void(like, *[types.intp] * 5, like)
-
-    def codegen(context, builder, signature, args):
-        emit = _Emitter(builder, is_double)
-        _, rows, message, scales, constants, totals, flush = args
-        width, limit = TILE_VECTORS * emit.lanes * emit.size, emit.splat(flush)
-        places = [emit.word(v * emit.lanes) for v in range(TILE_VECTORS)]
-        factors = [emit.load(emit.address(scales, place), emit.vector) for place in places]
-        loop = _Loop(builder, rows, [(message, width), (constants, emit.size)], [emit.constant(0.0)] * TILE_VECTORS)
-        constant, sums = emit.splat(emit.load(loop.pointers[1], emit.scalar)), []
-        for v, place in enumerate(places):
-            value = builder.fmul(emit.load(emit.address(loop.pointers[0], place), emit.vector), factors[v])
-            value = emit.keep_where(">=", value, limit, value)
-            emit.store(value, emit.address(loop.pointers[0], place))
-            sums.append(emit.multiply_add(constant, value, loop.carried[v]))
-        for value, place in zip(loop.close(sums), places, strict=True):
-            emit.store(value, emit.address(totals, place))
+        rows = [emit.load(place, emit.vector) for place in places(source, source_bytes, source_last)]
+        half = 1
+        while half < emit.lanes:  # exchanges this bit of the number of the row and that of the lane
+            low = [k if not k & half else emit.lanes + k - half for k in range(emit.lanes)]
+            high = [k + half if not k & half else emit.lanes + k for k in range(emit.lanes)]
+            for n in range(emit.lanes):
+                if not n & half:
+                    rows[n], rows[n + half] = emit.pick(rows[n], rows[n + half], low), emit.pick(rows[n], rows[n + half], high)
+            half *= 2
+        for row, place in zip(rows, places(out, out_bytes, out_last), strict=True):
+            emit.store(row, place)
         return context.get_dummy_value()
 
     return signature, codegen
@@ -243,76 +230,9 @@ def _exponential(emit, vectors, scalars):
     return {0: emit.keep_where(">=", x, emit.constant(lowest), value)}, None
 
 
-def _weigh(emit, vectors, scalars):
-    joint = emit.keep_where(">=", vectors[0], scalars[0], emit.builder.fmul(vectors[0], vectors[1]))
-    return {0: joint}, joint
-
-
-def _rescale(emit, vectors, scalars):
-    value = emit.builder.fmul(vectors[0], scalars[0])
-    return {0: emit.keep_where(">=", value, scalars[1], value)}, None
-
-
-def _combine(emit, vectors, scalars):
-    return {0: emit.builder.fmul(emit.builder.fmul(vectors[1], vectors[2]), scalars[0])}, None
-
-
 def _add(emit, vectors, scalars):
     return {}, emit.builder.fadd(vectors[0], vectors[1])
 
 
-def _itself(emit, vectors, scalars):
-    return {}, vectors[0]
-
-
-# weigh_row(like, length, message, row, flush): message = message * row where message >= flush, else 0; returns the sum
-weigh_row = _make_row_operation(2, 1, _weigh, sums=True)
-# rescale_row(like, length, message, scale, flush): message *= scale, then 0 where below flush
-rescale_row = _make_row_operation(1, 2, _rescale)
-# combine_row(like, length, target, row, other, scale): target = row * other * scale
-combine_row = _make_row_operation(3, 1, _combine)
-# exponential_row(like, length, row): row = exp(row) for row <= 0; zero below e^-87 (float32) or e^-708 (float64)
-exponential_row = _make_row_operation(1, 0, _exponential)
-# largest_in_row(like, length, row) and largest_sum(like, length, row, other): the maximum of row, and of row + other; no NaN
-largest_in_row = _make_row_operation(1, 0, _itself, largest=True)
+# largest_sum(like, length, row, other): the maximum of row + other; no NaN
 largest_sum = _make_row_operation(2, 0, _add, largest=True)
-
-
-def _control_word(builder: ir.IRBuilder, instruction: str, place: ir.Value) -> None:
-    byte = ir.IntType(8).as_pointer()
-    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), [byte]), f"llvm.x86.sse.{instruction}")
-    builder.call(function, [builder.bitcast(place, byte)])
-
-
-@intrinsic
-def denormals_off(typing_context):
-    """Makes this thread take numbers below the normal range for zero, where the processor can; returns what to restore.
-
-    Arithmetic on such numbers is a hundred times slower, and messages flush far above them in any case.
-    """
-
-    def codegen(context, builder, signature, args):
-        if not _IS_X86:
-            return ir.Constant(_INT32, 0)
-        place = cgutils.alloca_once(builder, _INT32)
-        _control_word(builder, "stmxcsr", place)
-        before = builder.load(place, typ=_INT32)
-        builder.store(builder.or_(before, ir.Constant(_INT32, _FLUSH_TO_ZERO)), place)
-        _control_word(builder, "ldmxcsr", place)
-        return before
-
-    return types.int32(), codegen
-
-
-@intrinsic
-def restore_denormals(typing_context, before):
-    """Undoes `denormals_off`."""
-
-    def codegen(context, builder, signature, args):
-        if _IS_X86:
-            place = cgutils.alloca_once(builder, _INT32)
-            builder.store(args[0], place)
-            _control_word(builder, "ldmxcsr", place)
-        return context.get_dummy_value()
-
-    return types.void(types.int32), codegen

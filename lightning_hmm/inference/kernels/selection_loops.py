@@ -14,7 +14,9 @@ import math
 
 import numpy as np
 
-from lightning_hmm.inference.kernels.dense_loops import _kernel, _multiply_add, _strict_kernel
+from lightning_hmm.inference.kernels.products import kernel as _kernel
+from lightning_hmm.inference.kernels.products import multiply_add as _multiply_add
+from lightning_hmm.inference.kernels.products import strict_kernel as _strict_kernel
 
 _GAIN = 1e-12  # a row's set is changed only for a gain in `_value` above this, which rounding cannot feign
 

@@ -325,97 +325,6 @@ def _multiply_block(emit, rows, vectors, start, x, x_row, x_col, y, y_row, depth
     return results
 
 
-def _make_filter(rows: int):
-    """Returns the intrinsics
-
-        filter(like, length, messages, emissions, flush, collapse, scales, products)
-        step(like, messages, before, transition, depth, emissions, flush, collapse, scales, products)
-
-    For each of `rows` predicted messages: message = message * emission row, where message >= flush, else 0; then divided by
-    its sum, and 0 where below flush. The inverse of the sum goes to `scales`; where the sum is not above `collapse`, that and
-    the message are zero. `products`, in float64, are multiplied by the sums, or by zero where they collapsed; returns whether one
-    of them is zero or may soon leave the range of floats. `emissions` holds addresses.
-
-    `step` is for rows of one vector: it predicts the messages itself, from those `before`, and keeps them in registers.
-    """
-
-    def normalise(emit, total, collapse, scales, products):
-        """Stores the inverse sums, and multiplies `products`; returns the inverse sums as vectors, and whether a product leaves the range."""
-        builder, short, wide = emit.builder, emit.of(rows), emit.wide(rows)
-        kept = builder.fcmp_ordered(">", total, short.splat(collapse))
-        scale = builder.select(kept, builder.fdiv(short.constant(1.0), total), short.constant(0.0))
-        short.store(scale, scales)
-        total = total if emit.size == wide.size else builder.fpext(total, wide.vector)
-        product = builder.select(kept, builder.fmul(wide.load(products, wide.vector), total), wide.constant(0.0))
-        wide.store(product, products)
-        leaving = builder.or_(builder.fcmp_ordered("<", product, wide.constant(1e-100)), builder.fcmp_ordered(">", product, wide.constant(1e100)))
-        leaving = builder.icmp_unsigned("!=", builder.bitcast(leaving, ir.IntType(rows)), ir.Constant(ir.IntType(rows), 0))
-        return [emit.pick(scale, scale, [r] * emit.lanes) for r in range(rows)], leaving
-
-    def weigh(emit, message, emission, flush):
-        return emit.keep_where(">=", message, flush, emit.builder.fmul(message, emit.load(emission, emit.vector)))
-
-    def rescale(emit, message, factor, flush):
-        message = emit.builder.fmul(message, factor)
-        return emit.keep_where(">=", message, flush, message)
-
-    @intrinsic
-    def filter_rows(typing_context, like, length, messages, emissions, flush, collapse, scales, products):
-        is_double = like == types.float64
-        scalar = types.float64 if is_double else types.float32
-        signature = types.boolean(like, *[types.intp] * 3, scalar, scalar, *[types.intp] * 2)
-
-        def codegen(context, builder, signature, args):
-            emit = _Emitter(builder, is_double)
-            _, length, messages, emissions, flush, collapse, scales, products = args
-            flush = emit.splat(flush)
-            message_at = [emit.address(messages, builder.mul(length, emit.word(r))) for r in range(rows)]
-            emission_at = [emit.load_word(emissions, r) for r in range(rows)]
-
-            def weigh_all(k, totals):
-                joints = [weigh(emit, emit.load(emit.address(message, k), emit.vector), emit.address(emission, k), flush)
-                          for message, emission in zip(message_at, emission_at, strict=True)]  # fmt: skip
-                for joint, message in zip(joints, message_at, strict=True):
-                    emit.store(joint, emit.address(message, k))
-                return [builder.fadd(total, joint) for total, joint in zip(totals, joints, strict=True)]
-
-            total = emit.sum_lanes(emit.loop(length, [emit.constant(0.0)] * rows, weigh_all))
-            factors, leaving = normalise(emit, total, collapse, scales, products)
-
-            def rescale_all(k, _):
-                for message, factor in zip(message_at, factors, strict=True):
-                    place = emit.address(message, k)
-                    emit.store(rescale(emit, emit.load(place, emit.vector), factor, flush), place)
-                return []
-
-            emit.loop(length, [], rescale_all)
-            return leaving
-
-        return signature, codegen
-
-    @intrinsic
-    def step_rows(typing_context, like, messages, before, transition, depth, emissions, flush, collapse, scales, products):
-        is_double = like == types.float64
-        scalar = types.float64 if is_double else types.float32
-        signature = types.boolean(like, *[types.intp] * 5, scalar, scalar, *[types.intp] * 2)
-
-        def codegen(context, builder, signature, args):
-            emit = _Emitter(builder, is_double)
-            _, messages, before, transition, depth, emissions, flush, collapse, scales, products = args
-            flush, width = emit.splat(flush), emit.word(emit.lanes)
-            start = {(r, 0): emit.constant(0.0) for r in range(rows)}
-            predicted = _multiply_block(emit, rows, 1, start, before, width, emit.word(1), transition, width, depth)
-            joints = [weigh(emit, predicted[r, 0], emit.load_word(emissions, r), flush) for r in range(rows)]
-            factors, leaving = normalise(emit, emit.sum_lanes(joints), collapse, scales, products)
-            for r, (joint, factor) in enumerate(zip(joints, factors, strict=True)):
-                emit.store(rescale(emit, joint, factor, flush), emit.address(messages, emit.word(r * emit.lanes)))
-            return leaving
-
-        return signature, codegen
-
-    return filter_rows, step_rows
-
-
 def _make_smooth(rows: int):
     """Returns the intrinsic ``smooth(like, length, kappas, alphas, betas, scales, emissions, counts)``.
 
@@ -453,7 +362,6 @@ def _make_smooth(rows: int):
     return smooth_rows
 
 
-(filter_four, step_four), (filter_one, _) = _make_filter(4), _make_filter(1)
 smooth_four, smooth_one = _make_smooth(4), _make_smooth(1)
 
 

@@ -9,12 +9,12 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from lightning_hmm.distributions import Moments
 from lightning_hmm.distributions.gaussian import data_location
 from lightning_hmm.loading import generator
 from lightning_hmm.metrics import LogLikelihoodPerSymbol
 from lightning_hmm.models.prediction_errors import PredictionErrors
 from lightning_hmm.models.sequence_model import check_counts
-from lightning_hmm.models.standard import GaussianPrediction
 from lightning_hmm.sequences import MISSING, Sequences
 
 Cell = Literal["rnn", "lstm", "gru"]
@@ -199,7 +199,7 @@ class RecurrentNet(PredictionErrors):
         return sequences.with_values(sequences.packed(padded))
 
     @torch.no_grad()
-    def predict_next(self, sequences: Any) -> Tensor | GaussianPrediction:
+    def predict_next(self, sequences: Any) -> Tensor | Moments:
         """The distribution of the observation after the end of each sequence: (N, V) probabilities, or moments."""
         sequences, _ = self._prepared(sequences)
         # It is what is expected at one step more, of which nothing is known.
@@ -209,7 +209,7 @@ class RecurrentNet(PredictionErrors):
         predicted = self.predict_each(longer).values[last]
         if self.num_symbols is not None:
             return predicted
-        return GaussianPrediction(predicted, self.scale * self._log_variance(longer.packed(last_seen(longer.padded())[0])[last].isnan()).exp())
+        return Moments(predicted, self.scale * self._log_variance(longer.packed(last_seen(longer.padded())[0])[last].isnan()).exp())
 
     def _evaluated(self, run: Iterator[Any]) -> Iterator[Any]:
         """The run of a network that leaves nothing out, whatever mode it is in."""
@@ -226,7 +226,7 @@ class RecurrentNet(PredictionErrors):
     def starts_from_data(self) -> bool:
         return not bool(self.located)
 
-    def initialise(self, sequences: Sequences) -> None:
+    def initialize(self, sequences: Sequences) -> None:
         """Takes the units of vectors from the data."""
         sequences.check(self.num_symbols, self.num_features)
         if self.num_features is not None:
@@ -247,7 +247,7 @@ class RecurrentNet(PredictionErrors):
         if not bool(self.located):
             raise ValueError(
                 "Vectors are in units of the training data, which a plain DataLoader does not show as a whole. "
-                "Call `model.initialise(sequences)` before training, or train with a datamodule or `lightning_hmm.fit`."
+                "Call `model.initialize(sequences)` before training, or train with a datamodule or `lightning_hmm.fit`."
             )
 
     def training_step(self, batch: Sequences, batch_idx: int) -> None:

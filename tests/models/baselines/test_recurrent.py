@@ -71,7 +71,7 @@ def written_out(model: RecurrentNet, sequence: Tensor) -> tuple[Tensor, Tensor]:
 
 def vector_model(sequences: Sequences, **options) -> RecurrentNet:
     model = RecurrentNet(**{"hidden_size": 4, "num_features": 2, **EXACT, **options})
-    model.initialise(sequences)
+    model.initialize(sequences)
     nn.init.normal_(model.log_variance)
     return model
 

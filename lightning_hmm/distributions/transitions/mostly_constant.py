@@ -1,4 +1,4 @@
-"""Rows of probabilities of which a few entries are kept and all others share one constant."""
+"""Transitions of which each row keeps a few probabilities, while all others share one constant."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hmm.distributions.base import Distribution
-from lightning_hmm.inference.dmc import Transition
+from lightning_hmm.distributions.base import Transition, check_not_negative
+from lightning_hmm.inference.operators import MostlyConstant
 from lightning_hmm.inference.selection import Choice
+from lightning_hmm.sequences import Sequences
 
 _ROWS_AT_ONCE = 1 << 22  # entries of the full matrix that are held at a time
 
 
-class MostlyConstantRows(Distribution):
+class DenseMostlyConstant(Transition):
     r"""N rows of N probabilities, each with K entries :math:`a_{ij}` of its own and a constant :math:`c_i` for the others.
 
     .. math:: \partial L / \partial \log a_{ij} = S_{ij}, \quad \partial L / \partial \log c_i = R_i = \sum_{j \text{ not kept}} S_{ij}, \qquad
@@ -25,33 +26,44 @@ class MostlyConstantRows(Distribution):
     `CategoricalRows`; a kept zero is one as long as it is kept.
 
     Args:
-        restarts, num_states, num_kept: the shape of the parameters.
-        name: what errors call it.
+        num_kept: K, from 0 to N - 1.
+        pseudocount: of the prior, in counts of the whole data.
     """
 
     indices: Tensor
 
-    def __init__(self, restarts: int, num_states: int, num_kept: int, name: str) -> None:
+    def __init__(self, num_kept: int, pseudocount: float = 0.0) -> None:
         super().__init__()
-        self.name, self.num_states, self.num_kept = name, num_states, num_kept
+        check_not_negative(pseudocount=pseudocount)
+        self.num_kept, self.prior = num_kept, {"pseudocount": pseudocount}
+
+    def allocate(self, restarts: int, num_states: int) -> None:
+        if not isinstance(self.num_kept, int) or not 0 <= self.num_kept < num_states:
+            wanted = f"a whole number from 0 to {num_states - 1}, one less than there are states"
+            raise ValueError(f"`num_kept` must be {wanted}, but is {self.num_kept} instead.")
+        self._begin_allocation()
+        self.num_states = num_states
         even = torch.full((restarts, num_states), 1.0 / num_states, dtype=torch.float64).log()
-        self.log_values = nn.Parameter(even[..., None].repeat(1, 1, num_kept))
+        self.log_values = nn.Parameter(even[..., None].repeat(1, 1, self.num_kept))
         self.log_constants = nn.Parameter(even)
-        self.register_buffer("indices", torch.arange(num_kept).repeat(restarts, num_states, 1))
+        self.register_buffer("indices", torch.arange(self.num_kept).repeat(restarts, num_states, 1))
 
-    def natural(self, restart: int) -> Transition:
-        return Transition(self.indices[restart], self.log_values[restart], self.log_constants[restart])
+    def natural(self, restart: int) -> tuple[Tensor, ...]:
+        return self.log_values[restart], self.log_constants[restart], self.indices[restart]
 
-    def to_dense(self, restart: int) -> Tensor:
-        """(N, N) a copy of all probabilities."""
-        return self.natural(restart).to_dense().detach()
+    def operator(self, natural: Sequence[Tensor], batch: Sequences | None) -> MostlyConstant:
+        log_values, log_constants, indices = natural
+        return MostlyConstant(indices, log_values, log_constants)
+
+    def matrix(self, restart: int) -> Tensor:
+        return self.operator(self.natural(restart), None).to_dense(torch.zeros(0)).detach().exp()
 
     def kept_mass(self, restart: int) -> Tensor:
         """(N,) how much of each row's probability the kept entries hold."""
         return self.log_values[restart].detach().exp().sum(-1)
 
     @torch.no_grad()
-    def set(self, indices: Any, values: Any) -> None:
+    def set_kept(self, indices: Any, values: Any) -> None:
         """Takes (N, K) columns, in any order, and their probabilities, for all restarts alike; the rest of each row is spread evenly."""
         shape = (self.num_states, self.num_kept)
         indices = torch.as_tensor(indices, device=self.indices.device)
@@ -80,29 +92,31 @@ class MostlyConstantRows(Distribution):
             raise ValueError(f"`values` of a row must not sum to more than 1, but row {i} sums to {float(mass[i]):.6g}.")
         over = mass.clamp(min=1)  # above one by rounding only
         constants = (1 - mass / over) / (self.num_states - self.num_kept)
-        self._store(slice(None), slice(None), Transition(indices, (values / over[:, None]).log(), constants.log()))
+        self._store(slice(None), slice(None), indices, (values / over[:, None]).log(), constants.log())
+        self.is_set.fill_(True)
 
-    def _store(self, restarts: Any, rows: Any, transition: Transition) -> None:
-        for mine, given in zip((self.indices, self.log_values, self.log_constants), transition, strict=True):
-            mine[restarts, rows] = given.to(mine.device)
+    def _store(self, restarts: Any, rows: Any, *given: Tensor) -> None:
+        for mine, value in zip((self.indices, self.log_values, self.log_constants), given, strict=True):
+            mine[restarts, rows] = value.to(mine.device)
 
     @torch.no_grad()
-    def set_dense(self, probs: Any) -> None:
+    def set(self, probs: Any) -> None:
         """Takes a full matrix, for all restarts alike: the K largest entries of each row are kept, the others averaged."""
         probs = torch.as_tensor(probs, dtype=torch.float64, device=self.indices.device)
         if probs.shape != (self.num_states, self.num_states):
-            raise ValueError(f"`{self.name}` must have shape {(self.num_states, self.num_states)}, but has {tuple(probs.shape)} instead.")
+            raise ValueError(f"`transition` must have shape {(self.num_states, self.num_states)}, but has {tuple(probs.shape)} instead.")
         if not bool((probs >= 0).all()):
             where = tuple(torch.nonzero(~(probs >= 0))[0].tolist())
-            raise ValueError(f"`{self.name}` must hold probabilities, but the entry at {where} is {float(probs[where])} instead.")
+            raise ValueError(f"`transition` must hold probabilities, but the entry at {where} is {float(probs[where])} instead.")
         sums = probs.sum(1)
         if not bool(((sums - 1).abs() < 1e-6).all()):
             row = int(((sums - 1).abs() >= 1e-6).nonzero()[0, 0])
-            raise ValueError(f"`{self.name}` rows must sum to 1, but row {row} sums to {float(sums[row]):.6g} instead. Normalise it.")
-        self._store(slice(None), slice(None), Transition.from_dense(probs / sums[:, None], self.num_kept))
+            raise ValueError(f"`transition` rows must sum to 1, but row {row} sums to {float(sums[row]):.6g} instead. Normalize it.")
+        self._store(slice(None), slice(None), *keep_largest(probs / sums[:, None], self.num_kept))
+        self.is_set.fill_(True)
 
     @torch.no_grad()
-    def randomise(self, generator: torch.Generator) -> None:
+    def randomize(self, generator: torch.Generator) -> None:
         """Draws each row of a full matrix from a Dirichlet distribution, as `CategoricalRows` does; keeps the K largest, averages the others."""
         import numpy as np
 
@@ -112,7 +126,7 @@ class MostlyConstantRows(Distribution):
             for first in range(0, self.num_states, rows):
                 last = min(first + rows, self.num_states)
                 weights = torch.from_numpy(np.maximum(draws.gamma(1.0, size=(last - first, self.num_states)), 1e-12))
-                self._store(restart, slice(first, last), Transition.from_dense(weights / weights.sum(1, keepdim=True), self.num_kept))
+                self._store(restart, slice(first, last), *keep_largest(weights / weights.sum(1, keepdim=True), self.num_kept))
 
     @torch.no_grad()
     def take(self, restart: int, choice: Choice, counts: Sequence[Tensor]) -> None:
@@ -123,11 +137,12 @@ class MostlyConstantRows(Distribution):
             gathered[restart].copy_(chosen)
 
     @torch.no_grad()
-    def maximise(self, statistics: list[Tensor], share: Tensor | float = 1.0, *, pseudocount: float = 0.0) -> Tensor:  # type: ignore[override]
+    def maximize(self, statistics: Sequence[Tensor], weight: Tensor | float = 1.0) -> Tensor:
         kept, rest = statistics
+        pseudocount = self.prior["pseudocount"] * weight
         others = self.num_states - self.num_kept
-        kept = kept + pseudocount * share * (self.log_values > -torch.inf).to(kept.dtype)
-        rest = rest + pseudocount * share * others * (self.log_constants > -torch.inf).to(rest.dtype)
+        kept = kept + pseudocount * (self.log_values > -torch.inf).to(kept.dtype)
+        rest = rest + pseudocount * others * (self.log_constants > -torch.inf).to(rest.dtype)
         total = kept.sum(-1) + rest
         seen = total > 0
         total = torch.where(seen, total, torch.ones_like(total))
@@ -135,15 +150,22 @@ class MostlyConstantRows(Distribution):
         self.log_constants.copy_(torch.where(seen, (rest / total / others).log(), self.log_constants))
         return (~seen).sum()
 
-    def log_prior(self, *, pseudocount: float = 0.0) -> Tensor:  # type: ignore[override]
+    def log_prior(self) -> Tensor:
         others = self.num_states - self.num_kept
         values, constants = (torch.where(logs > -torch.inf, logs, torch.zeros_like(logs)).detach() for logs in (self.log_values, self.log_constants))
-        return pseudocount * (values.flatten(1).sum(1) + others * constants.sum(1))
+        return self.prior["pseudocount"] * (values.flatten(1).sum(1) + others * constants.sum(1))
 
     def num_free_parameters(self, restart: int) -> int:
-        """K a row: the constant follows from the others. Which entries are kept is not counted."""
+        """K in each row: the constant follows from the others. Which entries are kept is not counted."""
         return self.num_states * self.num_kept
 
 
 def _first_repeated(row: Tensor) -> int:
     return int(row[1:][row.diff() == 0][0])
+
+
+def keep_largest(probs: Tensor, num_kept: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Indices, log-probabilities and log-constants of rows of probabilities: the K largest entries of each are kept, the others averaged."""
+    order = probs.sort(dim=1, descending=True, stable=True).indices
+    indices, others = order[:, :num_kept].sort(dim=1).values, order[:, num_kept:]
+    return indices, probs.gather(1, indices).log(), probs.gather(1, others).mean(1).log()

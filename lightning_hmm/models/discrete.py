@@ -1,8 +1,7 @@
-"""What all HMMs share: the questions one can ask, and evaluation under the Lightning Trainer.
+"""Base class of the models with discrete states: scoring, decoding, sampling, prediction, and evaluation under the Lightning Trainer.
 
-A family says what its natural parameters are (`chain`, `evidence`), which inference module understands them
-(`inference`), and how states emit (`emit`, `predict_emission`). Everything here follows from that. How it learns is its
-own business; `models.em` has Baum-Welch for those made of distributions with a maximiser.
+A subclass provides its hidden chain (`chain`), the evidence of a batch (`evidence`) and its emissions (`emit`, `predict_emission`). Everything
+here follows from these by `lightning_hmm.inference`.
 """
 
 from __future__ import annotations
@@ -11,27 +10,39 @@ import math
 import warnings
 from abc import abstractmethod
 from collections.abc import Sequence
-from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_hmm.inference import dense
+from lightning_hmm import inference
+from lightning_hmm.inference.evidence import Evidence
+from lightning_hmm.inference.operators import Operator
+from lightning_hmm.inference.results import impossible_message
 from lightning_hmm.metrics import LogLikelihoodPerSymbol, MatchedStateAccuracy
 from lightning_hmm.models.sequence_model import SequenceModel, check_counts
 from lightning_hmm.sequences import Sequences
 
-_OF_OTHER_EMISSIONS = {
-    "emission_probs": "`emission_probs` is of categorical emissions; a Gaussian model has `means` and `variances`.",
-    "means": "`means` is of Gaussian emissions; a categorical model has `emission_probs`.",
-    "variances": "`variances` is of Gaussian emissions; a categorical model has `emission_probs`.",
-}
+
+class Posterior(NamedTuple):
+    """What the data say about the states.
+
+    log_likelihood: (N,) log p(y_1:T).
+    filtered: p(z_t | y_1:t), one row of state probabilities for each step.
+    smoothed: p(z_t | y_1:T), one row of state probabilities for each step.
+    transition_counts: the expected counts of the transition's natural parameters, each sequence times its weight: (S, S) for a full
+        matrix, and a tuple of tensors where the transition has several parameters.
+    """
+
+    log_likelihood: Tensor
+    filtered: Sequences
+    smoothed: Sequences
+    transition_counts: Any
 
 
-class HMM(SequenceModel):
-    """Base of the models.
+class DiscreteHMM(SequenceModel):
+    """A hidden Markov model with K states.
 
     Subclasses call ``super().__init__`` with what is common, make their parameters, and implement the abstract members
     and the training.
@@ -46,8 +57,6 @@ class HMM(SequenceModel):
         symbol_names: for data with a vocabulary.
         unknown_symbol: the one of them that stands for all others.
     """
-
-    inference: ClassVar[ModuleType] = dense
 
     def __init__(
         self,
@@ -73,21 +82,15 @@ class HMM(SequenceModel):
         self._impossible: list[Tensor] = []
         self._said: set[str] = set()
 
-    def __getattr__(self, name: str) -> Any:
-        # Asked for after a property has raised, too: torch replaces the message of its AttributeError.
-        if name in _OF_OTHER_EMISSIONS:
-            raise AttributeError(_OF_OTHER_EMISSIONS[name])
-        return super().__getattr__(name)
-
-    # What a family brings
+    # What a family provides
 
     @abstractmethod
-    def chain(self, restart: int) -> tuple[Any, ...]:
-        """The natural parameters of the hidden chain, for one restart: the first arguments of the inference functions."""
+    def chain(self, restart: int, sequences: Sequences | None = None) -> tuple[Tensor, Operator]:
+        """Log-probabilities of the first state and the transitions of one restart, for the given sequences where they depend on these."""
 
     @abstractmethod
-    def evidence(self, restart: int, sequences: Sequences) -> Any:
-        """The natural parameters of the emissions, or what they make of the sequences: the next argument."""
+    def evidence(self, restart: int, sequences: Sequences) -> Evidence:
+        """The log-likelihoods of the steps for each state."""
 
     @abstractmethod
     def emit(self, states: Sequences, generator: torch.Generator) -> Sequences:
@@ -102,36 +105,46 @@ class HMM(SequenceModel):
     def num_free_parameters(self) -> int:
         """Degrees of freedom."""
 
-    # Questions to ask a model
+    # Inference
 
-    def inference_arguments(self, sequences: Sequences, restart: int | None = None) -> tuple[Any, ...]:
-        """The arguments of the inference functions, for the chosen restart or another."""
+    @property
+    def message_dtype(self) -> torch.dtype:
+        """The precision of the message passing in training and scoring."""
+        return torch.float32 if self.arithmetic == "float32" else torch.float64
+
+    def problem(self, sequences: Sequences, restart: int | None = None) -> tuple[Tensor, Operator, Evidence, Tensor]:
+        """The first arguments of the functions of `lightning_hmm.inference`, for the chosen restart or another."""
         restart = int(self.chosen) if restart is None else restart
-        return *self.chain(restart), self.evidence(restart, sequences), sequences
+        return *self.chain(restart, sequences), self.evidence(restart, sequences), sequences.offsets
+
+    def _filter(self, sequences: Sequences, restart: int | None = None) -> inference.EStep:
+        """Log-likelihoods and impossible steps."""
+        return inference.e_step(*self.problem(sequences, restart), dtype=self.message_dtype, smooth=False)
 
     @torch.no_grad()
     def score(self, sequences: Any) -> Tensor:
         """(N,) the natural log-likelihood of each sequence; -inf, and a warning that names the step, where impossible."""
         sequences = self.as_sequences(sequences)
-        _, log_likelihood, impossible = self.inference.weighted_log_likelihood(*self.inference_arguments(sequences), single=self.arithmetic == "float32")
-        self._warn_impossible(sequences, impossible)
-        return log_likelihood
+        found = self._filter(sequences)
+        self._warn_impossible(sequences, found.impossible_step)
+        return found.log_likelihood
 
     @torch.no_grad()
     def decode(self, sequences: Any) -> Sequences:
         """The most probable states (Viterbi), as `Sequences`; -1, and a warning, in impossible sequences."""
         sequences = self.as_sequences(sequences)
-        path = self.inference.viterbi(*self.inference_arguments(sequences))
+        path = inference.viterbi(*self.problem(sequences))
         self._warn_where_impossible(sequences, path.log_probability == -torch.inf)
-        return path.states
+        return sequences.with_values(path.states)
 
     @torch.no_grad()
-    def posterior(self, sequences: Any) -> Any:
-        """Filtered and smoothed state probabilities and expected transitions; see `inference.dense.Posterior`."""
+    def posterior(self, sequences: Any) -> Posterior:
+        """Filtered and smoothed state probabilities and expected transitions."""
         sequences = self.as_sequences(sequences)
-        posterior = self.inference.posterior(*self.inference_arguments(sequences))
-        self._warn_where_impossible(sequences, posterior.log_likelihood == -torch.inf)
-        return posterior
+        found = inference.posterior(*self.problem(sequences), sequences.weights)
+        self._warn_where_impossible(sequences, found.log_likelihood == -torch.inf)
+        counts = found.counts[0] if len(found.counts) == 1 else found.counts
+        return Posterior(found.log_likelihood, sequences.with_values(found.filtered), sequences.with_values(found.smoothed), counts)
 
     @torch.no_grad()
     def sample(self, num_sequences: int = 1, length: int | Sequence[int] = 100, seed: int = 0, return_states: bool = False) -> Any:
@@ -139,9 +152,8 @@ class HMM(SequenceModel):
         lengths = torch.as_tensor(length)
         if num_sequences < 0 or bool((lengths < 0).any()):
             raise ValueError(f"`num_sequences` and `length` must not be negative, but are {num_sequences} and {length} instead.")
-        lengths = lengths.expand(num_sequences)
         generator = torch.Generator().manual_seed(seed)
-        states = self.inference.sample(*self.chain(int(self.chosen)), lengths, generator)
+        states = Sequences(*inference.sample(*self.chain(int(self.chosen)), lengths.expand(num_sequences), generator))
         observations = self.emit(states, generator)
         return (observations, states) if return_states else observations
 
@@ -149,7 +161,7 @@ class HMM(SequenceModel):
     def sample_posterior(self, sequences: Any, seed: int = 0) -> Sequences:
         """One path of hidden states for each sequence, drawn from p(states | sequence)."""
         sequences = self.as_sequences(sequences)
-        return self.inference.sample_posterior(*self.inference_arguments(sequences), torch.Generator().manual_seed(seed))
+        return sequences.with_values(inference.sample_posterior(*self.problem(sequences), torch.Generator().manual_seed(seed)))
 
     @torch.no_grad()
     def predict_next(self, sequences: Any, steps: int = 1) -> Any:
@@ -158,9 +170,13 @@ class HMM(SequenceModel):
         NaN, and a warning, where the sequence is impossible.
         """
         sequences = self.as_sequences(sequences)
-        states = self.inference.predict_next(*self.inference_arguments(sequences), steps=steps)
+        states = self._predict_states(sequences, steps)
         self._warn_where_impossible(sequences, states.isnan().any(1))
         return self.predict_emission(states)
+
+    def _predict_states(self, sequences: Sequences, steps: int) -> Tensor:
+        """(N, S) the probabilities of the states `steps` after the end of each sequence."""
+        return inference.predict(*self.problem(sequences), steps=steps)
 
     def aic(self, sequences: Any) -> float:
         """Akaike's criterion, 2 k - 2 log L, with weights where the sequences have some; lower is better."""
@@ -176,7 +192,7 @@ class HMM(SequenceModel):
 
     def _warn_where_impossible(self, sequences: Sequences, impossible: Tensor) -> None:
         if bool(impossible.any()):
-            self._warn_impossible(sequences, self.inference.weighted_log_likelihood(*self.inference_arguments(sequences))[2], stacklevel=5)
+            self._warn_impossible(sequences, self._filter(sequences).impossible_step, stacklevel=5)
 
     @staticmethod
     def _warn_impossible(sequences: Sequences, impossible: Tensor, stacklevel: int = 4) -> None:
@@ -185,7 +201,7 @@ class HMM(SequenceModel):
         if bool(impossible_ones.any()):
             found = torch.nonzero(impossible_ones).flatten().tolist()
             more = f" ({len(found)} sequences in all.)" if len(found) > 1 else ""
-            message = dense.impossible_message(sequences, found[0], int(impossible[found[0]])) + more
+            message = impossible_message(sequences, found[0], int(impossible[found[0]])) + more
             warnings.warn(message, stacklevel=stacklevel)
 
     # Training: what does not depend on how
@@ -212,23 +228,17 @@ class HMM(SequenceModel):
         self._impossible = []  # an interrupted run may have left something
 
     def total_log_likelihood(self, batch: Sequences) -> Tensor:
-        """(restarts,) the weighted log-likelihood of a training batch, differentiable; noted for the epoch's metrics."""
+        """(restarts,) the weighted log-likelihood of a training batch, differentiable; recorded for the metrics of the epoch."""
         self._require_sequences(batch)
         totals = []
         for restart in range(self.restarts):
-            weighted, _, impossible = self._weighted_log_likelihood(restart, batch)
-            totals.append(weighted.sum())
-            self._watch_impossible(batch, impossible)
+            values = inference.log_likelihood(*self.problem(batch, restart), batch.weights, dtype=self.message_dtype)
+            totals.append(values.sum())
+            if bool((values.detach() == -torch.inf).any()):
+                self._watch_impossible(batch, self._filter(batch, restart).impossible_step)
         total = torch.stack(totals)
         self.train_likelihood.update(total.detach(), batch.num_observed())
         return total
-
-    def _weighted_log_likelihood(self, restart: int, batch: Sequences) -> tuple[Tensor, Tensor, Tensor]:
-        """As the inference module's, for one restart in training."""
-        answer: tuple[Tensor, Tensor, Tensor] = self.inference.weighted_log_likelihood(
-            *self.inference_arguments(batch, restart), single=self.arithmetic == "float32"
-        )
-        return answer
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self._raise_impossible()
@@ -249,7 +259,7 @@ class HMM(SequenceModel):
         found = torch.nonzero(torch.cat(pending) >= 0).flatten().tolist() if pending else []
         if found:
             n, t = found[0], int(torch.cat(pending)[found[0]])
-            which = f"Sequence {n} has probability zero under the model at step {t}." if batch is None else dense.impossible_message(batch, n, t)
+            which = f"Sequence {n} has probability zero under the model at step {t}." if batch is None else impossible_message(batch, n, t)
             raise ValueError(
                 f"{which} (Sequences are counted inside the batch.) Training cannot use it: take it out, give it a weight of 0, "
                 "or add a pseudocount so that nothing becomes impossible."
@@ -259,14 +269,14 @@ class HMM(SequenceModel):
 
     def _update(self, metric: LogLikelihoodPerSymbol, batch: Sequences) -> None:
         self._require_sequences(batch)
-        single = self.arithmetic == "float32"
         with torch.no_grad():
-            results = [self.inference.weighted_log_likelihood(*self.inference_arguments(batch, r), single=single) for r in range(self.restarts)]
-        metric.update(torch.stack([weighted.sum() for weighted, _, _ in results]), batch.num_observed())
-        chosen = results[int(self.chosen)]
-        if "impossible" not in self._said and bool((chosen[0] == -torch.inf).any()):
+            results = [self._filter(batch, restart) for restart in range(self.restarts)]
+        totals = torch.stack([batch.weighted(found.log_likelihood) for found in results])
+        metric.update(totals.sum(1), batch.num_observed())
+        chosen = int(self.chosen)
+        if "impossible" not in self._said and bool((totals[chosen] == -torch.inf).any()):
             self._said.add("impossible")
-            self._warn_impossible(batch, chosen[2])
+            self._warn_impossible(batch, results[chosen].impossible_step)
             warnings.warn("So the likelihood of these data is zero; a pseudocount keeps what training never met possible.", stacklevel=2)
 
     def on_test_epoch_end(self) -> None:

@@ -1,0 +1,152 @@
+"""Columns of different kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hmm.columns import Column
+from lightning_hmm.distributions.base import Emission
+from lightning_hmm.inference.evidence import Evidence, Quadratic, Rows
+from lightning_hmm.sequences import Sequences
+from lightning_hmm.vocabulary import MISSING
+
+
+class Product(Emission):
+    """Parts that are independent given the state, each with columns of its own.
+
+    A list of parts takes the columns in order, one for each part. A dictionary gives each part by the name of its column; the names of
+    several columns are separated by commas.
+
+    Args:
+        parts: the emissions, as a list or by the names of their columns.
+    """
+
+    def __init__(self, parts: list[Emission] | dict[str, Emission]) -> None:
+        super().__init__()
+        if not parts:
+            raise ValueError("`parts` must hold at least one emission, but is empty.")
+        self.names = [[name.strip() for name in names.split(",")] for names in parts] if isinstance(parts, Mapping) else None
+        given = list(parts.values() if isinstance(parts, Mapping) else parts)
+        for part in given:
+            if not isinstance(part, Emission) or not part.is_closed:
+                what = type(part).__name__ if isinstance(part, Emission) else repr(part)
+                raise ValueError(f"The parts of a Product must be emissions with a closed M-step, but one is {what}.")
+        self.parts: Any = nn.ModuleList(given)
+        self.prior = {f"{number} {name}": value for number, part in enumerate(given) for name, value in part.prior.items()}
+
+    @property
+    def starts_from_data(self) -> bool:  # type: ignore[override]
+        return any(part.starts_from_data for part in self.parts)
+
+    def belong_to(self, model: Any) -> None:
+        super().belong_to(model)
+        for part in self.parts:
+            part.belong_to(model)
+
+    def allocate(self, restarts: int, num_states: int, columns: Sequence[Column]) -> None:
+        if len(columns) == 1:
+            raise ValueError(f"A Product is for several columns, but there is only {columns[0].name!r}. Give its emission to the model itself.")
+        places = self._places(columns)
+        self._begin_allocation()
+        self.places, self.columns = places, list(columns)
+        for part, place in zip(self.parts, places, strict=True):
+            part.allocate(restarts, num_states, [columns[number] for number in place])
+
+    def _places(self, columns: Sequence[Column]) -> list[list[int]]:
+        """The columns of each part, by number."""
+        names = [column.name for column in columns]
+        if self.names is None:
+            if len(columns) != len(self.parts):
+                raise ValueError(
+                    f"A Product of {len(self.parts)} parts must have as many columns, but there are {len(columns)}: {', '.join(names)}. "
+                    "Give parts of several columns by name: Product({'x, y': ..., 'z': ...})."
+                )
+            return [[number] for number in range(len(columns))]
+        given = [name for group in self.names for name in group]
+        for name in given:
+            if name not in names:
+                raise ValueError(f"The parts of a Product must name columns of the data ({', '.join(names)}), but one names {name!r}.")
+            if given.count(name) > 1:
+                raise ValueError(f"The parts of a Product must have different columns, but {name!r} is named twice.")
+        left = next((name for name in names if name not in given), None)
+        if left is not None:
+            raise ValueError(f"The parts of a Product must cover all columns of the data, but no part names {left!r}.")
+        return [[names.index(name) for name in group] for group in self.names]
+
+    def _each(self, batch: Sequences) -> Iterator[tuple[Emission, Sequences]]:
+        """The parts, each with its columns of the batch."""
+        for part, place in zip(self.parts, self.places, strict=True):
+            values = batch.values[:, place]
+            if getattr(part, "num_symbols", None) is not None:
+                values = torch.where(values[:, 0].isnan(), MISSING, values[:, 0]).long()
+            yield part, batch.with_values(values)
+
+    def _split(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Any, list[Tensor]]]:
+        """The parts, each with those of the tensors that belong to its parameters."""
+        first = 0
+        for part in self.parts:
+            number = len(list(part.parameters()))
+            yield part, list(tensors[first : first + number])
+            first += number
+
+    def evidence(self, natural: Sequence[Tensor], batch: Sequences) -> Evidence:
+        found = [part.evidence(mine, data) for (part, mine), (_, data) in zip(self._split(natural), self._each(batch), strict=True)]
+        if not all(isinstance(evidence, Quadratic) for evidence in found):
+            return Rows(torch.stack([evidence.rows() for evidence in found]).sum(0))
+        columns, pairs, weights, width = [], [], [], 0
+        for evidence in found:
+            assert isinstance(evidence, Quadratic)
+            columns.append(evidence.columns)
+            pairs.append(evidence.pairs + width)
+            weights.append(evidence.weights)
+            width += evidence.columns.shape[1]
+        return Quadratic(torch.cat(columns, 1), torch.cat(pairs), torch.cat(weights, 1))
+
+    def check(self, sequences: Sequences) -> None:
+        sequences.check_columns(self.columns)
+        for part, data in self._each(sequences):
+            part.check(data)
+
+    def locate(self, sequences: Sequences) -> None:
+        for part, data in self._each(sequences):
+            part.locate(data)
+
+    def start(self, sequences: Sequences, responsibilities: Sequence[Tensor]) -> None:
+        for part, data in self._each(sequences):
+            if part.starts_from_data and not bool(part.is_set):
+                part.start(data, responsibilities)
+        self.is_set.fill_(True)
+
+    @torch.no_grad()
+    def maximize(self, statistics: Sequence[Tensor], weight: Tensor | float = 1.0) -> Tensor:
+        return torch.stack([part.maximize(mine, weight) for part, mine in self._split(statistics)]).sum()
+
+    def log_prior(self) -> Tensor:
+        return torch.stack([part.log_prior() for part in self.parts]).sum(0)
+
+    def num_free_parameters(self, restart: int) -> int:
+        return sum(part.num_free_parameters(restart) for part in self.parts)
+
+    def set(self, **values: Any) -> None:
+        raise ValueError("The parameters of a Product are set part by part: give `emission` as a list with a dictionary for each part, or None.")
+
+    def randomize(self, generator: torch.Generator) -> None:
+        """Draws starting values of the parts that do not start from data."""
+        for part in self.parts:
+            if not part.starts_from_data:
+                part.randomize(generator)
+
+    def sample(self, states: Tensor, generator: torch.Generator) -> Tensor:
+        drawn = torch.empty(len(states), sum(map(len, self.places)), dtype=torch.float64, device=states.device)
+        for part, place in zip(self.parts, self.places, strict=True):
+            values = part.sample(states, generator).to(drawn)
+            drawn[:, place] = values[:, None] if values.dim() == 1 else values
+        return drawn
+
+    def predict(self, state_probs: Tensor) -> list[Any]:
+        """What each part predicts, in their order."""
+        return [part.predict(state_probs) for part in self.parts]

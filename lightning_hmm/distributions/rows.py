@@ -1,0 +1,114 @@
+"""Rows of probabilities: the first state, full transition matrices and categorical emissions are all this."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_hmm.distributions.base import Distribution, check_not_negative
+
+
+class CategoricalRows(Distribution):
+    r"""Log-probabilities whose last axis sums to one.
+
+    .. math:: \partial L / \partial \log p_{ij} = E[n_{ij}], \qquad \hat p_{ij} = (n_{ij} + \kappa) / \sum_j (n_{ij} + \kappa)
+
+    with a Dirichlet prior of pseudocount :math:`\kappa` on each entry that is not structurally zero. A log-probability of
+    -inf is a structural zero: it stays, and the prior does not revive it.
+
+    Args:
+        pseudocount: of the prior, in counts of the whole data.
+    """
+
+    option = "probs"  # what errors call it
+    possible: Tensor  # what is not structurally zero; an estimate of zero still is a free parameter
+
+    def __init__(self, pseudocount: float = 0.0) -> None:
+        super().__init__()
+        check_not_negative(pseudocount=pseudocount)
+        self.prior = {"pseudocount": pseudocount}
+
+    def _allocate_rows(self, *shape: int) -> None:
+        self._begin_allocation()
+        self.log_probs = nn.Parameter(torch.full(shape, 1.0 / shape[-1], dtype=torch.float64).log())
+        self.register_buffer("possible", torch.ones(shape, dtype=torch.bool))
+
+    def natural(self, restart: int) -> tuple[Tensor, ...]:
+        return (self.log_probs[restart],)
+
+    @property
+    def num_statistics(self) -> int:
+        return 1
+
+    @property
+    def probs(self) -> Tensor:
+        """The probabilities of the chosen restart, as a copy."""
+        return self.log_probs[self.restart].detach().exp()
+
+    @torch.no_grad()
+    def set(self, probs: Any) -> None:
+        """Sets rows that sum to one; zeros become structural."""
+        probs = torch.as_tensor(probs, dtype=torch.float64, device=self.log_probs.device)
+        shape = self.log_probs.shape
+        if probs.shape not in (shape, shape[1:]):
+            raise ValueError(f"`{self.option}` must have shape {tuple(shape[1:])}, but has {tuple(probs.shape)} instead.")
+        probs = probs.expand(shape)
+        if not bool((probs >= 0).all()):  # also where NaN
+            where = tuple(torch.nonzero(~(probs >= 0))[0].tolist())
+            raise ValueError(f"`{self.option}` must hold probabilities, but the entry at {where[1:]} is {float(probs[where])} instead.")
+        sums = probs.sum(-1)
+        if not bool(((sums - 1).abs() < 1e-6).all()):
+            where = tuple(torch.nonzero((sums - 1).abs() >= 1e-6)[0].tolist())
+            row = f"row {where[-1]} sums" if len(where) > 1 else "it sums"
+            raise ValueError(f"`{self.option}` rows must sum to 1, but {row} to {float(sums[where]):.6g} instead. Normalize it.")
+        self.log_probs.copy_((probs / sums[..., None]).log())
+        self.possible.copy_(probs > 0)
+        self.is_set.fill_(True)
+
+    @torch.no_grad()
+    def randomize(self, generator: torch.Generator, concentration: float = 1.0) -> None:
+        """Draws each row from a symmetric Dirichlet distribution; structural zeros stay."""
+        # torch.distributions takes no generator. numpy draws the Gamma numbers, with a seed from ours.
+        seed = int(torch.randint(2**62, (), generator=generator))
+        draws = np.random.default_rng(seed).gamma(concentration, size=tuple(self.log_probs.shape))
+        weights = torch.from_numpy(np.maximum(draws, 1e-12)).to(self.log_probs.device)
+        weights = torch.where(self.log_probs == -torch.inf, 0.0, weights)
+        self.log_probs.copy_((weights / weights.sum(-1, keepdim=True)).log())
+        self.is_set.fill_(True)
+
+    @torch.no_grad()
+    def maximize(self, statistics: Sequence[Tensor], weight: Tensor | float = 1.0) -> Tensor:
+        (counts,) = statistics
+        allowed = self.log_probs > -torch.inf
+        weights = torch.where(allowed, counts + self.prior["pseudocount"] * weight, torch.zeros_like(counts))
+        total = weights.sum(-1, keepdim=True)
+        seen = total > 0
+        updated = (weights / torch.where(seen, total, torch.ones_like(total))).log()
+        self.log_probs.copy_(torch.where(seen, updated, self.log_probs))
+        return (~seen).sum()
+
+    def log_prior(self) -> Tensor:
+        finite = torch.where(self.log_probs > -torch.inf, self.log_probs, torch.zeros_like(self.log_probs)).detach()
+        return self.prior["pseudocount"] * finite.flatten(1).sum(1)
+
+    def num_free_parameters(self, restart: int) -> int:
+        possible = self.possible[restart]
+        return int(possible.sum()) - possible.numel() // possible.shape[-1]
+
+
+class Initial(CategoricalRows):
+    """The distribution of the first state.
+
+    Args:
+        pseudocount: of a Dirichlet prior, in counts of the whole data.
+    """
+
+    option = "initial"
+
+    def allocate(self, restarts: int, num_states: int) -> None:
+        """Makes the parameters."""
+        self._allocate_rows(restarts, num_states)

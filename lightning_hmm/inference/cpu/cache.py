@@ -1,0 +1,85 @@
+"""Compilation and its cache on disk.
+
+numba stores compiled code under the signature of a function, together with the date of the file that the function is in. It does not notice
+changes in other files, which the compiled code contains as well. The cache here depends on the contents of all source files of
+`inference.cpu` and `inference.kernels`, and on the files of the operators in a signature, wherever they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from numba import njit, types
+from numba.core.caching import CompileResultCacheImpl, FunctionCache
+
+OPTIONS: Any = {"error_model": "numpy", "fastmath": {"reassoc", "contract", "nsz"}}
+_FOLDERS = (Path(__file__).parent, Path(__file__).parent.parent / "kernels")
+
+
+def _hash_of(*paths: Path) -> str:
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
+
+
+_PACKAGE_STAMP = _hash_of(*(path for folder in _FOLDERS for path in sorted(folder.glob("*.py"))))
+_file_stamps: dict[type, set[str]] = {}
+
+
+def record_source(arrays: type, function: Callable[..., Any]) -> None:
+    """Makes cached code for operators of the type `arrays` depend on the file that `function` is defined in."""
+    _file_stamps.setdefault(arrays, set()).add(_hash_of(Path(inspect.getfile(function))))
+
+
+class _Locator:
+    """A locator of numba with another stamp."""
+
+    def __init__(self, locator: Any) -> None:
+        self._locator = locator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._locator, name)
+
+    def get_source_stamp(self) -> str:
+        return _PACKAGE_STAMP
+
+
+class _Implementation(CompileResultCacheImpl):
+    @property
+    def locator(self) -> Any:
+        return _Locator(self._locator)
+
+
+class SourceCache(FunctionCache):
+    """numba's cache, keyed by the sources that compiled code is made from."""
+
+    _impl_class = _Implementation
+
+    def _index_key(self, sig: Any, codegen: Any) -> tuple[Any, ...]:
+        # Strings only: an index that contains classes cannot be read where one of them cannot be imported.
+        _, *rest = super()._index_key(sig, codegen)
+        classes = [argument.instance_class for argument in sig if isinstance(argument, types.NamedTuple | types.NamedUniTuple)]
+        names = tuple(f"{cls.__module__}.{cls.__qualname__}" for cls in classes)
+        stamps = tuple(sorted(stamp for cls in classes for stamp in _file_stamps.get(cls, ())))
+        return str(sig), names, stamps, *rest
+
+
+def inner(function: Callable[..., Any]) -> Any:
+    """Compiles a function that other compiled functions call."""
+    return njit(nogil=True, **OPTIONS)(function)
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """Compiles a function that Python calls, and keeps it on disk."""
+    compiled = inner(function)
+    compiled._cache = SourceCache(function)
+    return compiled
+
+
+def strict_kernel(function: Callable[..., Any]) -> Any:
+    """As `kernel`, for functions in which comparisons with NaN and -inf decide; sums are taken in the order that is written."""
+    compiled: Any = njit(nogil=True, error_model="numpy")(function)
+    compiled._cache = SourceCache(function)
+    return compiled

@@ -1,0 +1,403 @@
+"""The hidden Markov model that is composed of parts: the first state, transitions and emissions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from itertools import islice
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor
+
+from lightning_hmm import inference
+from lightning_hmm.columns import Column, as_columns, feature_columns, symbol_column
+from lightning_hmm.distributions import Categorical, Distribution, Emission, Full, Initial, TorchEmission, Transition
+from lightning_hmm.distributions.base import make_part, pull_back
+from lightning_hmm.distributions.exponential import ExponentialFamily
+from lightning_hmm.distributions.starting import STEPS_TO_START_FROM, excerpt, guess_states
+from lightning_hmm.inference.evidence import Evidence
+from lightning_hmm.inference.operators import Dense, Operator
+from lightning_hmm.models.discrete import DiscreteHMM
+from lightning_hmm.models.training_loop import BaumWelchTraining
+from lightning_hmm.optim.online import categorical_pass
+from lightning_hmm.sequences import Sequences
+
+_CHUNK = 1 << 22  # numbers that a temporary array of an E-step holds at most: larger ones are given back to the system after each use
+
+
+class HMM(BaumWelchTraining, DiscreteHMM):
+    r"""K states with any transitions and any emissions, trained by Baum-Welch.
+
+    .. math:: z_1 \sim \pi, \quad z_t \mid z_{t-1} = i \sim A_i, \quad y_t \mid z_t = k \sim p(\cdot \mid \theta_k)
+
+    Parts are given as instances, or by the name of their class. In a configuration file they have a ``class_path`` and
+    ``init_args``.
+
+    Args:
+        num_states: K.
+        emission: the distribution of observations. If not given, `Categorical` for symbols and a diagonal `Gaussian` for real vectors.
+        transition: the distribution of the next state; `Full` if not given.
+        initial: the distribution of the first state; `Initial` if not given.
+        num_symbols: the number of symbols, for sequences of symbols.
+        num_features: the number of columns, for sequences of real vectors.
+        columns: the observed columns, in place of both. Without any of the three, they are those of the training data.
+        seed: of the starting values.
+        restarts: number of random initializations trained in the same run. The one with the best validation likelihood at the end (training
+            likelihood if there is no validation set) is used for inference.
+        initialization: where emissions that start from data start: from the clusters that k-means finds ("kmeans"), or from the points nearest to
+            random ones ("random").
+        discount: lambda of online EM, with an update after each batch; without it batch EM, an update after each epoch.
+        sequences_per_update: online EM with several updates inside each batch.
+        iterations_per_epoch: EM iterations in each epoch of the Trainer; for small data, all in one batch.
+        frozen: any of "initial", "transition", "emission"; they keep their values.
+        arithmetic: "float32" is faster, "float64" exact to 15 digits.
+        symbol_names: for data with a vocabulary.
+        unknown_symbol: the one of them that stands for all others.
+    """
+
+    emission: Any
+    transition: Any
+    initial: Any
+
+    def __init__(
+        self,
+        num_states: int,
+        emission: Emission | None = None,
+        transition: Transition | None = None,
+        initial: Initial | None = None,
+        num_symbols: int | None = None,
+        num_features: int | None = None,
+        columns: list[Column] | None = None,
+        seed: int = 0,
+        restarts: int = 1,
+        initialization: Literal["kmeans", "random"] = "kmeans",
+        discount: float | None = None,
+        sequences_per_update: int | None = None,
+        iterations_per_epoch: int = 1,
+        frozen: Sequence[str] = (),
+        arithmetic: Literal["float64", "float32"] = "float64",
+        symbol_names: list[str] | None = None,
+        unknown_symbol: str | None = None,
+    ) -> None:
+        self._records_parts = not hasattr(self, "_given_options")  # a subclass may record options of its own instead
+        if self._records_parts:
+            self._given_options: dict[str, Any] = {
+                "num_states": num_states,
+                "seed": seed,
+                "restarts": restarts,
+                "initialization": initialization,
+                "discount": discount,
+                "sequences_per_update": sequences_per_update,
+                "iterations_per_epoch": iterations_per_epoch,
+                "frozen": list(frozen),
+                "arithmetic": arithmetic,
+                "symbol_names": symbol_names,
+                "unknown_symbol": unknown_symbol,
+            }
+        observed = _columns(columns, num_symbols, num_features, symbol_names)
+        categorical = observed is not None and len(observed) == 1 and observed[0].is_categorical
+        super().__init__(
+            num_states=num_states,
+            num_symbols=observed[0].num_categories if observed is not None and categorical else None,
+            num_features=None if observed is None or categorical else len(observed),
+            restarts=restarts,
+            discount=discount,
+            sequences_per_update=sequences_per_update,
+            iterations_per_epoch=iterations_per_epoch,
+            frozen=frozen,
+            arithmetic=arithmetic,
+            symbol_names=symbol_names if categorical else None,
+            unknown_symbol=unknown_symbol if categorical else None,
+        )
+        if initialization not in ("kmeans", "random"):
+            raise ValueError(f"`initialization` must be kmeans or random, but is {initialization!r} instead.")
+        for name in frozen:
+            if name not in ("initial", "transition", "emission"):
+                raise ValueError(f"`frozen` must name initial, transition or emission, but names {name!r} instead.")
+        self.seed, self.initialization = seed, initialization
+        self.columns: list[Column] | None = None
+        self.initial = make_part(initial or Initial(), Initial, "initial")
+        self.transition = make_part(transition or Full(), Transition, "transition")
+        self.emission = None if emission is None else make_part(emission, Emission, "emission")
+        if observed is not None:
+            self.allocate(observed)
+
+    # Sizes
+
+    @property
+    def is_allocated(self) -> bool:
+        return self.columns is not None
+
+    def allocate(self, columns: Sequence[Column]) -> Self:
+        """Makes the parameters for observations with these columns, and draws the starting values that do not come from data."""
+        if self.is_allocated:
+            raise ValueError("The model has parameters already. Make a new one for other columns.")
+        columns = list(columns)
+        categorical = len(columns) == 1 and columns[0].is_categorical
+        if self.emission is None:
+            self.emission = make_part("Categorical" if categorical else "Gaussian", Emission, "emission")
+        self.emission.allocate(self.restarts, self.num_states, columns)
+        self.transition.allocate(self.restarts, self.num_states)
+        self.initial.allocate(self.restarts, self.num_states)
+        self.columns = columns
+        self.num_symbols, self.num_features = (columns[0].num_categories, None) if categorical else (None, len(columns))
+        generator = torch.Generator().manual_seed(self.seed)
+        for part in (self.initial, self.transition, self.emission):
+            part.belong_to(self)
+            if hasattr(part, "randomize"):
+                part.randomize(generator)
+        self._save_options()
+        return self
+
+    def _save_options(self) -> None:
+        """Records the options of the constructor as plain values, so that a checkpoint can hold them."""
+        assert self.columns is not None
+        options = dict(self._given_options)
+        if self._records_parts:
+            options |= {name: part.config for name, part in self.distributions.items()}
+            options["columns"] = [{**asdict(column), "categories": column.category_names or column.num_categories} for column in self.columns]
+        elif isinstance(options.get("emission"), Emission):
+            options["emission"] = self.emission.config
+        self.save_hyperparameters(options)
+
+    def _require_allocated(self) -> None:
+        if not self.is_allocated:
+            raise ValueError("The model has no sizes yet. Train it, or give `num_symbols`, `num_features` or `columns`.")
+
+    # Parameters
+
+    @property
+    def distributions(self) -> dict[str, Distribution]:
+        self._require_allocated()
+        return {"initial": self.initial, "transition": self.transition, "emission": self.emission}
+
+    @property
+    def initial_probs(self) -> Tensor:
+        """(K,) p(z_1)."""
+        return self.initial.probs
+
+    @property
+    def transition_probs(self) -> Tensor:
+        """(K, K) p(z_t+1 = j | z_t = i), for transitions that are one matrix."""
+        matrix = self.transition.matrix(int(self.chosen))
+        if matrix is None:
+            raise AttributeError  # `__getattr__` says why
+        return matrix
+
+    @property
+    def emission_probs(self) -> Tensor:
+        """(K, V) p(symbol | state), for categorical emissions."""
+        return self.emission.probs
+
+    def __getattr__(self, name: str) -> Any:
+        # Python calls this, too, where one of the properties above has no value.
+        if name == "transition_probs":
+            raise AttributeError(f"`transition_probs` is a matrix, but {type(self.transition).__name__} transitions are not one matrix.")
+        if name == "emission_probs":
+            names = self.emission.names if isinstance(self.emission, ExponentialFamily) else ()
+            has = f": a {type(self.emission).__name__} emission has {' and '.join(f'`{name}`' for name in names)}" if names else ""
+            raise AttributeError(f"`emission_probs` is for categorical emissions{has}.")
+        return super().__getattr__(name)
+
+    def set_parameters(self, initial: Any = None, transition: Any = None, emission: Any = None) -> Self:
+        """Sets parameters for all restarts alike; what is not given stays. Probabilities of zero stay zero in training.
+
+        Args:
+            initial: (K,) probabilities.
+            transition: the probabilities, (K, K) for a full matrix.
+            emission: a dictionary of the emission's parameters by name, such as ``{"mean": ..., "variance": ...}``; the (K, V) probabilities of
+                a categorical emission; or for a `Product` a list with an entry for each part, or ``None``.
+        """
+        self._require_allocated()
+        if initial is not None:
+            self.initial.set(initial)
+        if transition is not None:
+            self.transition.set(transition)
+        if emission is not None:
+            _set_emission(self.emission, emission)
+        return self
+
+    # Inference
+
+    def chain(self, restart: int, sequences: Sequences | None = None) -> tuple[Tensor, Operator]:
+        self._require_allocated()
+        natural = self.transition.natural(restart)
+        initial = self.transition.first_states(self.initial.natural(restart)[0], natural)
+        return initial, self.transition.operator(natural, sequences)
+
+    def evidence(self, restart: int, sequences: Sequences) -> Evidence:
+        self._require_allocated()
+        self.emission.check(sequences)
+        found: Evidence = self.emission.evidence(self.emission.natural(restart), sequences)
+        return found if self.transition.classes is None else found.shared(self.transition.classes)
+
+    def emit(self, states: Sequences, generator: torch.Generator) -> Sequences:
+        return states.with_values(self.emission.sample(states.values, generator))
+
+    def predict_emission(self, state_probs: Tensor) -> Any:
+        return self.emission.predict(state_probs)
+
+    # Starting values
+
+    @property
+    def starts_from_data(self) -> bool:
+        return not self.is_allocated or not bool(self.emission.is_located)
+
+    def take_sizes(self, parts: Sequence[Sequences]) -> None:
+        if not self.is_allocated:
+            self.allocate(columns_of(parts))
+
+    def check(self, sequences: Sequences) -> None:
+        self.emission.check(sequences)
+
+    @torch.no_grad()
+    def initialize(self, sequences: Sequences) -> None:
+        """Takes sizes, center and scale from the data where the model has none, and starts the emissions from them unless they were set."""
+        self.take_sizes([sequences])
+        if bool(self.emission.is_located):
+            return
+        self.emission.check(sequences)
+        generator = torch.Generator().manual_seed(self.seed)
+        self.emission.locate(sequences)
+        if not bool(self.emission.is_set):
+            part = excerpt(sequences, generator)
+            self.emission.start(part, guess_states(part, self.num_states, self.restarts, generator, self.initialization))
+        self.emission.is_located.fill_(True)
+
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        if isinstance(self.emission, TorchEmission):
+            self.emission.forget()  # an interrupted run may have left something
+
+    def on_train_start(self) -> None:
+        """Starts from the batches of a plain DataLoader, which has no data module. All ranks start from those of the first."""
+        if not self.starts_from_data:
+            return
+        batches: Any = self.trainer.train_dataloader
+        limit, seen, steps = self.trainer.num_training_batches, [], 0
+        for batch in islice(batches, int(limit) if math.isfinite(limit) else None):
+            self._require_sequences(batch)
+            seen.append(batch)
+            steps += batch.num_steps
+            if steps >= STEPS_TO_START_FROM:
+                break
+        self.initialize(Sequences.cat(seen).to(self.device))
+        if self.trainer.world_size > 1:
+            self.load_state_dict(self.trainer.strategy.broadcast(self.state_dict()))
+
+    # E-step
+
+    @torch.no_grad()
+    def _e_step(self, batch: Sequences) -> dict[str, list[Tensor]]:
+        self._require_sequences(batch)
+        self.emission.check(batch)
+        totals = [torch.zeros((), dtype=torch.float64, device=self.device) for _ in range(self.restarts)]
+        impossible: list[list[Tensor]] = [[] for _ in totals]
+        counts: list[list[Tensor]] = [[] for _ in totals]
+        for chunk in self._chunks(batch):
+            for restart in range(self.restarts):
+                found, added = self._expected_counts(chunk, restart)
+                totals[restart] += chunk.weighted(found.log_likelihood).sum()
+                impossible[restart].append(found.impossible_step)
+                counts[restart] = [sum_ + part for sum_, part in zip(counts[restart], added, strict=True)] if counts[restart] else added
+        for steps in impossible:
+            self._watch_impossible(batch, torch.cat(steps))
+        self._record_likelihood(torch.stack(totals), batch.num_observed())
+        stacked = iter([parts[0][None] if len(parts) == 1 else torch.stack(parts) for parts in zip(*counts, strict=True)])
+        return {name: [next(stacked) for _ in range(part.num_statistics)] for name, part in self.distributions.items()}
+
+    def _expected_counts(self, batch: Sequences, restart: int, *, full_matrix: bool = False, per_step: bool = False) -> tuple[inference.EStep, list[Tensor]]:
+        """The E-step of a chunk, and the expected statistics of the natural parameters of all parts, in their order.
+
+        Args:
+            batch: the chunk.
+            restart: whose parameters are used.
+            full_matrix: whether the E-step runs on the transitions as one matrix, whose counts are then those of all pairs of states.
+            per_step: whether the E-step returns the rows of all steps.
+        """
+        leaves = self._leaves(restart)
+        with torch.enable_grad():
+            initial = self.transition.first_states(leaves[0][0], leaves[1])
+            operator = self.transition.operator(leaves[1], batch)
+            if full_matrix:
+                operator = Dense(operator.to_dense(torch.zeros(0, dtype=torch.int64)))
+        with torch.set_grad_enabled(self.emission.needs_graph(batch)):
+            emitted = self.emission.evidence(leaves[2], batch)
+        classes = self.transition.classes
+        evidence = emitted if classes is None else emitted.shared(classes)
+        found = inference.e_step(initial, operator, evidence, batch.offsets, batch.weights, dtype=self.message_dtype, per_step=per_step)
+        flat = [leaf for part in leaves[:2] for leaf in part if leaf.requires_grad]
+        counts = pull_back([initial, *operator.natural], [found.initial, *found.counts], flat)
+        gradient = found.evidence if classes is None else emitted.gathered(found.evidence, classes)
+        if isinstance(self.emission, TorchEmission):
+            if "emission" not in self.frozen:
+                self.emission.hold(restart, batch, gradient)
+            return found, counts
+        return found, [*counts, *self.emission.statistics(emitted, gradient, leaves[2])]
+
+    def _leaves(self, restart: int) -> list[list[Tensor]]:
+        """The natural parameters of the parts, for which gradients are recorded."""
+        leaves = []
+        for part in self.distributions.values():
+            if part.num_statistics:
+                leaves.append([value.detach().requires_grad_(value.is_floating_point()) for value in part.natural(restart)])
+            else:
+                leaves.append(list(part.natural(restart)))
+        return leaves
+
+    def _chunks(self, batch: Sequences) -> Iterator[Sequences]:
+        """Consecutive sequences whose arrays are small enough. The cuts depend on shapes alone, so that results do not depend on threads."""
+        if batch.is_discrete:
+            yield batch
+            return
+        most = max(1, _CHUNK // max(self.num_states, 2 * (self.num_features or 1)))
+        first, offsets = 0, batch.offsets
+        while first < len(batch) or first == 0:
+            last = max(first + 1, int(torch.searchsorted(offsets, offsets[first] + most, right=True)) - 1)
+            yield batch if first == 0 and last >= len(batch) else batch[first:last]
+            first = last
+
+    @property
+    def fused_kernel(self) -> Any:
+        categorical = type(self.emission) is Categorical and type(self.transition) is Full and type(self.initial) is Initial
+        return categorical_pass if categorical else None
+
+
+def _columns(
+    columns: Sequence[Column | Mapping[str, Any]] | None, num_symbols: int | None, num_features: int | None, names: Sequence[str] | None
+) -> list[Column] | None:
+    """The observed columns, from whichever option gives them."""
+    if columns is not None:
+        return as_columns(columns)
+    if num_symbols is not None:
+        if names is not None and len(names) != num_symbols:
+            raise ValueError(f"`symbol_names` must name {num_symbols} symbols, but names {len(names)} instead.")
+        return symbol_column(num_symbols, names)
+    return None if num_features is None else feature_columns(num_features)
+
+
+def columns_of(parts: Sequence[Sequences]) -> list[Column]:
+    """The columns of data that come without a description: as many symbols as occur, or real columns."""
+    features = parts[0].num_features
+    if features is not None:
+        return feature_columns(features)
+    return symbol_column(1 + max(int(part.values.max()) for part in parts if part.num_steps))
+
+
+def _set_emission(emission: Any, values: Any) -> None:
+    if hasattr(emission, "parts"):
+        if not isinstance(values, Sequence) or len(values) != len(emission.parts):
+            raise ValueError(f"`emission` must be a list with an entry for each of the {len(emission.parts)} parts of the Product.")
+        for part, mine in zip(emission.parts, values, strict=True):
+            if mine is not None:
+                _set_emission(part, mine)
+        if all(bool(part.is_set) for part in emission.parts):
+            emission.is_set.fill_(True)
+    elif isinstance(values, Mapping):
+        emission.set(**values)
+    elif isinstance(emission, Categorical):
+        emission.set(values)
+    else:
+        raise ValueError(f"`emission` must be a dictionary of parameters by name for a {type(emission).__name__}, but is a {type(values).__name__}.")
