@@ -34,7 +34,7 @@ from lightning_hmm.inference.operators import MostlyConstant
 
 # What is left of a sum after a subtraction, if less than this share, is added up again without one.
 _CANCELLED = {np.dtype(np.float32): 1e-2, np.dtype(np.float64): 1e-4}
-_SCATTERED = 8  # a kept entry of a single row takes about so many times as long as one in the lists of all columns
+_SCATTERED = 8  # how many times as long a kept entry of a single row takes, compared with one in the lists of all columns
 _SEARCHED = 64  # numbers of which the largest is found at once
 _SUMMED = 256  # messages whose counts are added up in the working precision
 
@@ -74,7 +74,7 @@ def find_columns(indices, starts, sources, positions):
 
 @strict_kernel
 def interleave(lanes, starts, sources, positions, numbers, order, slice_starts, slice_sources, weights):
-    """Puts the lists of `lanes` columns side by side; shorter lists leave what is in the arrays."""
+    """Interleaves the lists of `lanes` columns. Shorter lists leave the arrays unchanged past their ends."""
     for n in range(order.shape[0]):
         j, first, lane = order[n], slice_starts[n // lanes], n % lanes
         for p in range(starts[j], starts[j + 1]):
