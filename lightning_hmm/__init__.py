@@ -2,7 +2,21 @@
 
 from lightning_hmm._version import __version__
 from lightning_hmm.columns import Column
-from lightning_hmm.distributions import Categorical, DenseMostlyConstant, Emission, Full, Gaussian, Initial, Poisson, Product, TorchEmission, Transition
+from lightning_hmm.distributions import (
+    Categorical,
+    DenseMostlyConstant,
+    EmbeddedCategorical,
+    EmbeddedGaussian,
+    EmbeddedTransition,
+    Emission,
+    Full,
+    Gaussian,
+    Initial,
+    Poisson,
+    Product,
+    TorchEmission,
+    Transition,
+)
 from lightning_hmm.models import DMCHMM, HMM, ClonedHMM, DenseHMM, LinearGaussianHMM, NeuralDiscreteHMM, NeuralHMM, StandardHMM
 from lightning_hmm.optim import BaumWelch
 from lightning_hmm.sequences import Sequences
@@ -18,6 +32,9 @@ __all__ = [
     "Column",
     "DenseHMM",
     "DenseMostlyConstant",
+    "EmbeddedCategorical",
+    "EmbeddedGaussian",
+    "EmbeddedTransition",
     "Emission",
     "Full",
     "Gaussian",
