@@ -1,38 +1,53 @@
-# Two commands are all it takes: `make fit` trains a model, `make test` runs the tests. Both set up what they need first.
+# `make help` lists the targets. Each target first sets up the environment that it needs.
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
-.PHONY: fit test test-widths lint format board clean
+.DEFAULT_GOAL := help
+.PHONY: help fit test quick test-widths lint format board clean
 
-fit: $(VENV)/installed
+help:  ## List the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+fit: $(VENV)/installed  ## Train a first model on synthetic data
 	$(BIN)/python -m lightning_hmm fit --config configs/standard/synthetic.yaml
 
-test: $(VENV)/installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
+test: $(VENV)/installed-dev  ## Run all tests
+	$(PYTEST)
 
-# The tests of the compiled kernels with other vector instructions than those of `make test`, which uses the widest that the processor has.
+QUICK = tests/test_imports.py tests/test_columns.py tests/test_sequences.py tests/distributions tests/inference/test_enumeration.py \
+	tests/inference/test_operators.py tests/models/test_hmm.py tests/optim
+
+quick: $(VENV)/installed-dev  ## Run a subset of the tests that covers the core
+	$(PYTEST) $(QUICK)
+
+# `make test` uses the widest vector instructions of the processor.
 SIMD ?= avx2 generic
 
-test-widths: $(VENV)/installed-dev
+test-widths: $(VENV)/installed-dev  ## Run the tests of the compiled kernels with narrower vector instructions
 	set -e; for simd in $(SIMD); do \
 		echo "LIGHTNING_HMM_SIMD=$$simd"; \
-		LIGHTNING_HMM_SIMD=$$simd OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile tests/inference tests/optim tests/models/test_cloned.py; \
+		LIGHTNING_HMM_SIMD=$$simd $(PYTEST) tests/inference tests/optim tests/models/test_cloned.py; \
 	done
 
-lint: $(VENV)/installed-dev
+lint: $(VENV)/installed-dev  ## Check style, types and spelling
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/codespell
 
-format: $(VENV)/installed-dev
+format: $(VENV)/installed-dev  ## Format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-board: $(VENV)/installed
+board: $(VENV)/installed  ## Show the logs in TensorBoard
 	$(BIN)/tensorboard --logdir logs
+
+clean:  ## Remove the environment, caches and compiled kernels
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -44,8 +59,3 @@ $(VENV)/installed: $(VENV)/bin/python pyproject.toml constraints.txt
 $(VENV)/installed-dev: $(VENV)/installed
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
-
-# Also drops numba's compiled kernels, which do not notice a change in a file they import from.
-clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find . -name __pycache__ -type d -prune -exec rm -rf {} +

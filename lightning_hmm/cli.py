@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import pkgutil
 import shlex
-import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -26,61 +25,11 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from torch import Tensor
 
-from lightning_hmm.callbacks import Convergence, Figures, PredictionWriter, Retraining
+from lightning_hmm.callbacks import BestCheckpoint, Convergence, Figures, LastCheckpoint, PredictionWriter, Retraining
 from lightning_hmm.models import SequenceModel
 from lightning_hmm.runs import claim_version, find_checkpoint, require_local_file, run_folder
 from lightning_hmm.training import quiet_lightning
-
-
-class BestCheckpoint(ModelCheckpoint):
-    """Keeps the best epoch on validation data; where there are none, `LastCheckpoint` has the last."""
-
-    def __init__(self, monitor: str = "val/bits_per_symbol", mode: str = "min", save_top_k: int = 1, every_n_epochs: int = 1) -> None:
-        super().__init__(monitor=monitor, mode=mode, save_top_k=save_top_k, every_n_epochs=every_n_epochs, save_on_train_epoch_end=True)
-        self._earlier: dict[str, Any] | None = None
-        self._wanted = save_top_k
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if state_dict.get("dirpath") == self.dirpath:
-            super().load_state_dict(state_dict)
-        else:
-            self._earlier = state_dict
-
-    def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:
-        if current is not None and not bool(torch.isfinite(current)):  # an impossible validation sequence: no epoch is better, take the latest
-            return not any(bool(torch.isfinite(score)) for score in self.best_k_models.values())
-        return super().check_monitor_top_k(trainer, current)
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        validates = trainer.enable_validation and sum(trainer.num_val_batches) > 0
-        self.save_top_k = self._wanted if validates else 0
-        if validates and self._earlier is not None and self._earlier["monitor"] == self.monitor and Path(self._earlier["best_model_path"]).is_file():
-            self._take_over(trainer, Path(self._earlier["best_model_path"]), self._earlier["best_model_score"])
-        super().on_train_start(trainer, pl_module)
-
-    def _take_over(self, trainer: Trainer, best: Path, score: Any) -> None:
-        """A resumed run logs to a folder of its own. The best epoch so far comes along, as a copy: the old folder stays as it is."""
-        assert self.dirpath is not None
-        copy = str(Path(self.dirpath) / best.name)
-        if trainer.is_global_zero:
-            Path(self.dirpath).mkdir(parents=True, exist_ok=True)
-            shutil.copy2(best, copy)
-        trainer.strategy.barrier()
-        self.best_model_path = self.kth_best_model_path = copy
-        self.best_model_score, self.kth_value = score, score
-        self.best_k_models = {copy: score}
-
-
-class LastCheckpoint(ModelCheckpoint):
-    """Keeps ``last.ckpt``, the last finished epoch. (`ModelCheckpoint(save_last=True)` writes it only when the best changes.)"""
-
-    def __init__(self, every_n_epochs: int = 1) -> None:
-        super().__init__(filename="last", every_n_epochs=every_n_epochs, save_on_train_epoch_end=True, enable_version_counter=False)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing: a resumed run has a folder of its own."""
 
 
 class RunConfig(SaveConfigCallback):

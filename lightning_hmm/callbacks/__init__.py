@@ -1,5 +1,6 @@
-"""Callbacks: convergence, figures for TensorBoard, files of predictions, reports."""
+"""Callbacks: checkpoints, convergence, figures for TensorBoard, files of predictions, reports."""
 
+from lightning_hmm.callbacks.checkpoints import BestCheckpoint, LastCheckpoint
 from lightning_hmm.callbacks.convergence import Convergence
 from lightning_hmm.callbacks.cooccurrence import CooccurrenceReport
 from lightning_hmm.callbacks.figures import Figures
@@ -7,4 +8,13 @@ from lightning_hmm.callbacks.predictions import PredictionWriter
 from lightning_hmm.callbacks.pruning import Pruning
 from lightning_hmm.callbacks.retraining import Retraining
 
-__all__ = ["Convergence", "CooccurrenceReport", "Figures", "PredictionWriter", "Pruning", "Retraining"]
+__all__ = [
+    "BestCheckpoint",
+    "Convergence",
+    "CooccurrenceReport",
+    "Figures",
+    "LastCheckpoint",
+    "PredictionWriter",
+    "Pruning",
+    "Retraining",
+]
