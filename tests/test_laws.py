@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 import lightning_hmm
 from lightning_hmm.callbacks import Convergence
 from lightning_hmm.distributions import Categorical, Product
+from lightning_hmm.inference.backends import VARIABLE
 from tests.table import ROWS, assert_same_state, data, state
 
 
@@ -141,6 +142,22 @@ def test_relabelling_states_changes_nothing(name):
     torch.testing.assert_close(second.transition_probs, first.transition_probs[order][:, order], rtol=1e-9, atol=1e-12)
     smoothed = [model.posterior(sequences).smoothed.values for model in (first, second)]
     torch.testing.assert_close(smoothed[1], smoothed[0][:, order], rtol=1e-8, atol=1e-12)
+
+
+# 4. The backends agree.
+
+
+@pytest.mark.parametrize("name", [name for name in ROWS if not name.startswith(("linear", "neural", "recurrent"))])
+def test_the_reference_backend_trains_the_same_model(monkeypatch, name):
+    row = ROWS[name]
+    sequences = data(row.kind)
+    compiled = row.fit(sequences)
+    scores = compiled.score(sequences)
+    monkeypatch.setenv(VARIABLE, "reference")
+    plain = row.fit(sequences)
+    tolerance = max(1e-9, row.tolerance)
+    assert_same_state(state(plain), state(compiled), tolerance)
+    torch.testing.assert_close(plain.score(sequences), scores, rtol=tolerance, atol=tolerance)
 
 
 # 5. Checkpoints.
