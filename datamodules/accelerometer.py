@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from datamodules.base import PARTS, as_dataset, as_table
+from datamodules.base import PARTS, FromSource, as_dataset, as_table
 from datamodules.paths import cache_name, find_files, some
 from datamodules.reader import require_different, require_observed
 from datamodules.scaling import ScaledDataModule
@@ -72,6 +72,8 @@ class AccelerometerDataModule(ScaledDataModule):
         step: seconds between steps.
     """
 
+    step = FromSource[float](60.0)
+
     def __init__(
         self,
         path: str | list[str] | None = None,
@@ -96,19 +98,24 @@ class AccelerometerDataModule(ScaledDataModule):
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"`{name}` must be positive, but is {value} instead.")
         self.num_steps, self.sequence_length = num_steps, sequence_length
-        if path is None:
-            if step not in (None, 60):
-                raise ValueError(f"`step` is for files, but without `path` minutes are drawn. Leave it out; it is {step}.")
-            table = draw_days(days, self.seed)
+        if path is None and step not in (None, 60):
+            raise ValueError(f"`step` is for files, but without `path` minutes are drawn. Leave it out; it is {step}.")
+        self._days, self._columns_given = days, columns is not None
+        self._files = None if path is None else find_files(path, self.data_dir, endings=ENDINGS)
+        self._reader = _Reader(time_column, time_format, columns, delimiter, skip_rows, step, max_gap)
+
+    def open_source(self) -> None:
+        """Reads or draws the recordings and sets `columns` and `step`."""
+        files, reader = self._files, self._reader
+        if files is None:
+            table = draw_days(self._days, self.seed)
             self._dataset, metadata = as_dataset(table), {"step": "60.0", "columns": json.dumps(POSITIONS), "segments": "[1]"}
             self.state_names = ACTIVITIES
         else:
-            files = find_files(path, self.data_dir, endings=ENDINGS)
-            reader = _Reader(time_column, time_format, columns, delimiter, skip_rows, step, max_gap)
             self._dataset, metadata = self.cached(cache_name([CACHE_VERSION, reader], {"train": files}), lambda: reader.read(files))
-        self.step: float = json.loads(metadata["step"])
+        self.step = json.loads(metadata["step"])
         names: list[str] = json.loads(metadata["columns"])
-        self.set_columns(feature_columns(len(names), names), chosen=columns is not None)
+        self.set_columns(feature_columns(len(names), names), chosen=self._columns_given)
         self._segments: list[int] = json.loads(metadata["segments"])  # of each recording
 
     def load_dataset(self) -> dict[str, datasets.Dataset]:

@@ -1,7 +1,7 @@
 """What all data modules share: the split into parts, storage as Arrow, and loaders that visit each sequence once.
 
-A data module is a LightningDataModule with one method to write, `load_dataset`, and one attribute to set when it is
-constructed, `columns`: the command line passes what it describes to the model before any data is read.
+A data module is a LightningDataModule with one method to write, `load_dataset`, and one attribute to set, `columns`. Constructors read no
+data. Where the columns depend on the data, `open_source` finds them, when they are first used.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 import datasets
 import numpy as np
@@ -35,6 +35,33 @@ Part = Literal["train", "val", "test"]
 PARTS: tuple[Part, ...] = get_args(Part)
 
 
+T = TypeVar("T")
+
+
+class FromSource(Generic[T]):
+    """An attribute of a data module that may depend on the data. Reading it opens the source first.
+
+    Args:
+        default: Value of the attribute where nothing else is set.
+    """
+
+    def __init__(self, default: T) -> None:
+        self.default = default
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.key = f"_{name}_from_source"
+
+    def __get__(self, instance: Any, owner: type | None = None) -> T:
+        if instance is None:
+            return self.default
+        instance.open_once()
+        value: T = instance.__dict__.get(self.key, self.default)
+        return value
+
+    def __set__(self, instance: Any, value: T) -> None:
+        instance.__dict__[self.key] = value
+
+
 class SequenceDataModule(LightningDataModule, ABC):
     """Sequences in three parts: train, val and test.
 
@@ -50,7 +77,7 @@ class SequenceDataModule(LightningDataModule, ABC):
 
     Attributes:
         columns: what is observed at each step, in order. One categorical column means symbols; otherwise the values are vectors with
-            one entry for each column, in which a categorical column holds the numbers of categories. Set by the constructor.
+            one entry for each column, in which a categorical column holds the numbers of categories.
         vocabulary: the names of the symbols, if they have names.
         state_names: the names of the true states, if they have names.
         label_names: the names of the labels in the order of their numbers, if the sequences have labels with names.
@@ -59,12 +86,13 @@ class SequenceDataModule(LightningDataModule, ABC):
         num_actions: the number of actions, if the sequences have actions.
     """
 
-    vocabulary: Vocabulary | None = None
-    state_names: list[str] | None = None
-    label_names: list[str] | None = None
+    columns = FromSource[list[Column]]([])
+    vocabulary = FromSource[Vocabulary | None](None)
+    state_names = FromSource[list[str] | None](None)
+    label_names = FromSource[list[str] | None](None)
     input_names: list[str] | None = None
-    action_names: list[str] | None = None
-    num_actions: int | None = None
+    action_names = FromSource[list[str] | None](None)
+    num_actions = FromSource[int | None](None)
 
     def __init__(
         self,
@@ -93,12 +121,26 @@ class SequenceDataModule(LightningDataModule, ABC):
         self.data_dir = Path(data_dir if data_dir is not None else os.environ.get("LIGHTNING_HMM_DATA", "data"))
         self.batch_size, self.seed, self.shuffle, self.num_workers = batch_size, seed, shuffle, num_workers
         self.val_fraction, self.test_fraction = val_fraction, test_fraction
-        self.columns: list[Column] = []
+        self._is_open = False
         self._sources: dict[Part, tuple[Sequences, Sequences | None, Tensor | None]] = {}
         self._gathered: dict[Part, Sequences] = {}
         self._trains_on_validation = False
         self._fixed_parts: set[str] = set()
         self._trains = self._scores_everything = False
+
+    def open_source(self) -> None:
+        """Finds out what depends on the data, such as `columns`. Called once, before any of it is used; nothing by default."""
+
+    def open_once(self) -> None:
+        """Calls `open_source` unless that was done before."""
+        if not self._is_open:
+            self._is_open = True  # what `open_source` sets, it may also read
+            try:
+                with no_progress_bars():
+                    self.open_source()
+            except BaseException:
+                self._is_open = False
+                raise
 
     @abstractmethod
     def load_dataset(self) -> datasets.Dataset | Mapping[str, datasets.Dataset]:
@@ -120,6 +162,7 @@ class SequenceDataModule(LightningDataModule, ABC):
             self.score_everything(False)
         if self._sources:
             return
+        self.open_once()
         with no_progress_bars():
             loaded = self.load_dataset()
         given = loaded if isinstance(loaded, Mapping) else {"train": loaded}
@@ -128,7 +171,7 @@ class SequenceDataModule(LightningDataModule, ABC):
         if len(given["train"]) == 0:
             raise ValueError(f"{type(self).__name__} must have at least one training sequence, but has none.")
         if not self.columns:
-            raise ValueError(f"{type(self).__name__} must set `columns` in its constructor, but has none.")
+            raise ValueError(f"{type(self).__name__} must set `columns`, but has none.")
         opened = {part: _open(dataset) for part, dataset in given.items()}
         for values, _ in opened.values():
             values.check_columns(self.columns)

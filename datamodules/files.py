@@ -131,29 +131,37 @@ class FileDataModule(ScaledDataModule):
         categories = categorical_columns if isinstance(categorical_columns, dict) else {}
         listed = dict.fromkeys(categorical_columns or [], False) | dict.fromkeys(categories, True)
         kind = "symbols" if named else kind
-        reader = Reader(next(iter(formats.values())), delimiter, sequence_column, columns, kind, named, unit, per, missing_token, listed, others, time_format)
+        layout = (sequence_column, columns, kind, named, unit, per, missing_token, listed, others, time_format)
+        self._reader = Reader(next(iter(formats.values())), delimiter, *layout)
+        self._files, self._columns_given, self._categories = files, columns is not None, categories
+        self._vocabulary_given, self._num_symbols_given, self._unknown = vocabulary, num_symbols, unknown
+        self._given = vocabulary is not None or bool(categories)
+        self.input_names = input_columns
+
+    def open_source(self) -> None:
+        """Reads the files and sets `columns`, `vocabulary` and the names of labels and actions."""
+        files, reader = self._files, self._reader
+        vocabulary, categories = self._vocabulary_given, self._categories
         self._dataset, metadata = self.cached(cache_name([CACHE_VERSION, reader], files), lambda: reader.read(files))
         self._parts: dict[str, int] = json.loads(metadata["parts"])
         self._read: list[dict[str, Any]] = json.loads(metadata["columns"])  # name, kind, and names of categories with their places
         self._coded: dict[str, dict[str, Any]] = json.loads(metadata["coded"])  # the same for labels and actions
-        self._unknown, self._given = unknown, vocabulary is not None or bool(categories)
-        self.input_names = input_columns
         self.label_names, self.action_names = (self._coded[step]["names"] if step in self._coded else None for step in ("labels", "actions"))
         values = self._values()
         if values.actions is not None:
             self.num_actions = len(self.action_names) if self.action_names else int(values.actions.max()) + 1
         if values.is_discrete:
-            if standardize:
+            if self.standardize:
                 raise ValueError(f"`standardize` is for vectors, but {files['train'][0]} holds symbols. Leave it out, or set `kind` to 'vectors'.")
             if vocabulary is None and categories:
                 vocabulary = next(iter(categories.values()))
-            found = self._symbols(values, vocabulary, num_symbols)
+            found = self._symbols(values, vocabulary, self._num_symbols_given)
         else:
             found = [self._column(number, categories) for number in range(len(self._read))]
         if self._read[0]["name"] is None:  # a text, whose symbols are not matched by the name of a column
             self.columns = found
         else:
-            self.set_columns(found, chosen=columns is not None)
+            self.set_columns(found, chosen=self._columns_given)
         self._encoded(values)  # refuses names that are not among the categories
 
     def _symbols(self, values: Sequences, vocabulary: list[str] | None, num_symbols: int | None) -> list[Column]:

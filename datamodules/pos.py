@@ -123,7 +123,7 @@ class POSDataModule(SymbolDataModule):
         self.format, self.column = format, column
         if path is None:
             self.state_names = list(ROLES)
-        self.prepare(path, ENDINGS, [format, column])
+        self.use_files(path, ENDINGS, [format, column])
 
     def read(self, files: list[Path]) -> Symbols:
         tags, lengths, found = [], [], 0

@@ -111,10 +111,16 @@ class ProteinDataModule(SymbolDataModule):
             raise ValueError(f"`molecule` must be one of {', '.join(get_args(Molecule))}, but is {molecule!r} instead.")
         if download and path is not None:
             raise ValueError(f"`download` brings its own file, but `path` is {path!r}. Leave one of them out.")
-        self.molecule = molecule
         if path is None and not download:
             self.state_names = STRUCTURES
-        self.prepare(str(downloaded(URL, self.data_dir)) if download else path, ENDINGS, molecule)
+        self.download, self.molecule = download, molecule
+        if not download:
+            self.use_files(path, ENDINGS, molecule)
+
+    def open_source(self) -> None:
+        if self.download:
+            self.use_files(str(downloaded(URL, self.data_dir)), ENDINGS, self.molecule)
+        super().open_source()
 
     def read(self, files: list[Path]) -> Symbols:
         numbers, lengths, found = [], [], 0

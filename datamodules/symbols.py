@@ -81,23 +81,31 @@ class SymbolDataModule(SequenceDataModule):
     def draw(self, num_sequences: int) -> Symbols:
         """Drawn sequences, for when there is no file."""
 
-    def prepare(self, path: str | list[str] | None, endings: Collection[str], options: Any = None) -> None:
-        """Reads or draws the sequences and sets `columns` and `vocabulary`.
+    def use_files(self, path: str | list[str] | None, endings: Collection[str], options: Any = None) -> None:
+        """Sets the files that the sequences are read from.
 
         Args:
             path: where the files are; ``None`` to draw.
             endings: of the files to take from a folder.
             options: whatever else `read` depends on, as plain values.
         """
-        if path is None:
-            if self.num_sequences is None:
-                raise ValueError("`num_sequences` must be given where sequences are drawn, but is None. Set it, or `path` to a file.")
+        if path is None and self.num_sequences is None:
+            raise ValueError("`num_sequences` must be given where sequences are drawn, but is None. Set it, or `path` to a file.")
+        self._files = None if path is None else find_files(path, self.data_dir, endings=endings)
+        self._read_options = options
+
+    def open_source(self) -> None:
+        """Reads or draws the sequences and sets `columns` and `vocabulary`."""
+        files = self._files
+        if files is None:
+            assert self.num_sequences is not None
             table = self._table(self.draw(self.num_sequences))
             self._dataset, metadata = as_dataset(table), metadata_of(table.schema)
         else:
-            files = find_files(path, self.data_dir, endings=endings)
-            settings = [type(self).__name__, self.num_sequences, self.max_length, self.rare_fraction, self.residual, self._given, options]
-            self._dataset, metadata = self.cached(cache_name([CACHE_VERSION, settings], {"train": files}), lambda: self._table(self.read(files)))
+            limits = [self.num_sequences, self.max_length, self.rare_fraction, self.residual, self._given]
+            settings = [type(self).__name__, *limits, self._read_options]
+            name = cache_name([CACHE_VERSION, settings], {"train": files})
+            self._dataset, metadata = self.cached(name, lambda: self._table(self.read(files)))
         names = json.loads(metadata["names"])
         self.vocabulary = Vocabulary(names, self.residual if self.residual in names else None)
         self.columns = symbol_column(len(names), names)

@@ -83,12 +83,18 @@ class TextDataModule(SequenceDataModule):
                 raise ValueError(f"`vocabulary` must hold single characters, but holds {character!r}.")
         self.sequence_length, self.max_train, self._given = sequence_length, max_train, vocabulary
         self.cleaning: Literal["letters", "paper", "none"] = cleaning
-        if dataset is not None:
-            source = hub_texts(dataset, dataset_config, split, column, streaming)
+        self.path, self.streaming = path, streaming
+        self._hub = None if dataset is None else (dataset, dataset_config, split, column)
+
+    def open_source(self) -> None:
+        """Reads the text and sets `columns` and `vocabulary`."""
+        if self._hub is not None:
+            source = hub_texts(*self._hub, self.streaming)
         else:
-            source = python_help() if path is None else text_files(Path(path))
-        if streaming:
-            options = [CACHE_VERSION, cleaning, sequence_length, max_train, test_fraction, val_fraction, vocabulary]
+            source = python_help() if self.path is None else text_files(Path(self.path))
+        if self.streaming:
+            limits = [self.sequence_length, self.max_train, self.test_fraction, self.val_fraction]
+            options = [CACHE_VERSION, self.cleaning, *limits, self._given]
             self.data_dir.joinpath("cache").mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=self.data_dir / "cache") as folder:
                 self._dataset, metadata = self.cached(source.stamp(options), lambda: self._read(source, Path(folder)))
@@ -96,8 +102,8 @@ class TextDataModule(SequenceDataModule):
             table = self._read(source, None)
             self._dataset, metadata = as_dataset(table), metadata_of(table.schema)
         self._parts: dict[str, int] = json.loads(metadata["parts"])
-        self.vocabulary = Vocabulary(json.loads(metadata["names"]), UNKNOWN if cleaning == "none" else None)
-        self.columns = symbol_column(len(self.vocabulary), self.vocabulary.names)
+        self.vocabulary = Vocabulary(json.loads(metadata["names"]), UNKNOWN if self.cleaning == "none" else None)
+        self.columns = symbol_column(len(self.vocabulary.names), self.vocabulary.names)
 
     def _read(self, source: Source, folder: Path | None) -> pa.Table:
         """All parts as a table, with the names of the symbols and the numbers of sequences in its metadata; symbols are in a file where there is a folder."""

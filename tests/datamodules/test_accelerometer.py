@@ -136,7 +136,7 @@ class TestResampling:
         assert same(train("x.csv", step=5, max_gap=10), [[[1.0], [2.0], [NAN], [3.0]], [[4.0], [5.0]], [[6.0]]])
         assert same(train("x.csv", step=5, max_gap=9.9), [[[1.0], [2.0]], [[3.0]], [[4.0], [5.0]], [[6.0]]])
         with pytest.raises(ValueError, match=r"x.csv has 6 rows in 1001 steps of 5 s: 3995 s pass after row 5. Set `max_gap`"):
-            AccelerometerDataModule("x.csv", step=5)
+            AccelerometerDataModule("x.csv", step=5).setup()
 
 
 class TestSplit:
@@ -219,13 +219,13 @@ def test_a_file_without_an_observation_is_refused():
     write("x.csv", table([0, 1, 2], [1, 3, 2]))
     write("y.csv", table([0, 1, 2], [None, "NaN", ""]))
     with pytest.raises(ValueError, match=r"in column 'x' in y.csv nothing is observed"):
-        AccelerometerDataModule(["x.csv", "y.csv"])
+        AccelerometerDataModule(["x.csv", "y.csv"]).setup()
 
 
 def test_two_columns_of_one_name():
     write("x.csv", table([0, 1, 2], [1, 3, 2], [10, 30, 50], names="t,x,x"))
     with pytest.raises(ValueError, match=r"Columns must have different names, but x.csv has 2 columns 'x'"):
-        AccelerometerDataModule("x.csv")
+        AccelerometerDataModule("x.csv").setup()
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_wrong_words(words, message):
     write("day.csv", table(["28/02/2015", "31/02/2015"], [1, 2]))
     write("twice.csv", table(SECONDS, X, Y, names="t,x,x"))
     with pytest.raises(ValueError, match=message):
-        AccelerometerDataModule(**words)
+        AccelerometerDataModule(**words).setup()
 
 
 def test_drawn_days_have_a_rhythm_and_true_states():

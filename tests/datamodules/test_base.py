@@ -290,9 +290,22 @@ def test_wrong_data():
         ready(Counting()).true_states("dev")
     neither = Counting()
     neither.columns = []
-    with pytest.raises(ValueError, match="Counting must set `columns` in its constructor, but has none"):
+    with pytest.raises(ValueError, match="Counting must set `columns`, but has none"):
         neither.setup()
     small = Counting()
     small.columns = symbol_column(5)
     with pytest.raises(ValueError, match="Symbols must be 0 to 4"):
         small.setup()
+
+
+def test_constructors_read_no_data(tmp_path):
+    """A file is opened when what depends on it is first used, and once only."""
+    path = tmp_path / "weather.csv"
+    path.write_text("seen\nsun\nrain\n")
+    data = FileDataModule(str(path), data_dir=str(tmp_path), val_fraction=0.0, test_fraction=0.0)
+    assert not (tmp_path / "cache").exists()
+    path.write_text("seen\nsun\nsnow\nrain\n")
+    assert data.num_symbols == 3
+    path.unlink()
+    data.setup()
+    assert data.train_sequences.num_steps == 3

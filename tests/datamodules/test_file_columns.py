@@ -132,7 +132,7 @@ class TestTimes:
         write("x.csv", "y,t\n0,02/01/1970\n1,03/01/1970\n")
         assert found(ready("x.csv", columns=["y"], time_column="t", time_format="%d/%m/%Y"))["times"] == [86400.0, 2 * 86400.0]
         with pytest.raises(ValueError, match="`time_format` is for the column of times, but there is no `time_column`"):
-            FileDataModule("x.csv", columns=["y"], time_format="%d/%m/%Y")
+            FileDataModule("x.csv", columns=["y"], time_format="%d/%m/%Y").setup()
 
     def test_numbers_are_not_rounded(self):
         write("x.csv", f"y,t\n0,{math.pi}\n1,{1e9 + math.pi}\n")
@@ -143,10 +143,10 @@ class TestTimes:
         assert found(ready("x.csv", sequence_column="id", columns=["y"], time_column="t"))["times"] == [5.0, 6.0, 0.0, 1.0]
         message = "Times must not decrease within a sequence, but column 't' in row 2 of x.csv is 5 s before row 1 of x.csv. Sort the rows"
         with pytest.raises(ValueError, match=message):
-            FileDataModule("x.csv", columns=["y"], time_column="t")
+            FileDataModule("x.csv", columns=["y"], time_column="t").setup()
         write("x.csv", "id,y,t\na,0,5\nb,1,0\nb,2,1\na,3,4\n")
         with pytest.raises(ValueError, match=r"column 't' in row 4 of x.csv is 1 s before row 1 of x.csv"):
-            FileDataModule("x.csv", sequence_column="id", columns=["y"], time_column="t")
+            FileDataModule("x.csv", sequence_column="id", columns=["y"], time_column="t").setup()
 
     @pytest.mark.parametrize(
         ("cell", "message"), [("", "Each row must have a time, but column 't' in row 2 of x.csv is empty"), ("soon", "has 'soon' instead")]
@@ -154,7 +154,7 @@ class TestTimes:
     def test_errors(self, cell, message):
         write("x.csv", f"y,t\n0,1\n1,{cell}\n")
         with pytest.raises(ValueError, match=message):
-            FileDataModule("x.csv", columns=["y"], time_column="t")
+            FileDataModule("x.csv", columns=["y"], time_column="t").setup()
 
 
 class TestCategories:
@@ -193,11 +193,11 @@ class TestCategories:
         write("y.csv", "x,w,n\n1,c,0\n2,a,1\n")
         message = "Categories of column 'w' must be in the training part, but 'c' in row 1 of y.csv is not. Name the categories in `categorical_columns`"
         with pytest.raises(ValueError, match=message):
-            FileDataModule("x.csv", val_path="y.csv", categorical_columns=["w", "n"])
+            FileDataModule("x.csv", val_path="y.csv", categorical_columns=["w", "n"]).setup()
         data = ready("x.csv", val_path="y.csv", categorical_columns={"w": ["a", "b", "c"], "n": ["0", "1", "2"]})
         assert data.val_sequences.tolist() == [[[1.0, 2.0, 0.0], [2.0, 0.0, 1.0]]]
         with pytest.raises(ValueError, match=r"Categories of column 'w' must be in `categorical_columns`, but 'b' in row 1 of x.csv is not"):
-            FileDataModule("x.csv", categorical_columns={"w": ["a"], "n": ["0", "1", "2"]})
+            FileDataModule("x.csv", categorical_columns={"w": ["a"], "n": ["0", "1", "2"]}).setup()
 
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -212,7 +212,7 @@ class TestCategories:
     )
     def test_errors(self, options, message):
         with pytest.raises(ValueError, match=message):
-            FileDataModule(write("x.csv", self.TEXT), **options)
+            FileDataModule(write("x.csv", self.TEXT), **options).setup()
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ class TestCategories:
 def test_wrong_options(options, message):
     write_table("x.csv", ROWS)
     with pytest.raises(ValueError, match=message):
-        FileDataModule("x.csv", **{"columns": ["y"], **options})
+        FileDataModule("x.csv", **{"columns": ["y"], **options}).setup()
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_wrong_cells(column, options, message):
         assert ready("x.csv", columns=["y"], **options).action_names == ["-1", "a"]
     else:
         with pytest.raises(ValueError, match=message):
-            FileDataModule("x.csv", columns=["y"], **options)
+            FileDataModule("x.csv", columns=["y"], **options).setup()
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_wrong_cells(column, options, message):
 def test_wrong_lists(lists, message):
     write_table("x.jsonl", {"y": [[0, 1], [2]], **lists})
     with pytest.raises(ValueError, match=message):
-        FileDataModule("x.jsonl", columns=["y"], label_column="l")
+        FileDataModule("x.jsonl", columns=["y"], label_column="l").setup()
 
 
 WORDS = {"columns": ["x", "w"], "categorical_columns": ["w"], "label_column": "l", "action_column": "a"}

@@ -142,24 +142,24 @@ class TestLists:
             values = ready(name, columns=[column], missing_token=token).train_sequences.values
             torch.testing.assert_close(values, torch.tensor(expected, dtype=torch.float64), equal_nan=True, rtol=0, atol=0)
         with pytest.raises(ValueError, match=r"entry 1 of column 'y' in x.* nothing is observed"):
-            FileDataModule(name, columns=["y"], missing_token=token)
+            FileDataModule(name, columns=["y"], missing_token=token).setup()
         assert train(name, columns=["z"], missing_token=token) == [[1, MISSING]]
 
     def test_lists_in_vectors_are_refused(self, folder, name):
         write_table(name, {"x": [[[[1.0]], [[2.0]]], [[[3.0]]]]})
         with pytest.raises(ValueError, match=r"Vectors must hold numbers, but those in row 1 of x.* hold lists"):
-            FileDataModule(name)
+            FileDataModule(name).setup()
 
     def test_mistakes(self, folder, name):
         write_table(name, {"n": [1, 2], "x": [[[1.0, 2.0]], [[3.0]]], "y": [[1], None]})
         with pytest.raises(ValueError, match=r"2 features like the first, but row 2 of x.* has one of 1 instead"):
-            FileDataModule(name, columns=["x"])
+            FileDataModule(name, columns=["x"]).setup()
         with pytest.raises(ValueError, match=r"Column 'y' must hold lists, but row 2 of x.* is null. Use an empty list"):
-            FileDataModule(name, columns=["y"])
+            FileDataModule(name, columns=["y"]).setup()
         with pytest.raises(ValueError, match=r"must be the only one, but 'x' .* Set `columns` to it alone"):
-            FileDataModule(name)
+            FileDataModule(name).setup()
         with pytest.raises(ValueError, match="Symbols must be in one column, but here are vectors"):
-            FileDataModule(name, columns=["x"], kind="symbols")
+            FileDataModule(name, columns=["x"], kind="symbols").setup()
 
 
 @pytest.mark.parametrize("name", ["x.txt", "x.txt.gz"])
@@ -229,7 +229,7 @@ def test_vocabulary_is_that_of_the_training_part(folder):
     write("train.txt", "b d\n")
     write("val.txt", "d\na c\n")
     with pytest.raises(ValueError, match=r"must be in the training part, but 'a' in line 2 of val.txt is not. Set `unknown`"):
-        FileDataModule("train.txt", val_path="val.txt")
+        FileDataModule("train.txt", val_path="val.txt").setup()
     data = ready("train.txt", val_path="val.txt", unknown="<unk>")
     assert data.vocabulary == Vocabulary(["<unk>", "b", "d"], "<unk>")
     assert data.num_symbols == 3
@@ -244,7 +244,7 @@ def test_vocabulary_of_a_random_split(folder):
     assert sorted(data.train_sequences.values.tolist()) == [1, 2, 3, 4, 5, 6, 7]
     assert set(data.val_sequences.values.tolist() + data.test_sequences.values.tolist()) == {0}
     with pytest.raises(ValueError, match=r"in line [0-9]+ of x.txt is not"):
-        FileDataModule("x.txt", val_fraction=0.2)
+        FileDataModule("x.txt", val_fraction=0.2).setup()
 
 
 def test_given_vocabulary(folder):
@@ -254,17 +254,17 @@ def test_given_vocabulary(folder):
     assert data.vocabulary.names == ["c", "b", "a"]
     assert data.num_symbols == 3
     with pytest.raises(ValueError, match=r"must be in `vocabulary`, but 'b' in row 1 of x.csv is not"):
-        FileDataModule("x.csv", vocabulary=["a"])
+        FileDataModule("x.csv", vocabulary=["a"]).setup()
     assert train("x.csv", vocabulary=["a", "?"], unknown="?") == [[1, MISSING, 0]]
     with pytest.raises(ValueError, match="`unknown` must be one of the names, but is '!'"):
-        FileDataModule("x.csv", vocabulary=["a"], unknown="!")
+        FileDataModule("x.csv", vocabulary=["a"], unknown="!").setup()
 
 
 def test_the_row_in_an_error_is_that_of_the_file_even_when_ids_are_scattered(folder):
     write("a.csv", "id,x\n1,p\n2,p\n1,q\n")
     write("b.csv", "id,x\n2,p\n1,p\n2,r\n1,r\n")
     with pytest.raises(ValueError, match=r"'r' in row 3 of b.csv"):
-        FileDataModule(["a.csv", "b.csv"], sequence_column="id", vocabulary=["p", "q"])
+        FileDataModule(["a.csv", "b.csv"], sequence_column="id", vocabulary=["p", "q"]).setup()
 
 
 def test_names_that_look_like_missing_numbers_stay_names(folder):
@@ -280,7 +280,7 @@ def test_text_that_is_numbers_after_all(folder):
     assert values[2].isnan()
     assert ready("x.parquet", columns=["x"]).vocabulary.names == [" 2.5 ", "1", "nan"]
     with pytest.raises(ValueError, match=r"Vectors must be numbers, but row 3 of x.parquet has 'x' instead"):
-        FileDataModule("x.parquet", kind="vectors")
+        FileDataModule("x.parquet", kind="vectors").setup()
 
 
 def test_numbers_are_those_of_people(folder):
@@ -291,7 +291,7 @@ def test_numbers_are_those_of_people(folder):
     assert train("x.csv", columns=["both"]) == [[MISSING, 0]]
     assert train("x.csv", columns=["real"]) == [[[1.5], [10.0]]]
     with pytest.raises(ValueError, match=r"Vectors must be numbers, but row 1 of x.csv has '0x1F' instead"):
-        FileDataModule("x.csv", columns=["hex"], kind="vectors")
+        FileDataModule("x.csv", columns=["hex"], kind="vectors").setup()
 
 
 def test_names_that_look_like_dates_are_names(folder):
@@ -334,7 +334,7 @@ def test_columns_are_matched_by_name(folder):
     message = r"All files must have the same columns, but c.csv has x, z and a.csv has x, y. Choose them with `columns`"
     for options in ({"path": ["a.csv", "c.csv"]}, {"path": "a.csv", "val_path": "c.csv"}):
         with pytest.raises(ValueError, match=message):
-            FileDataModule(**options, sequence_column="id")
+            FileDataModule(**options, sequence_column="id").setup()
 
 
 @pytest.mark.parametrize("standardize", [False, True])
@@ -408,20 +408,20 @@ def test_files_and_columns_without_an_observation_are_refused(folder, name):
     other = write_table("other." + name, {"id": [1, 2], "x": [0.0, 2.0], "y": [1.5, None], "w": ["a", "b"], "m": [0, 1]})
     for options in ({"columns": ["x"]}, {"columns": ["y", "x"]}, {"columns": ["y", "x"], "sequence_column": "id"}, {"columns": ["x"], "kind": "symbols"}):
         with pytest.raises(ValueError, match=rf"column 'x' in {name} nothing is observed"):
-            FileDataModule(name, **options)
+            FileDataModule(name, **options).setup()
         with pytest.raises(ValueError, match=rf"column 'x' in {name} nothing is observed"):
-            FileDataModule([other, name], **options)
+            FileDataModule([other, name], **options).setup()
     with pytest.raises(ValueError, match=rf"column 'w' in {name} nothing is observed"):
-        FileDataModule(other, val_path=name, columns=["w"], missing_token="?")
+        FileDataModule(other, val_path=name, columns=["w"], missing_token="?").setup()
     with pytest.raises(ValueError, match=rf"column 'm' in {name} nothing is observed"):
-        FileDataModule([other, name], columns=["m"])
+        FileDataModule([other, name], columns=["m"]).setup()
 
 
 def test_a_text_without_an_observation_is_refused(folder):
     write("a.txt", "so be\n")
     write("b.txt", "? ?\n?\n")
     with pytest.raises(ValueError, match=r"in b.txt nothing is observed"):
-        FileDataModule(["a.txt", "b.txt"], missing_token="?")
+        FileDataModule(["a.txt", "b.txt"], missing_token="?").setup()
 
 
 @pytest.mark.parametrize("opening", ["[", '{"a":'])
@@ -431,14 +431,14 @@ def test_deeply_nested_json_is_refused(folder, opening):
     for depth in (200, 100_000):
         write("x.jsonl", '{"x": 1}\n{"x": 2, "y": ' + opening * depth + "1" + closing * depth + "}\n")
         with pytest.raises(ValueError, match=rf"x.jsonl must not be nested deeper than 100 levels, but line 2 has {depth + 1}"):
-            FileDataModule("x.jsonl", columns=["x"])
+            FileDataModule("x.jsonl", columns=["x"]).setup()
 
 
 @pytest.mark.parametrize("text", ["null\n", '  null {"x": 1}\n', "[1, 2]\n", "3\n"])
 def test_json_without_objects_is_refused(folder, text):
     """Arrow's reader crashes on the first two."""
     with pytest.raises(ValueError, match=r"x.jsonl must be a jsonl file, with one object per line such as .* but begins with b'"):
-        FileDataModule(write("x.jsonl", text))
+        FileDataModule(write("x.jsonl", text)).setup()
     assert train(write("x.jsonl", '\ufeff{"x": 1}\n')) == [[1]]
 
 
@@ -456,7 +456,7 @@ def test_two_columns_of_one_name(folder, name):
         pa.parquet.write_table(pa.table([[1], [2], [3]], ["a", "b", "a"]), name)
     for options in ({}, {"columns": ["a"]}, {"columns": ["b"], "sequence_column": "a"}):
         with pytest.raises(ValueError, match=rf"Columns must have different names, but {name} has 2 columns 'a'"):
-            FileDataModule(name, **options)
+            FileDataModule(name, **options).setup()
     assert train(name, columns=["b"]) == [[2]]
 
 
@@ -476,7 +476,7 @@ def test_standardize(folder):
         ready("flat.csv", standardize=True).train_dataloader()
     write("words.txt", "a b\n")
     with pytest.raises(ValueError, match=r"`standardize` is for vectors, but words.txt holds symbols"):
-        FileDataModule("words.txt", standardize=True)
+        FileDataModule("words.txt", standardize=True).setup()
 
 
 def test_standardize_looks_at_the_training_part_only(folder):
@@ -539,17 +539,17 @@ def test_batches_of_a_text(folder):
 def test_wrong_words(folder, words, message):
     write("x.csv", "id,x,y,w,i\na,1,1,1,1\n,2,2,two,2\nb,-3,0.5,3,inf\n")
     with pytest.raises(ValueError, match=message):
-        FileDataModule("x.csv", **words)
+        FileDataModule("x.csv", **words).setup()
 
 
 def test_wrong_files(folder):
     write("here/a.csv", "x\n1\n")
     with pytest.raises(FileNotFoundError, match=r"`path` must lead to a file, but 'here/b.csv' does not, here or under data. here/ holds a.csv"):
-        FileDataModule("here/b.csv")
+        FileDataModule("here/b.csv").setup()
     with pytest.raises(FileNotFoundError, match=r"`val_path` must lead to a file, but 'nowhere/b.csv' does not.* No such folder"):
-        FileDataModule("here/a.csv", val_path="nowhere/b.csv")
+        FileDataModule("here/a.csv", val_path="nowhere/b.csv").setup()
     with pytest.raises(ValueError, match="`path` must name at least one file, but is an empty list"):
-        FileDataModule([])
+        FileDataModule([]).setup()
     for name, text in (
         ("empty.csv", ""),
         ("empty.txt", ""),
@@ -560,35 +560,35 @@ def test_wrong_files(folder):
         ("none.jsonl", '{"x": []}\n'),
     ):
         with pytest.raises(ValueError, match=f"{name} must not be empty, but"):
-            FileDataModule(write(name, text))
+            FileDataModule(write(name, text)).setup()
     write("all.csv", 'x,y\n"",1\n"",2\n')
     with pytest.raises(ValueError, match=r"in column 'x' in all.csv nothing is observed. Leave it out of `columns`"):
-        FileDataModule("all.csv", columns=["x"])
+        FileDataModule("all.csv", columns=["x"]).setup()
     with pytest.raises(ValueError, match=r"`format` must be given for x.dat, whose ending is none of .csv"):
-        FileDataModule(write("x.dat", "x\n1\n"))
+        FileDataModule(write("x.dat", "x\n1\n")).setup()
     assert train("x.dat", format="csv") == [[1]]
     assert train(write("x.dat", "x;y\n1;2\n"), format="csv", delimiter=";", columns=["y"]) == [[2]]
     write("mixed/a.csv", "x\n1\n")
     write("mixed/a.txt", "x\n1\n")
     with pytest.raises(ValueError, match=r"files of one format, but they are csv, text. Narrow it, or set `format`"):
-        FileDataModule("mixed")
+        FileDataModule("mixed").setup()
     with pytest.raises(ValueError, match=r"ragged.csv must be a csv file, but cannot be read as one"):
-        FileDataModule(write("ragged.csv", "x,y\n1\n1,2,3\n"))
+        FileDataModule(write("ragged.csv", "x,y\n1\n1,2,3\n")).setup()
     with pytest.raises(ValueError, match=r"broken.jsonl must be a jsonl file, but cannot be read as one"):
-        FileDataModule(write("broken.jsonl", '{"x": 1}\n{"x": '))
+        FileDataModule(write("broken.jsonl", '{"x": 1}\n{"x": ')).setup()
     with pytest.raises(ValueError, match=r"fake.parquet must be a parquet file, but cannot be read as one"):
-        FileDataModule(write("fake.parquet", "not parquet at all"))
+        FileDataModule(write("fake.parquet", "not parquet at all")).setup()
     Path("latin.txt").write_bytes("é".encode("latin-1"))
     with pytest.raises(ValueError, match=r"latin.txt must be a text file, but cannot be read as one"):
-        FileDataModule("latin.txt")
+        FileDataModule("latin.txt").setup()
     pa.parquet.write_table(pa.table({"x": pa.array([0], pa.timestamp("s"))}), "dates.parquet")
     with pytest.raises(ValueError, match=r"dates.parquet must be a parquet file, .* a column of timestamp"):
-        FileDataModule("dates.parquet")
+        FileDataModule("dates.parquet").setup()
     write("one.csv", "x\n1\n")
     write("two.csv", "x,y\n1,2\n")
     with pytest.raises(ValueError, match=r"must have the same columns, but two.csv has x, y and one.csv has x"):
-        FileDataModule(["one.csv", "two.csv"])
+        FileDataModule(["one.csv", "two.csv"]).setup()
     write("text.jsonl", '{"x": "a"}\n')
     write("number.jsonl", '{"x": 1}\n')
     with pytest.raises(ValueError, match=r"Columns must be of one type in all files, but those of text.jsonl, number.jsonl are not"):
-        FileDataModule(["text.jsonl", "number.jsonl"])
+        FileDataModule(["text.jsonl", "number.jsonl"]).setup()

@@ -73,7 +73,7 @@ def test_every_format_gives_the_same(name, text, words):
 def test_the_column_of_language_specific_tags_and_missing_ones():
     assert tags(write("x.conllu", CONLLU), column="xpos") == [["X", "Y", "X", "X"], [None, "X", "X"], [None]]
     with pytest.raises(ValueError, match=r"Each file must have some tags, but in column 'xpos' of y.conllu all are missing. Set `column`"):
-        POSDataModule([write("x.conllu", CONLLU), write("y.conllu", CONLLU.replace("\tX\t", "\t_\t").replace("\tY\t", "\t_\t"))], column="xpos")
+        POSDataModule([write("x.conllu", CONLLU), write("y.conllu", CONLLU.replace("\tX\t", "\t_\t").replace("\tY\t", "\t_\t"))], column="xpos").setup()
 
 
 def test_several_files_in_their_order():
@@ -114,7 +114,7 @@ def test_preparation_and_split():
 )
 def test_wrong_files(name, text, message):
     with pytest.raises(ValueError, match=message):
-        POSDataModule(write(name, text))
+        POSDataModule(write(name, text)).setup()
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_wrong_files(name, text, message):
 )
 def test_wrong_words(words, message):
     with pytest.raises(ValueError, match=message):
-        POSDataModule(**words)
+        POSDataModule(**words).setup()
 
 
 def test_the_tables_of_the_drawn_sentences_are_distributions():

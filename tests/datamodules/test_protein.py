@@ -99,7 +99,7 @@ def test_no_more_is_read_than_is_needed(monkeypatch):
     monkeypatch.setattr(protein.read_fasta, "__defaults__", ("protein", 50))
     assert chains(ProteinDataModule("x.fa", num_sequences=60, **ALL)) == ["ACDE"] * 60
     with pytest.raises(ValueError, match=r"line 202 of x.fa has '1'"):
-        ProteinDataModule("x.fa", num_sequences=None, **ALL)
+        ProteinDataModule("x.fa", num_sequences=None, **ALL).setup()
 
 
 def test_preparation_and_split():
@@ -140,16 +140,16 @@ def test_several_files_and_a_folder():
 )
 def test_wrong_files(text, message):
     with pytest.raises(ValueError, match=message):
-        ProteinDataModule(write("x.fa", text))
+        ProteinDataModule(write("x.fa", text)).setup()
 
 
 def test_files_that_cannot_be_read():
     write("x.fa.gz", PDB * 50)
     Path("x.fa.gz").write_bytes(Path("x.fa.gz").read_bytes()[:-60])
     with pytest.raises(ValueError, match=r"x.fa.gz must be a FASTA file, but cannot be read as one"):
-        ProteinDataModule("x.fa.gz")
+        ProteinDataModule("x.fa.gz").setup()
     with pytest.raises(FileNotFoundError, match=r"`path` must lead to a file, but 'none.fa' does not"):
-        ProteinDataModule("none.fa")
+        ProteinDataModule("none.fa").setup()
 
 
 @pytest.mark.parametrize(
@@ -166,13 +166,15 @@ def test_files_that_cannot_be_read():
 )
 def test_wrong_words(words, message):
     with pytest.raises(ValueError, match=message):
-        ProteinDataModule(**words)
+        ProteinDataModule(**words).setup()
 
 
 def test_drawn_chains_are_reproducible_and_look_like_proteins():
     data = ProteinDataModule(num_sequences=600, max_length=None, **ALL)
     data.setup()
-    assert torch.equal(ProteinDataModule(num_sequences=600, max_length=None, **ALL)._dataset.with_format("torch")[7]["values"], data.train_sequences[7])
+    again = ProteinDataModule(num_sequences=600, max_length=None, **ALL)
+    again.setup()
+    assert torch.equal(again.train_sequences[7], data.train_sequences[7])
     values, lengths = data.train_sequences.values, data.train_sequences.lengths
     # Shares of the Protein Data Bank: a random sample of 268,623 residues.
     shares = {"A": 0.078, "C": 0.014, "E": 0.063, "G": 0.073, "K": 0.060, "L": 0.088, "P": 0.047, "V": 0.071, "W": 0.013}
@@ -199,7 +201,7 @@ class TestDownload:
         assert chains(ProteinDataModule(**words)) == ["MVLSEGE", "MNIF"]
         write("kept/pdb_seqres.txt.gz", ">broken\nAAA\n")
         with pytest.raises(ValueError, match=r"must be what was downloaded, with the SHA-256 [0-9a-f]{64} of pdb_seqres.txt.gz.sha256, but has [0-9a-f]{64}"):
-            ProteinDataModule(**words)
+            ProteinDataModule(**words).setup()
         Path("kept/pdb_seqres.txt.gz.sha256").unlink()  # a file that was put there by other means
         assert chains(ProteinDataModule(**words)) == ["AAA"]
 

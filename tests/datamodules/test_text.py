@@ -191,19 +191,19 @@ def test_texts_of_hugging_face(tmp_path, monkeypatch, streaming):
     assert data.text == TextDataModule(str(tmp_path / "plain.txt")).text
     for column, message in (("body", "has only number, text"), ("number", "has int")):
         with pytest.raises(ValueError, match=f"`column` must hold texts.*{message}"):
-            TextDataModule(dataset=str(tmp_path / "set"), column=column, streaming=streaming, data_dir=str(tmp_path / "data"))
+            TextDataModule(dataset=str(tmp_path / "set"), column=column, streaming=streaming, data_dir=str(tmp_path / "data")).setup()
     with pytest.raises(ValueError, match="`dataset` must be a data set that can be loaded"):
-        TextDataModule(dataset=str(tmp_path / "set"), split="nothing")
+        TextDataModule(dataset=str(tmp_path / "set"), split="nothing").setup()
 
 
 def test_a_stream_that_ends_early_is_said(tmp_path, monkeypatch):
     whole = gzip.compress(made_text().encode())
     (tmp_path / "cut.gz").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match=r"cut\.gz ends early: nothing can be read after [\d,]+ bytes"):
-        TextDataModule(str(tmp_path / "cut.gz"))
+        TextDataModule(str(tmp_path / "cut.gz")).setup()
     (tmp_path / "no.gz").write_bytes(b"plain")
     with pytest.raises(ValueError, match="is no sound gzip file"):
-        TextDataModule(str(tmp_path / "no.gz"))
+        TextDataModule(str(tmp_path / "no.gz")).setup()
 
     class Cut:
         info = corpus.datasets.DatasetInfo(splits=[{"name": "train", "num_examples": 3}])
@@ -218,28 +218,28 @@ def test_a_stream_that_ends_early_is_said(tmp_path, monkeypatch):
 
 def test_what_is_wrong_is_said(tmp_path):
     with pytest.raises(ValueError, match="One of `path` and `dataset`"):
-        TextDataModule("a.txt", dataset="b")
+        TextDataModule("a.txt", dataset="b").setup()
     with pytest.raises(ValueError, match="`vocabulary` must hold single characters, but holds 'ab'"):
-        TextDataModule(cleaning="none", vocabulary=["a", "ab"])
+        TextDataModule(cleaning="none", vocabulary=["a", "ab"]).setup()
     with pytest.raises(FileNotFoundError, match="there is no"):
-        TextDataModule(str(tmp_path / "none.txt"))
+        TextDataModule(str(tmp_path / "none.txt")).setup()
     with pytest.raises(ValueError, match="has none"):
-        TextDataModule(str(tmp_path))
+        TextDataModule(str(tmp_path)).setup()
     (tmp_path / "marks.txt").write_text("?!... --")
     with pytest.raises(ValueError, match="nothing is left"):
-        TextDataModule(str(tmp_path / "marks.txt"))
+        TextDataModule(str(tmp_path / "marks.txt")).setup()
     (tmp_path / "empty.txt").write_text("")
     for name, cleaning, streaming in itertools.product(("marks", "empty"), ("letters", "paper"), (False, True)):
         with pytest.raises(ValueError, match=f"nothing is left of .*{name}.txt after cleaning"):
-            TextDataModule(str(tmp_path / f"{name}.txt"), cleaning=cleaning, streaming=streaming, data_dir=str(tmp_path / "data"))
+            TextDataModule(str(tmp_path / f"{name}.txt"), cleaning=cleaning, streaming=streaming, data_dir=str(tmp_path / "data")).setup()
     with pytest.raises(ValueError, match="`cleaning` must be letters, paper or none, but is 'words' instead"):
-        TextDataModule(cleaning="words")
+        TextDataModule(cleaning="words").setup()
     with pytest.raises(ValueError, match="`sequence_length` must be positive"):
-        TextDataModule(sequence_length=0)
+        TextDataModule(sequence_length=0).setup()
 
 
 @pytest.mark.parametrize("cleaning", ["letters", "none"])
 def test_an_empty_text_is_refused_when_streaming(tmp_path, cleaning):
     (tmp_path / "empty.txt").touch()
     with pytest.raises(ValueError, match=r"must lead to a text to train on, but nothing is left of .*empty.txt"):
-        TextDataModule(str(tmp_path / "empty.txt"), cleaning=cleaning, streaming=True, data_dir=str(tmp_path))
+        TextDataModule(str(tmp_path / "empty.txt"), cleaning=cleaning, streaming=True, data_dir=str(tmp_path)).setup()
