@@ -33,8 +33,8 @@ from torch import Tensor
 from lightning_hmm import NeuralHMM, Sequences
 from lightning_hmm.inference import kalman, particle
 from lightning_hmm.inference.particle import DiagonalGaussian
-from lightning_hmm.loading import generator
 from lightning_hmm.models.neural_state_space import PathDensity
+from lightning_hmm.random import generator
 
 HERE = Path(__file__).resolve().parent
 STATE, FEATURES, WIDTH = 5, 3, 32

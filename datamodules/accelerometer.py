@@ -19,7 +19,7 @@ from datamodules.reader import require_different, require_observed
 from datamodules.scaling import ScaledDataModule
 from datamodules.series import ENDINGS, SECOND, as_numbers, as_times, read_table, resample
 from lightning_hmm.columns import feature_columns
-from lightning_hmm.loading import generator
+from lightning_hmm.random import generator
 from lightning_hmm.sequences import Sequences
 
 CACHE_VERSION = 2  # raise it whenever the same file and options are read differently

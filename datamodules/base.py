@@ -21,13 +21,13 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import torch
-from lightning import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_hmm.columns import STEP_COLUMNS, Column, narrowest
-from lightning_hmm.loading import generator, loader
+from lightning_hmm.data import SequenceData, loader
+from lightning_hmm.random import generator
 from lightning_hmm.sequences import Sequences
 from lightning_hmm.vocabulary import Vocabulary
 
@@ -62,7 +62,7 @@ class FromSource(Generic[T]):
         instance.__dict__[self.key] = value
 
 
-class SequenceDataModule(LightningDataModule, ABC):
+class SequenceDataModule(SequenceData, ABC):
     """Sequences in three parts: train, val and test.
 
     Args:

@@ -22,7 +22,7 @@ from datamodules.paths import cache_name, ending, find_files, some
 from datamodules.scaling import ScaledDataModule
 from datamodules.series import SECOND, as_numbers, as_times, read_table, resample
 from lightning_hmm.columns import feature_columns
-from lightning_hmm.loading import generator
+from lightning_hmm.random import generator
 from lightning_hmm.sequences import Sequences
 from lightning_hmm.vocabulary import MISSING
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from datamodules.base import PARTS, Part, SequenceDataModule, as_dataset, as_table
 from datamodules.paths import cache_name, find_files
 from lightning_hmm.columns import feature_columns
-from lightning_hmm.loading import generator
+from lightning_hmm.random import generator
 from lightning_hmm.sequences import Sequences
 
 CACHE_VERSION = 1  # raise it whenever the same file and options are read differently

@@ -17,7 +17,7 @@ from scipy.special import xlogy
 
 from datamodules.base import Part, SequenceDataModule, as_dataset, as_table
 from lightning_hmm.columns import symbol_column
-from lightning_hmm.loading import generator
+from lightning_hmm.random import generator
 from lightning_hmm.sequences import Sequences
 from lightning_hmm.vocabulary import Vocabulary
 

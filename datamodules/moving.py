@@ -13,7 +13,7 @@ from torch import Tensor
 
 from datamodules.base import Part, SequenceDataModule, as_dataset, as_table
 from lightning_hmm.columns import feature_columns
-from lightning_hmm.loading import generator
+from lightning_hmm.random import generator
 from lightning_hmm.sequences import Sequences
 
 NODES = 64  # of the quadrature over distances

@@ -14,7 +14,7 @@ import torch
 from datamodules.paths import ending
 from datamodules.symbols import SymbolDataModule, Symbols
 from datamodules.synthetic import draw_states, draw_symbols
-from lightning_hmm.loading import generator
+from lightning_hmm.random import generator
 from lightning_hmm.vocabulary import MISSING
 
 Format = Literal["auto", "medpost", "conllu", "tagged"]

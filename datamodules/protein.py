@@ -18,7 +18,7 @@ import torch
 
 from datamodules.symbols import SymbolDataModule, Symbols
 from datamodules.synthetic import draw_states, draw_symbols
-from lightning_hmm.loading import generator
+from lightning_hmm.random import generator
 
 Molecule = Literal["protein", "any"]
 ENDINGS = (".fa", ".fasta", ".faa", ".txt")

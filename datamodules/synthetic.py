@@ -11,7 +11,7 @@ from torch import Tensor
 
 from datamodules.base import SequenceDataModule, as_dataset, as_table
 from lightning_hmm.columns import feature_columns, symbol_column
-from lightning_hmm.loading import generator
+from lightning_hmm.random import generator
 from lightning_hmm.sequences import Sequences
 from lightning_hmm.vocabulary import MISSING
 
@@ -174,6 +174,7 @@ class SyntheticDataModule(SequenceDataModule):
         """The values and the states."""
         draw = self._generator("sequences")
         lengths = torch.randint(self.min_length, self.max_length + 1, (self.num_sequences,), generator=draw)
+        assert self.transition_probs is not None
         states = draw_states(self.initial_probs, self.transition_probs, lengths, draw)
         return Sequences.from_lengths(self._emit(states, draw), lengths), Sequences.from_lengths(states, lengths)
 

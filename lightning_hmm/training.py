@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from lightning.pytorch import Callback, LightningDataModule, Trainer
-from torch.utils.data import DataLoader
+from lightning.pytorch import Callback, Trainer
 
 from lightning_hmm.callbacks import Convergence
-from lightning_hmm.loading import loader
+from lightning_hmm.data import InMemoryData
 from lightning_hmm.models.hmm import HMM
 from lightning_hmm.models.sequence_model import SequenceModel
 from lightning_hmm.runs import require_local_file
@@ -71,36 +70,6 @@ def _arithmetic(precision: str | int | None, default: str) -> str:
     raise ValueError(f"`precision` must be 64-true or 32-true, but is {precision!r} instead: counts need more than 16 bits.")
 
 
-class SequencesData(LightningDataModule):
-    """`Sequences` in memory as a datamodule: one batch of all of them, or global batches of `batch_size`."""
-
-    def __init__(self, train: Sequences, val: Sequences | None, batch_size: int | None, shuffle: bool, seed: int) -> None:
-        super().__init__()
-        self._train = self.train_sequences = train
-        self.val_sequences = val
-        self.batch_size, self.shuffle, self.seed = batch_size, shuffle, seed
-
-    @property
-    def train_size(self) -> float:
-        train = self.train_sequences
-        filled = train.lengths > 0  # an empty sequence tells nothing, and counts for nothing in a prior's share
-        return float(filled.sum() if train.weights is None else train.weights.cpu()[filled].sum())
-
-    def train_on_validation(self, yes: bool = True) -> None:
-        """See `SequenceDataModule.train_on_validation`."""
-        self.train_sequences = Sequences.cat([self._train, self.val_sequences]) if yes and self.val_sequences is not None else self._train
-
-    def _loader(self, sequences: Sequences, shuffle: bool) -> DataLoader:
-        assert self.trainer is not None
-        return loader(sequences, self.batch_size, shuffle=shuffle, seed=self.seed, rank=self.trainer.global_rank, world_size=self.trainer.world_size)
-
-    def train_dataloader(self) -> DataLoader:
-        return self._loader(self.train_sequences, self.shuffle)
-
-    def val_dataloader(self) -> DataLoader | list[Any]:
-        return [] if self.val_sequences is None else self._loader(self.val_sequences, False)
-
-
 def fit(
     model: Model,
     sequences: Any,
@@ -148,7 +117,7 @@ def fit(
     model.take_sizes(given)
     for part in given:
         model.check(part)
-    data = SequencesData(train, validation, batch_size, shuffle, seed)
+    data = InMemoryData(train, validation, batch_size, shuffle, seed)
     watched = bool(callbacks) or bool(logger) or enable_checkpointing or enable_progress_bar or bool(trainer_options) or ckpt_path is not None
     iterations = _iterations_per_epoch(model, train, int(max_epochs)) if not watched and val_sequences is None and batch_size is None else 1
     model.train()  # a model that was trained before comes back in evaluation mode

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from datamodules import SyntheticDataModule
 from lightning_hmm import ClonedHMM, Sequences, StandardHMM
 from lightning_hmm.callbacks import CooccurrenceReport, Retraining
-from lightning_hmm.loading import loader, sequence_numbers
+from lightning_hmm.data import loader, sequence_numbers
 from lightning_hmm.training import quiet_lightning
 from tests.helpers import random_symbols
 from tests.table import CLONES, ROWS, D, Row, V, data, state, suited

@@ -15,7 +15,8 @@ ORDER = [
     "columns",
     "conversion",
     "sequences",
-    "loading",
+    "random",
+    "data",
     "observing",
     "ranks",
     "runs",
@@ -70,10 +71,10 @@ def test_inference_contains_no_density():
             assert not re.findall("gaussian|poisson|categorical|bernoulli", path.read_text(), re.IGNORECASE), path
 
 
-def test_datamodules_import_sequences_and_loading_only():
+def test_datamodules_import_data_and_sequences_only():
     for path in (ROOT / "datamodules").rglob("*.py"):
         ours = {name for name in imported(path) if name.startswith("lightning_hmm")}
-        assert ours <= {"lightning_hmm.columns", "lightning_hmm.loading", "lightning_hmm.sequences", "lightning_hmm.vocabulary"}, path
+        assert ours <= {f"lightning_hmm.{name}" for name in ("columns", "data", "random", "sequences", "vocabulary")}, path
 
 
 def test_importing_the_package_is_quiet():

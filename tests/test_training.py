@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 import lightning_hmm
 from lightning_hmm import ClonedHMM, Sequences, StandardHMM, fit
 from lightning_hmm.callbacks import Convergence
-from lightning_hmm.loading import loader
+from lightning_hmm.data import loader
 from tests.helpers import assert_identical_parameters, assert_same_parameters, random_symbols, random_vectors
 
 PRIORS = {"initial_pseudocount": 0.3, "transition_pseudocount": 0.5, "emission_pseudocount": 0.1}

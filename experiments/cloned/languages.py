@@ -27,9 +27,9 @@ from datamodules import BracketDataModule, ToyMachineDataModule
 from datamodules.languages import LanguageDataModule, pieces
 from experiments.records import Records, markdown_table
 from lightning_hmm import HMM, ClonedHMM, Sequences, StandardHMM, fit, load
-from lightning_hmm.loading import generator
 from lightning_hmm.models.baselines import RecurrentNet
 from lightning_hmm.plots import COLOURS
+from lightning_hmm.random import generator
 
 SEEDS = 10
 METHODS = {

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from datamodules.base import SequenceDataModule
-from lightning_hmm.loading import generator
 from lightning_hmm.models import RecurrentNet
+from lightning_hmm.random import generator
 
 WIDEST = 60  # entries of the states of networks that run as one; beyond, zeros between the blocks cost more than calls
 

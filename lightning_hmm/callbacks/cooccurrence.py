@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_hmm.data import data_of
 from lightning_hmm.inference.cooccurrence import cooccurrences, long_run, pair_counts
 from lightning_hmm.metrics import NormalisedNLL, PairFrequencies
 
@@ -56,12 +57,11 @@ class CooccurrenceReport(Callback):
         self._shapes.append(torch.stack([counted.lengths.double(), weights], 1))
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
-        datamodule: Any = getattr(trainer, "datamodule", None)
-        true_transition, true_emission = getattr(datamodule, "transition_probs", None), getattr(datamodule, "emission_probs", None)
-        if true_transition is None or true_emission is None:
+        data = data_of(trainer)
+        if data is None or data.transition_probs is None or data.emission_probs is None:
             target = self._observed.compute()
         else:
-            target = cooccurrences(true_transition, true_emission).to(pl_module.device)
+            target = cooccurrences(data.transition_probs, data.emission_probs).to(pl_module.device)
         for kind, frequencies in {"analytic": _long_run_frequencies(pl_module), "sampled": self._drawn_frequencies(pl_module)}.items():
             if frequencies is not None:
                 pl_module.log(f"test/cooccurrence_mad_{kind}", (frequencies - target).abs().mean())

@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_hmm.loading import sequence_numbers
+from lightning_hmm.data import sequence_numbers
 from lightning_hmm.runs import run_folder
 
 

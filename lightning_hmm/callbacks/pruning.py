@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_hmm import inference
+from lightning_hmm.data import data_of
 from lightning_hmm.inference.cloned import Blocks, ClonedSymbols, Layout
 from lightning_hmm.models.cloned import ClonedHMM
 from lightning_hmm.sequences import Sequences
@@ -53,7 +54,8 @@ class Pruning(Callback):
         # A layout of single entries only ever loses some; it is made anew where that saves a tenth.
         if kept > (0.9 if pl_module.layout.is_sparse else self.density) * before:
             return
-        data = _first_steps(getattr(getattr(trainer, "datamodule", None), "train_sequences", None), self.max_steps)
+        source = data_of(trainer)
+        data = None if source is None else _first_steps(source.train_sequences, self.max_steps)
         cost = ""
         if data is not None:
             bits = _bits(pl_module, data, *pl_module.pruned(keep)) - _bits(pl_module, data, pl_module.layout, pl_module.transition.probs.detach())
@@ -77,10 +79,8 @@ def prune_in_training(trainer: Trainer, model: ClonedHMM, keep: Tensor) -> None:
         state["statistics"] = state["statistics"][:, keep.to(state["statistics"].device)].contiguous()
 
 
-def _first_steps(sequences: Any, max_steps: int | None) -> Sequences | None:
+def _first_steps(sequences: Sequences, max_steps: int | None) -> Sequences:
     """The first `max_steps` steps of the sequences that count; the last sequence that has some is cut, later ones are empty."""
-    if not isinstance(sequences, Sequences):
-        return None
     sequences = sequences.counted()
     if max_steps is None:
         return sequences

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_hmm.callbacks.convergence import Convergence
+from lightning_hmm.data import data_of
 from lightning_hmm.models.cloned import ClonedHMM
 
 
@@ -48,8 +49,8 @@ class Retraining(Callback):
             return
         if not isinstance(pl_module, ClonedHMM):
             raise TypeError(f"Retraining is for a ClonedHMM, but the model is a {type(pl_module).__name__} instead.")
-        if not hasattr(getattr(trainer, "datamodule", None), "train_on_validation"):
-            raise MisconfigurationException("Retraining needs a datamodule that can put training and validation data together (`train_on_validation`).")
+        if data_of(trainer) is None:
+            raise MisconfigurationException("Retraining joins training and validation data, which needs `lightning_hmm.fit` or a `SequenceDataModule`.")
         self._reset()
         pl_module.first_epoch = 0
         # The word of a callback that stops the training early must be known here; those that save come after all others anyway.

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from lightning_hmm.data import data_of
 from lightning_hmm.distributions import Categorical, Emission
 from lightning_hmm.distributions.embedded import (
     Embedded,
@@ -224,11 +225,10 @@ class DenseHMM(HMM):
             self.target_cooccurrences = self._true_cooccurrences() if self.target == "truth" else self._count_cooccurrences()
 
     def _true_cooccurrences(self) -> Tensor:
-        datamodule: Any = getattr(self.trainer, "datamodule", None)
-        transition, emission = getattr(datamodule, "transition_probs", None), getattr(datamodule, "emission_probs", None)
-        if transition is None or emission is None:
+        data = data_of(self.trainer)
+        if data is None or data.transition_probs is None or data.emission_probs is None:
             raise ValueError("`target` must be data, unless the data were drawn from a model with known parameters (a synthetic datamodule of symbols).")
-        return cooccurrences(transition, emission).to(self.device)
+        return cooccurrences(data.transition_probs, data.emission_probs).to(self.device)
 
     def _count_cooccurrences(self) -> Tensor:
         """The frequencies of pairs in the training data of all ranks, batch by batch."""

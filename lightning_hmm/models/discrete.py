@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_hmm import inference
+from lightning_hmm.data import data_of
 from lightning_hmm.inference.evidence import Evidence
 from lightning_hmm.inference.operators import Operator
 from lightning_hmm.inference.results import impossible_message
@@ -280,12 +281,12 @@ class DiscreteHMM(SequenceModel):
             warnings.warn("So the likelihood of these data is zero; a pseudocount keeps what training never met possible.", stacklevel=2)
 
     def on_test_epoch_end(self) -> None:
-        datamodule: Any = getattr(self.trainer, "datamodule", None)
-        truth = datamodule.true_states("test") if hasattr(datamodule, "true_states") else None
-        if truth is not None and truth.num_steps:
+        data = data_of(self.trainer)
+        truth = None if data is None else data.true_states("test")
+        if data is not None and data.test_sequences is not None and truth is not None and truth.num_steps:
             mine = torch.arange(len(truth))[self.trainer.global_rank :: self.trainer.world_size]  # none, where there are more ranks than sequences
             accuracy = MatchedStateAccuracy(self.num_states, int(truth.values.max()) + 1).to(self.device)
-            sequences = self.as_sequences(datamodule.test_sequences[mine])
+            sequences = self.as_sequences(data.test_sequences[mine])
             weights = None if sequences.weights is None else sequences.repeat_interleave(sequences.weights)
             accuracy.update(self.decode(sequences).values, truth[mine].values.to(self.device), weights)
             self.log("test/state_accuracy", accuracy.compute())

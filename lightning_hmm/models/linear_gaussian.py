@@ -11,12 +11,12 @@ from torch import Tensor
 from lightning_hmm.distributions import Distribution, GaussianState, LinearGaussianEmission, LinearGaussianTransition, Moments
 from lightning_hmm.distributions.gaussian import data_location
 from lightning_hmm.inference import kalman
-from lightning_hmm.loading import generator
 from lightning_hmm.metrics import LogLikelihoodPerSymbol
 from lightning_hmm.models.baselines.recurrent import last_seen
 from lightning_hmm.models.prediction_errors import PredictionErrors
 from lightning_hmm.models.sequence_model import check_counts
 from lightning_hmm.models.training_loop import BaumWelchTraining
+from lightning_hmm.random import generator
 from lightning_hmm.sequences import Sequences
 
 Observed = Literal["positions", "increments"]

@@ -10,9 +10,9 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
+from lightning_hmm.data import sequence_numbers
 from lightning_hmm.distributions.densities import DensityHead, Family, Gaussian
 from lightning_hmm.inference.particle import Particles, Resampling, Streams
-from lightning_hmm.loading import generator, sequence_numbers
 from lightning_hmm.models.neural_networks import Activation, Whole, Window, WindowedMLP, WindowKind
 from lightning_hmm.models.neural_rollout import Rollout
 from lightning_hmm.models.neural_starts import start_slow
@@ -20,6 +20,7 @@ from lightning_hmm.models.neural_state_space import Bound, Conditional
 from lightning_hmm.models.neural_units import InUnits, up_to_last_seen
 from lightning_hmm.models.particle_em import ParticleEM, Schedule, Smoothing
 from lightning_hmm.models.sequence_model import check_counts
+from lightning_hmm.random import generator
 from lightning_hmm.sequences import Sequences
 
 Mean = Literal["absolute", "residual"]

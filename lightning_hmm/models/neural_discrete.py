@@ -14,7 +14,6 @@ from lightning_hmm.inference import particle
 from lightning_hmm.inference.evidence import Rows
 from lightning_hmm.inference.operators import Dense
 from lightning_hmm.inference.particle import Streams
-from lightning_hmm.loading import generator
 from lightning_hmm.models.discrete import DiscreteHMM
 from lightning_hmm.models.neural_networks import Activation, Window, WindowedMLP, WindowKind
 from lightning_hmm.models.neural_rollout import Rollout
@@ -22,6 +21,7 @@ from lightning_hmm.models.neural_state_space import Conditional, Observations
 from lightning_hmm.models.neural_units import InUnits, up_to_last_seen, window_inputs
 from lightning_hmm.models.prediction_errors import PredictionErrors
 from lightning_hmm.models.sequence_model import check_counts
+from lightning_hmm.random import generator
 from lightning_hmm.sequences import Sequences
 
 

@@ -13,11 +13,11 @@ from torchmetrics import MeanMetric
 
 from lightning_hmm.inference import particle
 from lightning_hmm.inference.particle import Particles, Resampling, Streams
-from lightning_hmm.loading import generator
 from lightning_hmm.metrics import LogLikelihoodPerSymbol, PredictionError
 from lightning_hmm.models.neural_state_space import Bound, PathDensity
 from lightning_hmm.models.prediction_errors import PredictionErrors
 from lightning_hmm.models.sequence_model import check_counts
+from lightning_hmm.random import generator
 from lightning_hmm.sequences import Sequences
 
 Smoothing = Literal["backward", "genealogy"]

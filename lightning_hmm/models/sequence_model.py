@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_hmm.data import data_of
 from lightning_hmm.metrics import LogLikelihoodPerSymbol
 from lightning_hmm.observing import guard_loggers
 from lightning_hmm.optim import set_gradients
@@ -116,9 +117,9 @@ class SequenceModel(LightningModule, ABC):
         guard_loggers(self.trainer.loggers)
         if stage != "fit":
             return
-        datamodule: Any = getattr(self.trainer, "datamodule", None)
-        if self.starts_from_data and self.trainer.ckpt_path is None and hasattr(datamodule, "train_sequences"):
-            self.initialize(datamodule.train_sequences)
+        data = data_of(self.trainer)
+        if data is not None and self.starts_from_data and self.trainer.ckpt_path is None:
+            self.initialize(data.train_sequences)
 
     def teardown(self, stage: str) -> None:
         destroy_process_group_at_exit()  # Lightning calls this method after a run that succeeded only

@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from lightning_hmm.data import data_of
 from lightning_hmm.distributions import Distribution
 from lightning_hmm.models.sequence_model import SequenceModel, check_counts
 from lightning_hmm.optim import BaumWelch
@@ -81,10 +82,11 @@ class BaumWelchTraining(SequenceModel):
     def configure_optimizers(self) -> BaumWelch:
         data_size = None
         if self.discount is not None:
-            data_size = getattr(getattr(self.trainer, "datamodule", None), "train_size", None)
+            data = data_of(self.trainer)
+            data_size = None if data is None else data.train_size
             if data_size is None and any(value for part in self.distributions.values() for value in part.prior.values()):
                 raise MisconfigurationException(
-                    "Online EM with a prior needs to know how many sequences there are: train with a datamodule that has `train_size`."
+                    "Online EM with a prior depends on the number of training sequences. Train with `lightning_hmm.fit` or a `SequenceDataModule`."
                 )
         return BaumWelch(self.distributions, self.discount, self.frozen, data_size)
 

@@ -13,7 +13,7 @@ import lightning_hmm
 from datamodules import SyntheticDataModule
 from lightning_hmm import ClonedHMM, Sequences, StandardHMM, fit
 from lightning_hmm.callbacks import CooccurrenceReport, cooccurrence
-from lightning_hmm.loading import loader
+from lightning_hmm.data import loader
 from lightning_hmm.models.baselines import RecurrentNet
 from tests.helpers import random_symbols
 

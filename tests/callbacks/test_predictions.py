@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hmm import Sequences, StandardHMM
 from lightning_hmm.callbacks import PredictionWriter
-from lightning_hmm.loading import loader
+from lightning_hmm.data import loader
 
 LISTS = [[0] * (n + 1) for n in range(5)]  # sequence n has n + 1 steps
 SEQUENCES = Sequences.from_list(LISTS)

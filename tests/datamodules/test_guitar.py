@@ -11,7 +11,7 @@ import torch
 
 from datamodules import GuitarDataModule
 from datamodules.guitar import GRIPS, PITCHES, Analysis, pluck, read_wav, strum
-from lightning_hmm.loading import generator
+from lightning_hmm.random import generator
 
 HEARD = Analysis(44_100, 8192, 2048, 100.0, 5000.0)
 SMALL = {"recordings": 3, "num_sequences": 9, "val_fraction": 0.34, "test_fraction": 0.34}

@@ -8,7 +8,7 @@ import torch
 
 from datamodules import MovingTargetDataModule
 from datamodules.moving import bayes_predictions, direction_log_density, mean_direction
-from lightning_hmm.loading import generator
+from lightning_hmm.random import generator
 
 
 def ready(**words) -> MovingTargetDataModule:

@@ -11,7 +11,7 @@ from lightning_hmm.inference import Rows, kalman, particle
 from lightning_hmm.inference.kalman import LinearGaussian
 from lightning_hmm.inference.operators import Dense
 from lightning_hmm.inference.particle import Density, DiagonalGaussian
-from lightning_hmm.loading import generator
+from lightning_hmm.random import generator
 
 A = torch.tensor([[0.9, 0.2], [-0.2, 0.9]], dtype=torch.float64)
 B = torch.tensor([0.1, -0.1], dtype=torch.float64)

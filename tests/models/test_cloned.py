@@ -14,8 +14,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 import lightning_hmm
 from lightning_hmm import ClonedHMM, Sequences, StandardHMM, fit, inference
 from lightning_hmm.callbacks import Pruning, Retraining
+from lightning_hmm.data import loader
 from lightning_hmm.inference.cloned import Layout
-from lightning_hmm.loading import loader
 from lightning_hmm.models.cloned import allocate_clones, ngram_counts
 from lightning_hmm.optim import BaumWelch
 from tests.helpers import assert_identical_parameters, assert_same_parameters, random_symbols

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader
 
 from datamodules import MovingTargetDataModule
 from lightning_hmm import NeuralHMM, Sequences, fit, load
+from lightning_hmm.data import loader
 from lightning_hmm.distributions.densities import PartialDensity
 from lightning_hmm.inference import kalman
-from lightning_hmm.loading import loader
 from lightning_hmm.metrics import PredictionError
 from lightning_hmm.models import LinearGaussianHMM, NeuralDiscreteHMM
 from lightning_hmm.models.neural_state_space import PathDensity

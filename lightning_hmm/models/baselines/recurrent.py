@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from lightning_hmm.distributions import Moments
 from lightning_hmm.distributions.gaussian import data_location
-from lightning_hmm.loading import generator
 from lightning_hmm.metrics import LogLikelihoodPerSymbol
 from lightning_hmm.models.prediction_errors import PredictionErrors
 from lightning_hmm.models.sequence_model import check_counts
+from lightning_hmm.random import generator
 from lightning_hmm.sequences import MISSING, Sequences
 
 Cell = Literal["rnn", "lstm", "gru"]

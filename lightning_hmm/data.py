@@ -1,4 +1,4 @@
-"""From `Sequences` to a `DataLoader` that visits every sequence exactly once, on any number of ranks.
+"""The data of a training: what models and callbacks may read of it, and loaders that visit every sequence exactly once on any number of ranks.
 
 The order of the sequences, shuffled or not, is cut into *global* batches, and rank r of W takes every W-th sequence of each,
 from the r-th on. So all ranks have the same number of batches, the union over the ranks is the same whatever W is, and
@@ -8,26 +8,117 @@ sequence at all; it then gets an empty batch, which adds nothing.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningDataModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from lightning_hmm.random import generator
 from lightning_hmm.sequences import Sequences
 
 
-def generator(*words: int | str) -> torch.Generator:
-    """A random generator that depends on the words and nothing else, such as ``generator(seed, "shuffle", epoch)``.
+class SequenceData(LightningDataModule):
+    """What models and callbacks may read of the data that they are trained on.
 
-    Streams of different words are unrelated, which those of neighbouring seeds or of sums of numbers need not be.
+    `datamodules.SequenceDataModule` and `InMemoryData` implement it. A data module of your own that derives from neither works as well, as long as
+    the model needs nothing but batches.
+
+    Attributes:
+        columns: What is observed at each step, in order.
+        batch_size: Number of sequences in one batch of all ranks together; ``None`` for all sequences in one batch.
+        transition_probs: (K, K) transition probabilities of the model that the data were drawn from, if they are known.
+        emission_probs: (K, V) symbol probabilities of the model that the data were drawn from, if they are known.
     """
-    digest = hashlib.blake2b(repr(words).encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+    columns: Any
+    batch_size: int | None
+    transition_probs: Tensor | None = None
+    emission_probs: Tensor | None = None
+
+    @property
+    def train_sequences(self) -> Sequences:
+        """The training set."""
+        raise NotImplementedError
+
+    @property
+    def val_sequences(self) -> Sequences | None:
+        """The validation set, if there is one."""
+        raise NotImplementedError
+
+    @property
+    def test_sequences(self) -> Sequences | None:
+        """The test set, if there is one."""
+        return None
+
+    @property
+    def train_size(self) -> float:
+        """The number of training sequences that are not empty, each counted with its weight."""
+        train = self.train_sequences
+        filled = train.lengths > 0
+        return float(filled.sum() if train.weights is None else train.weights.cpu()[filled].sum())
+
+    def true_states(self, part: Any) -> Sequences | None:
+        """The states that the sequences of a part ("train", "val" or "test") were drawn from or labelled with, if they are known."""
+        return None
+
+    def train_on_validation(self, yes: bool = True) -> None:
+        """Makes the training set the training and the validation part together, or the training part alone again."""
+        raise NotImplementedError
+
+
+def data_of(trainer: Trainer) -> SequenceData | None:
+    """The data of a training; ``None`` where it has plain loaders or a data module of another kind."""
+    datamodule = getattr(trainer, "datamodule", None)
+    return datamodule if isinstance(datamodule, SequenceData) else None
+
+
+class InMemoryData(SequenceData):
+    """`Sequences` in memory as a data module.
+
+    Args:
+        train: The training set.
+        val: The validation set, if there is one.
+        batch_size: Number of sequences in a batch of all ranks together; ``None`` for all sequences in one batch.
+        shuffle: Whether to draw a new order for every epoch.
+        seed: Seed for the order.
+    """
+
+    def __init__(self, train: Sequences, val: Sequences | None, batch_size: int | None, shuffle: bool, seed: int) -> None:
+        super().__init__()
+        self._train, self._val, self._trains_on_validation = train, val, False
+        self.batch_size, self.shuffle, self.seed = batch_size, shuffle, seed
+
+    @property
+    def train_sequences(self) -> Sequences:
+        return self._together if self._trains_on_validation else self._train
+
+    @cached_property
+    def _together(self) -> Sequences:
+        return self._train if self._val is None else Sequences.cat([self._train, self._val])
+
+    @property
+    def val_sequences(self) -> Sequences | None:
+        return self._val
+
+    def train_on_validation(self, yes: bool = True) -> None:
+        self._trains_on_validation = yes
+
+    def _loader(self, sequences: Sequences, shuffle: bool) -> DataLoader[Sequences]:
+        assert self.trainer is not None
+        rank, world_size = self.trainer.global_rank, self.trainer.world_size
+        return loader(sequences, self.batch_size, shuffle=shuffle, seed=self.seed, rank=rank, world_size=world_size)
+
+    def train_dataloader(self) -> DataLoader[Sequences]:
+        return self._loader(self.train_sequences, self.shuffle)
+
+    def val_dataloader(self) -> DataLoader[Sequences] | list[Any]:
+        return [] if self._val is None else self._loader(self._val, False)
 
 
 class SequenceDataset(Dataset[Sequences]):

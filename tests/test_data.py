@@ -7,7 +7,8 @@ import lightning
 import pytest
 import torch
 
-from lightning_hmm.loading import GlobalBatchSampler, SequenceDataset, generator, loader
+from lightning_hmm.data import GlobalBatchSampler, SequenceDataset, loader
+from lightning_hmm.random import generator
 from lightning_hmm.sequences import Sequences
 
 NUM = 17
