@@ -1,11 +1,11 @@
-"""Seconds per Baum-Welch iteration, ours beside the peers', on the same data from the same start.
+"""Time of a Baum-Welch iteration for our code and the peers, on the same data from the same initial parameters.
 
     python benchmarks/baum_welch.py [--quick] [--out docs/benchmarks]   # iterations, score and decode, scaling: about 7 minutes
     python benchmarks/baum_welch.py --corpus                            # one iteration over 50 million symbols, and its memory
 
-Random symbols, random start, one iteration = E-step and M-step. Before anything is timed, the new transition matrices must agree, so
-that all do the same work. Then the contestants take turns, round after round, and the best round counts: a busy moment of the machine
-cannot hit one of them only. What is compared with what, and what is not measured, stands in `benchmarks/README.md`.
+Symbols and initial parameters are random, and an iteration is an E-step and an M-step. Before anything is timed, the new transition
+matrices must agree, so that all programs do the same work. Then the programs take turns, and the best round of each counts, so that a
+busy moment of the machine affects all of them. `benchmarks/README.md` describes what is compared and what is not measured.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ PEERS = ("hmmlearn", "dynamax", "pomegranate")
 COLUMNS = ("ours float32", "ours float64", "ours fit float32", "ours fit float64", *PEERS)
 TOLERANCE = 1e-4  # between new transition matrices; float32 against float64
 ROUNDS, SLOW_ROUNDS, SLOW = 10, 3, 2.0  # contestants that need SLOW seconds a call get SLOW_ROUNDS
-INTRO = """Seconds of a call in the best round. All data are one batch for every contestant. Ours uses all threads; an iteration is
-`inference.e_step` and `BaumWelch.step`, and "fit" is an epoch of `lightning_hmm.fit`. hmmlearn is `CategoricalHMM(implementation="scaling")`, its
-public methods, always float64 on one thread. dynamax and pomegranate are float32 on all threads.
+INTRO = """Times are for one call in the best round. Every program gets all data in one batch. Our code uses all threads; an iteration is
+`inference.e_step` and `BaumWelch.step`, and "fit" is an epoch of `lightning_hmm.fit`. hmmlearn is `CategoricalHMM(implementation="scaling")` with
+its public methods, which always use float64 and one thread. dynamax and pomegranate use float32 and all threads.
 [benchmarks/README.md](../../benchmarks/README.md) describes what is timed."""
 BURST = 0.02  # seconds; a faster call is repeated until a round lasts this long
 
@@ -163,7 +163,7 @@ def environment(name: str) -> Path | None:
     commands += [[python, "-m", "pip", "install", "--quiet", "-r", requirements]]
     for command in commands:
         if subprocess.run(command).returncode:
-            print(f"WARNING: {name} could not be installed, and is left out.", flush=True)
+            print(f"WARNING: {name} could not be installed and is skipped.", flush=True)
             return None
     return python
 
@@ -327,7 +327,7 @@ def iterations(settings: Iterable[Setting], options: argparse.Namespace, remotes
                 new = contestant.new_transition()
                 off[str(setting)] = float(np.abs(new - expected).max())
                 same = float(np.abs(new / new.sum(axis=1, keepdims=True) - expected).max())
-                print(f"  pomegranate: off by {off[str(setting)]:.0e} (its end state), same to {same:.0e} with rows normalised")
+                print(f"  pomegranate: off by {off[str(setting)]:.0e} (its end state), same to {same:.0e} with rows normalized")
             elif contestant is not reference:
                 check_same(f"{contestant.name} and hmmlearn", contestant.new_transition(), expected, TOLERANCE)
         runs: dict[bool, tuple[Local, Local, int]] = {}
@@ -509,12 +509,12 @@ def corpus(options: argparse.Namespace) -> None:
         rate = num_sequences * CORPUS.length / answer["seconds"] / 1e6
         cells = (precision, show(answer["seconds"]), f"{rate:.1f}", f"{answer['data_bytes'] / 1e6:,.0f} MB", f"{answer['beyond_bytes'] / 1e6:,.0f} MB")
         lines.append(cells)
-        print(f"  {precision}: {cells[1]} an iteration, {cells[2]} million symbols a second, {cells[4]} beyond the data ({cells[3]})", flush=True)
+        print(f"  {precision}: {cells[1]} per iteration, {cells[2]} million symbols per second, {cells[4]} in addition to the data ({cells[3]})", flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
     write_csv(options.out / "corpus.csv", records)
     title = f"One Baum-Welch iteration over {num_sequences * CORPUS.length:,} symbols ({CORPUS.states} states, {CORPUS.symbols} symbols)"
-    table = markdown(["arithmetic", "seconds", "million symbols a second", "the data", "peak memory beyond the data"], lines)
-    (options.out / "corpus.md").write_text(f"# {title}\n\n{table}\n{machine(options)}")
+    table = markdown(["arithmetic", "seconds", "million symbols per second", "memory of the data", "peak memory in addition"], lines)
+    (options.out / "corpus.md").write_text(f"# {title}\n\n{table}{machine(options)}")
 
 
 # The report
@@ -608,9 +608,9 @@ def tables(rows: Sequence[Row], off: float | None, threads: int) -> str:
             lines.append([*cells, *(ratio(seconds, "hmmlearn", name) for name in against)])
         text += f"\n## {title}\n\n{fewer_rounds(chosen)}\n\n{markdown(['states, symbols, sequences x length', *names, *against.values()], lines)}"
         if task == "iteration":
-            text += f"\nHow many times as long as ours:\n\n{iteration_ratios(chosen, threads)}"
+            text += f"\nTime of the peers divided by ours:\n\n{iteration_ratios(chosen, threads)}"
             if off is not None:
-                text += f"\npomegranate's new transition matrix is off by up to {off:.0e}, because it has an end state. With rows normalized it agrees.\n"
+                text += f"\npomegranate's new transition matrix differs by up to {off:.0e}, because it has an end state. With rows normalized it agrees.\n"
     trainer = {row.contestant: row.seconds for row in rows if row.task == "iteration" and row.setting == TRAINER_SETTING}
     lines = []
     for precision in ("float32", "float64"):
@@ -619,7 +619,7 @@ def tables(rows: Sequence[Row], off: float | None, threads: int) -> str:
             lines.append([precision, show(bare), show(epoch), f"{(epoch - bare) * 1e3:+.2f} ms ({epoch / bare - 1:+.0%})"])
     if lines:
         header = ["arithmetic", "bare call", "epoch of `fit`", "difference"]
-        text += f"\n## The Trainer's cost, an epoch of `fit` at {TRAINER_SETTING}\n\n{markdown(header, lines)}"
+        text += f"\n## Cost of the Trainer: an epoch of `fit` at {TRAINER_SETTING}\n\n{markdown(header, lines)}"
     return text
 
 
@@ -628,7 +628,7 @@ def write(rows: Sequence[Row], off: dict[str, float], options: argparse.Namespac
     write_csv(options.out / "baum_welch.csv", [row.record() for row in rows])
     kind = "A quick run, not for quoting. " if options.quick else ""
     (options.out / "baum_welch.md").write_text(
-        f"# Baum-Welch, ours and the peers\n\n{kind}{INTRO}\n{machine(options, versions)}{tables(rows, max(off.values(), default=None), options.threads)}"
+        f"# Baum-Welch, compared with the peers\n\n{kind}{INTRO}\n{machine(options, versions)}{tables(rows, max(off.values(), default=None), options.threads)}"
     )
 
 
@@ -659,7 +659,7 @@ def main() -> None:
     options.load = os.getloadavg()[0]
     print(f"Load average {options.load:.2f}, {options.threads} threads.")
     if options.load > 0.5:
-        print("WARNING: the load average is above 0.5. Other work makes timings too long, most of all for contestants that use all cores.")
+        print("WARNING: the load average is above 0.5. Other work increases the times, most of all those of programs that use all cores.")
     if options.corpus:
         corpus(options)
         return

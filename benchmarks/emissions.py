@@ -1,9 +1,9 @@
-"""CPU time of an EM iteration with Gaussian emissions through `fit`, against hmmlearn; and what structural zeros and the torch reference cost.
+"""CPU time of an EM iteration with Gaussian emissions through `fit`, compared with hmmlearn; cost of structural zeros and of the torch reference.
 
     python benchmarks/emissions.py [--quick] [--out docs/benchmarks]
 
-Both sides use one thread and float64, alternate in one process, and start from the same parameters; k-means is left out. A time is the CPU time of
-the thread for the iterations between the second and the last, divided by their number. The best of several rounds counts. hmmlearn runs with
+Both sides use one thread and float64, alternate in one process, and start from the same parameters, without k-means. A time is the CPU time of the
+thread for the iterations between the second and the last, divided by their number. The best of several rounds counts. hmmlearn runs with
 ``implementation="scaling"``.
 """
 
@@ -134,7 +134,7 @@ def main() -> None:
     rounds, load = (2 if options.quick else 15), os.getloadavg()[0]
     settings = (("diagonal", 3, 2, 8, 50), ("full", 3, 2, 8, 50)) if options.quick else SETTINGS
     rows = [(f"{kind}, K={k}, D={d}, {n} x {t}", gaussian(kind, k, d, n, t, rounds)) for kind, k, d, n, t in settings]
-    rows.append(("symbols, K={}, V={}, {} x {}, ten iterations in an epoch".format(*SMALL), small(rounds)))
+    rows.append(("symbols, K={}, V={}, {} x {}, ten iterations per epoch".format(*SMALL), small(rounds)))
     ratios = {} if options.quick else e_steps(rounds)
     options.out.mkdir(parents=True, exist_ok=True)
     with (options.out / "emissions.csv").open("w", newline="") as file:
@@ -144,12 +144,18 @@ def main() -> None:
             writer.writerow([name, f"{times['ours'] * 1e3:.3f}", f"{times['hmmlearn'] * 1e3:.3f}", f"{times['hmmlearn'] / times['ours']:.2f}"])
         for name, times in ratios.items():
             writer.writerow([name, f"{times['ours'] * 1e3:.3f}", f"{times['other'] * 1e3:.3f}", f"{times['ours'] / times['other']:.2f}"])
-    lines = ["# An EM iteration through `fit`, against hmmlearn", "", __doc__.split("\n\n")[2].replace("\n", " ").strip(), ""]
-    lines += [f"CPU milliseconds, best of {rounds} rounds. The load average before the start was {load:.2f}.", ""]
+    lines = ["# An EM iteration through `fit`, compared with hmmlearn", "", __doc__.split("\n\n")[2].replace("\n", " ").strip(), ""]
+    lines += [f"Times are CPU milliseconds, best of {rounds} rounds. The load average before the start was {load:.2f}.", ""]
     lines += ["| | ours | hmmlearn 0.3.3 | hmmlearn / ours |", "| --- | ---: | ---: | ---: |"]
     lines += [f"| {name} | {t['ours'] * 1e3:.3g} | {t['hmmlearn'] * 1e3:.3g} | {t['hmmlearn'] / t['ours']:.1f}x |" for name, t in rows]
     if ratios:
-        lines += ["", "E-steps of our own, symbols, V = 20:", "", "| | first | second | first / second |", "| --- | ---: | ---: | ---: |"]
+        lines += [
+            "",
+            "The next table compares E-steps of our own code, on symbols with V = 20:",
+            "",
+            "| | first | second | first / second |",
+            "| --- | ---: | ---: | ---: |",
+        ]
         lines += [f"| {name} | {t['ours'] * 1e3:.3g} | {t['other'] * 1e3:.3g} | {t['ours'] / t['other']:.2f} |" for name, t in ratios.items()]
     (options.out / "emissions.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))

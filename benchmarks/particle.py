@@ -1,13 +1,13 @@
-"""Particle filter and backward simulation: ours beside the package particles, on the same model and data, and how exact they are.
+"""Speed of the particle filter and of backward simulation, compared with the package particles on the same model and data, and their accuracy.
 
     python benchmarks/particle.py [--out docs/benchmarks]      # about 4 minutes, on an idle machine
     python benchmarks/particle.py --memory 128                # only the memory of the filter with 128 particles
 
-One thread each. Both sides run the same number of rounds, and the best round of each part counts. Ours takes all sequences in one batch; the package
-particles takes one sequence at a time. The state has 5 entries and an observation 3; means and scales of transition and emission are networks of three
+One thread each. Both sides run the same number of rounds, and the best round of each part counts. Our code processes all sequences in one batch; the package
+particles processes one sequence at a time. The state has 5 entries and an observation 3; means and scales of transition and emission are networks of three
 layers of 32 units with random weights, from which the data are drawn. All sequences are filtered, then paths of each are drawn from the smoothing distribution.
-An EM iteration of a `NeuralHMM` is timed beside its filter alone. Before a ratio is believed, the likelihoods and smoothed means of both must agree
-within what their own randomness allows.
+An EM iteration of a `NeuralHMM` is compared with its filter alone. The likelihoods and smoothed means of both sides must agree within
+their own randomness.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def check_agreement(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
         raise RuntimeError(
             f"Both must find the same, but likelihoods are {likelihood:.1f} standard errors and smoothed means {means:.2f} times their noise apart."
         )
-    return f"likelihoods are {likelihood:+.1f} standard errors apart, smoothed means {means:.2f} times as far as two runs of ours"
+    return f"likelihoods are {likelihood:+.1f} standard errors apart, and smoothed means {means:.2f} times as far as in two runs of ours"
 
 
 def linear_gaussian(dtype: torch.dtype = torch.float64) -> kalman.LinearGaussian:
@@ -228,15 +228,15 @@ def memory(num_particles: int) -> None:
 def table(found: dict[str, Any], theirs: dict[str, Any] | None, load: float, rounds: int, num_sequences: int, num_steps: int) -> list[str]:
     """Seconds of both sides as lines of markdown. Ratios are to ours in float64, which is the precision of the package particles."""
     lines = [
-        f"{num_sequences} sequences of {num_steps} steps, {PARTICLES} particles, states of {STATE} and observations of {FEATURES} entries, networks of three "
-        f"layers of {WIDTH} units. One thread on both sides, {platform.machine()}, load average {load:.2f} before the start. Ours: "
-        f"`inference.particle.filter` and `backward_simulation`, all {num_sequences} sequences in one batch, best of {rounds} rounds.",
+        f"The data are {num_sequences} sequences of {num_steps} steps. The model has {PARTICLES} particles, states of {STATE} and observations of {FEATURES} "
+        f"entries, and networks of three layers of {WIDTH} units. Both sides use one thread ({platform.machine()}); the load average before the start was "
+        f"{load:.2f}. Ours is `inference.particle.filter` and `backward_simulation`, with all {num_sequences} sequences in one batch, best of {rounds} rounds.",
     ]
     if theirs is not None:
         lines[0] += (
-            f" The package particles: `SMC.run` and the named method of its history, float64, one sequence after the other, best of {theirs['rounds']} rounds."
+            f" The package particles is `SMC.run` and the named method of its history, in float64, one sequence at a time, best of {theirs['rounds']} rounds."
         )
-    lines += ["", "| seconds (in brackets: times ours in float64) | filter | paths | together |", "| --- | ---: | ---: | ---: |"]
+    lines += ["", "| seconds (in parentheses: relative to ours in float64) | filter | paths | together |", "| --- | ---: | ---: | ---: |"]
     reference = found["float64"]["seconds"]
 
     def add(what: str, filtering: float, paths: float) -> None:
@@ -248,7 +248,7 @@ def table(found: dict[str, Any], theirs: dict[str, Any] | None, load: float, rou
     if theirs is not None:
         versions = ", ".join(f"{name} {number}" for name, number in theirs["versions"].items())
         add(f"{versions}, float64: `backward_sampling_ON2`, the same algorithm", theirs["seconds"]["filter"], theirs["seconds"]["exact"])
-        add("the same: `backward_sampling_mcmc`, its cheapest approximation", theirs["seconds"]["filter"], theirs["seconds"]["metropolis"])
+        add("particles: `backward_sampling_mcmc`, its cheapest approximation", theirs["seconds"]["filter"], theirs["seconds"]["metropolis"])
     return lines
 
 
@@ -279,21 +279,21 @@ def main() -> None:
     theirs = peer(weights, values, PARTICLES, PATHS, rounds)
     lines = table(found, theirs, load, rounds, num_sequences, num_steps)
     if theirs is not None:
-        lines.append(f"\nSame model: {check_agreement(found['float64'], theirs)}.")
+        lines.append(f"\nBoth sides use the same model: {check_agreement(found['float64'], theirs)}.")
     parts = ", ".join(f"{part} {spent:.3f}" for part, spent in iteration.items())
     lines.append(
-        f"\nAn EM iteration of a `NeuralHMM` in float32 ({PATHS} paths, two gradient steps): {whole:.3f} s, {whole / iteration['bare filter']:.2f} times "
-        f"its filter alone. Seconds: {parts}."
+        f"\nAn EM iteration of a `NeuralHMM` in float32 ({PATHS} paths, two gradient steps) takes {whole:.3f} s, {whole / iteration['bare filter']:.2f} times "
+        f"as long as its filter alone. The parts take, in seconds: {parts}."
     )
     if not args.quick:
-        lines += ["\nLog-likelihood of linear-Gaussian sequences (100 steps, states of 2 entries), relative to Kalman's, 200 sequences:\n"]
+        lines += ["\nErrors of the log-likelihood, relative to the Kalman filter, for 200 linear-Gaussian sequences (100 steps, states of 2 entries):\n"]
         lines += ["| particles | mean error | root mean square | largest | rms x sqrt(N) |", "| ---: | ---: | ---: | ---: | ---: |"]
         for num_particles in (100, 300, 1000, 3000):
             error = errors(num_particles, 200)
             rms = float(error.square().mean().sqrt())
             numbers = [float(error.mean()), rms, float(error.abs().max())]
             lines.append(f"| {num_particles:,} | {' | '.join(f'{number:.3%}' for number in numbers)} | {rms * math.sqrt(num_particles):.3f} |")
-        lines += ["\nMemory in float64, MiB:\n", "| particles | held by the result | growth of the process, at most |", "| ---: | ---: | ---: |"]
+        lines += ["\nMemory in float64, in MiB:\n", "| particles | size of the result | largest growth of the process |", "| ---: | ---: | ---: |"]
         for num_particles in (PARTICLES, 4 * PARTICLES):
             answer = subprocess.run([sys.executable, __file__, "--memory", str(num_particles)], capture_output=True, text=True, check=True).stdout.split()
             lines.append(f"| {num_particles} | {float(answer[0]):.0f} | {float(answer[1]):.0f} |")
