@@ -37,7 +37,8 @@ PEERS = ("hmmlearn", "dynamax", "pomegranate")
 COLUMNS = ("ours float32", "ours float64", "ours fit float32", "ours fit float64", *PEERS)
 TOLERANCE = 1e-4  # between new transition matrices; float32 against float64
 ROUNDS, SLOW_ROUNDS, SLOW = 10, 3, 2.0  # contestants that need SLOW seconds a call get SLOW_ROUNDS
-INTRO = """Times are for one call in the best round. Every program gets all data in one batch. Our code uses all threads; an iteration is
+INTRO = """This page is written by `benchmarks/baum_welch.py`. Times are for one call in the best round. Every program gets all
+data in one batch. Our code uses all threads; an iteration is
 `inference.e_step` and `BaumWelch.step`, and "fit" is an epoch of `lightning_hmm.fit`. hmmlearn is `CategoricalHMM(implementation="scaling")` with
 its public methods, which always use float64 and one thread. dynamax and pomegranate use float32 and all threads.
 [benchmarks/README.md](../../benchmarks/README.md) describes what is timed."""

@@ -272,8 +272,8 @@ _WORDS = {
 def tables(folder: Path) -> str:
     """Returns the results so far as Markdown."""
     parts = [
-        "This page is written by `benchmarks/cloned.py`. It reports the speed and the memory of the cloned HMM. Times are the best of the given number of "
-        "rounds. `load` is the load average before the part."
+        "# Speed and memory of the cloned HMM",
+        "This page is written by `benchmarks/cloned.py`. Times are the best of the given number of rounds. `load` is the load average before the part.",
     ]
     for part, words in _WORDS.items():
         file = folder / f"cloned_{part}.csv"

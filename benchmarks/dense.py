@@ -118,7 +118,9 @@ def main() -> None:
     bare_cooccurrence_loop(target, 50)
     fit(cooccurrence_model(), data, 1, 0)
     lines = [
-        f"Both sides of each ratio use float64 and {torch.get_num_threads()} threads; times are the best of {rounds} rounds. The load average before the "
+        "# Cost of the objectives of DenseHMM\n",
+        "This page is written by `benchmarks/dense.py`. Both sides of each ratio use float64 and "
+        f"{torch.get_num_threads()} threads; times are the best of {rounds} rounds. The load average before the "
         f"start was {load:.2f}.\n",
         "| | seconds | ratio |",
         "| --- | ---: | ---: |",

@@ -228,12 +228,15 @@ def memory(num_particles: int) -> None:
 def table(found: dict[str, Any], theirs: dict[str, Any] | None, load: float, rounds: int, num_sequences: int, num_steps: int) -> list[str]:
     """Seconds of both sides as lines of markdown. Ratios are to ours in float64, which is the precision of the package particles."""
     lines = [
-        f"The data are {num_sequences} sequences of {num_steps} steps. The model has {PARTICLES} particles, states of {STATE} and observations of {FEATURES} "
-        f"entries, and networks of three layers of {WIDTH} units. Both sides use one thread ({platform.machine()}); the load average before the start was "
+        "# Speed and accuracy of the particle filter",
+        "",
+        f"This page is written by `benchmarks/particle.py`. The data are {num_sequences} sequences of {num_steps} steps. The filter has {PARTICLES} particles. "
+        f"The model has states of {STATE} and observations of {FEATURES} entries, and networks of three layers of {WIDTH} units. "
+        f"Both sides use one thread ({platform.machine()}); the load average before the start was "
         f"{load:.2f}. Ours is `inference.particle.filter` and `backward_simulation`, with all {num_sequences} sequences in one batch, best of {rounds} rounds.",
     ]
     if theirs is not None:
-        lines[0] += (
+        lines[-1] += (
             f" The package particles is `SMC.run` and the named method of its history, in float64, one sequence at a time, best of {theirs['rounds']} rounds."
         )
     lines += ["", "| seconds (in parentheses: relative to ours in float64) | filter | paths | together |", "| --- | ---: | ---: | ---: |"]
