@@ -1,4 +1,4 @@
-# Two commands are all it takes: `make fit` trains a model, `make test` runs the tests. Both set up what they need first.
+# `make fit` trains a model and `make test` runs the tests. Both create the virtual environment first.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -12,7 +12,7 @@ fit: $(VENV)/installed
 test: $(VENV)/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
-# The tests of the compiled kernels with other vector instructions than those of `make test`, which uses the widest that the processor has.
+# Repeats the tests of the compiled kernels with narrower vector instructions. `make test` uses the widest of the processor.
 SIMD ?= avx2 generic
 
 test-widths: $(VENV)/installed-dev
@@ -45,7 +45,7 @@ $(VENV)/installed-dev: $(VENV)/installed
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-# Also drops numba's compiled kernels, which do not notice a change in a file they import from.
+# Also deletes numba's cache, which does not detect changes in the files that a kernel imports.
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

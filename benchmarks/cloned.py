@@ -52,7 +52,7 @@ def seconds(call: Callable[[], Any]) -> float:
 
 
 def race(contestants: dict[str, Callable[[], Any]], rounds: int, **prepare: Callable[[], Any]) -> dict[str, float]:
-    """The best of `rounds` for each, after a call that is not counted; all take turns. Where `prepare` has the name too, it is called before, untimed."""
+    """The best time of each in `rounds` rounds, after a warm-up; all take turns. A function in `prepare` is called before, untimed."""
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for n in range(rounds + 1):
         for name, call in contestants.items():
@@ -132,7 +132,7 @@ def iterations(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def trainer(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Epochs of `fit` beside the same work without Lightning."""
+    """Epochs of `fit`, compared with the same work without Lightning."""
     rows = []
     rounds = 1 if arguments.quick else 3
     toy = ToyMachineDataModule(k=3, num_runs=300 if arguments.quick else None)
@@ -165,7 +165,7 @@ def trainer(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             for epoch in range(epochs):
                 cloned.online_em(initial, transition, sequences, 1, updates=epoch * len(sequences), buffers=buffers, **how)
 
-        # What starting costs is in both counts and falls out of their difference.
+        # The cost of starting is part of both times and cancels in the difference.
         times = {}
         for way, call in (("fit", through_trainer), ("bare", bare)):
             call(1)
@@ -177,7 +177,7 @@ def trainer(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def trained(arguments: argparse.Namespace, data: TextDataModule) -> ClonedHMM:
-    """Clones of contexts of three letters, trained until few transitions are left, and joined with these contexts, so that no text is impossible."""
+    """Clones of contexts of three letters, trained until few transitions are left, and joined with these contexts so that every text is possible."""
     train, num_symbols = data.train_sequences, data.num_symbols
     assert num_symbols is not None
     contexts = Contexts(train, num_symbols, 3)

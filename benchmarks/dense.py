@@ -33,7 +33,7 @@ def random_sequences(num_sequences: int, length: int, num_symbols: int) -> Seque
 
 
 def best(rounds: int, **contestants: Callable[[], float]) -> dict[str, float]:
-    """The least seconds of each; a contestant times itself, without its preparation."""
+    """The best time of each; a function times itself, without its preparation."""
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(rounds):
         for name, contestant in contestants.items():
@@ -71,7 +71,7 @@ def epochs(model: DenseHMM | StandardHMM, sequences: Sequences, count: int) -> f
 
 
 def epoch_seconds(make: Callable[[], DenseHMM | StandardHMM], sequences: Sequences) -> float:
-    """Of one epoch, without what comes once: the time of 22 epochs less that of 2."""
+    """Seconds per epoch without one-time costs: the time of 22 epochs minus that of 2."""
     return (epochs(make(), sequences, 22) - epochs(make(), sequences, 2)) / 20
 
 
@@ -91,7 +91,7 @@ def m_step_seconds(sequences: Sequences, steps: int) -> float:
 
 
 def large_model() -> None:
-    """Prints the seconds a step and the peak memory of this process, after a few steps of a large model through the Trainer."""
+    """Prints the seconds per step and the peak memory of this process, after a few steps of a large model through the Trainer."""
     states, symbols, length = LARGE
     model = DenseHMM(states, symbols, embedding_dim=length, objective="cooccurrence", steps_per_epoch=1)
     sequences = random_sequences(1000, 1000, symbols)

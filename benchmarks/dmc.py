@@ -70,7 +70,7 @@ HOW = {  # by the beginning of a task: what was called, its precision and its ro
 
 
 class Problem:
-    """A random mostly constant chain, emissions and data. `symbols`: a table of probabilities, so that the recursion is alone."""
+    """A random mostly constant chain, emissions and data. `symbols`: a table of probabilities, so that only the recursion is timed."""
 
     def __init__(self, num_states: int, num_kept: int = KEPT, sequences: int = 1, steps: int = STEPS, gaussian: bool = False) -> None:
         random = np.random.default_rng(0)
@@ -122,7 +122,7 @@ class Problem:
 
 
 def best(call: Callable[[], object], rounds: int = ROUNDS) -> float:
-    """Seconds of a call in the best of some rounds, after one that does not count."""
+    """Seconds per call in the best of several rounds, after a warm-up."""
     times = []
     for _ in range(rounds + 1):
         start = time.perf_counter()
@@ -168,7 +168,7 @@ def _viterbi_steps(delta, transition, table, symbols, steps):
 
 
 def dense_viterbi_step(problem: Problem) -> float:
-    """Seconds of a step of our vectorised dense Viterbi in float32; its way back along the path is left out."""
+    """Seconds of a step of our vectorized dense Viterbi in float32, without backtracking."""
     size = padded_size(problem.num_states, 4)
     transition = np.full((size, size), -np.inf, np.float32)
     transition[: problem.num_states, : problem.num_states] = problem.full().numpy()
@@ -236,7 +236,7 @@ def em() -> list[Row]:
 
 
 def large() -> list[Row]:
-    """10,000 states: in a process of its own, for its memory."""
+    """10,000 states, in a separate process to measure its memory."""
     if "--child" not in sys.argv:
         done = subprocess.run([sys.executable, __file__, "large", "--child"], capture_output=True, text=True, check=True)
         ours, gigabytes = map(float, done.stdout.split())
@@ -295,7 +295,7 @@ def growth() -> list[Row]:
 
 
 def costs() -> None:
-    """Nanoseconds of a step and sequence: an entry of the full matrix, a kept entry, a state. Measured where the two meet."""
+    """Nanoseconds of a step and sequence: an entry of the full matrix, a kept entry, a state. Measured at sizes where both take about as long."""
     for smooth in (False, True):
         for sequences in (1, 32):
             for single in (True, False):
@@ -313,7 +313,7 @@ def costs() -> None:
 
 
 def compare_selection() -> None:
-    """Seconds of choosing for the criterion largest, over all pairs and lazily."""
+    """Seconds of selection with the criterion largest, over all pairs and lazily."""
     for size, steps in ((100, 10_000), (500, 5000), (1000, 5000), (2000, 10_000)):
         problem = Problem(size, 10, 1, steps, gaussian=True)
         found = problem.e_step(problem.operator, steps, smooth=True, single=True, per_step=True)()
@@ -325,7 +325,7 @@ def compare_selection() -> None:
             arguments_lazy = pairs.alpha, pairs.kappa, problem.operator, *found.counts, terms
             lazy = best(lambda a=arguments_lazy: selection.choose_lazily(*a), 1)
             exact = selection.choose_lazily(*arguments_lazy).dot_products.double().mean()
-            print(f"N={size}, T={steps}: gemm {gemm:.3f} s, lazy with R={terms} {lazy:.3f} s, {exact:.1f} exact sums a row", flush=True)
+            print(f"N={size}, T={steps}: gemm {gemm:.3f} s, lazy with R={terms} {lazy:.3f} s, {exact:.1f} exact sums per row", flush=True)
 
 
 def machine() -> str:

@@ -32,7 +32,7 @@ SMALL = (5, 8, 10, 200)
 
 
 def per_iteration(run: Callable[[int], None], iterations: int) -> float:
-    """CPU seconds of an iteration, without what a call costs once."""
+    """CPU seconds per iteration, without one-time costs."""
     times = []
     for number in (2, 2 + iterations):
         begin = time.thread_time()
@@ -42,7 +42,7 @@ def per_iteration(run: Callable[[int], None], iterations: int) -> float:
 
 
 def alternate(contestants: dict[str, Callable[[], float]], rounds: int) -> dict[str, float]:
-    """The best of several rounds of each contestant, which take turns."""
+    """The best time of each function in several rounds; they take turns."""
     for contestant in contestants.values():
         contestant()
     found: dict[str, list[float]] = {name: [] for name in contestants}
@@ -88,7 +88,7 @@ def small(rounds: int) -> dict[str, float]:
 
 
 def e_steps(rounds: int) -> dict[str, dict[str, float]]:
-    """The E-step of a left-right matrix against a full one, and of the torch reference against the driver."""
+    """The E-step of a left-right and of a full matrix, and of the torch reference and of the driver."""
     rng = np.random.default_rng(0)
     found = {}
     for states in (10, 50):
@@ -126,7 +126,7 @@ def _e_step(model: HMM, data: Sequences) -> Callable[[], float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small settings and two rounds, to see that it works")
+    parser.add_argument("--quick", action="store_true", help="small settings and two rounds, to check that it works")
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"), help="folder for CSV and markdown")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")

@@ -95,7 +95,7 @@ def draw(weights: dict[str, np.ndarray], num_sequences: int, num_steps: int) -> 
 
 
 def ours(weights: dict[str, np.ndarray], values: np.ndarray, dtype: torch.dtype, num_particles: int, num_paths: int, rounds: int) -> dict[str, Any]:
-    """The best of some rounds of each part, and what they found."""
+    """The best time of each part in several rounds, and the results."""
     data = torch.from_numpy(values).to(dtype)
     model = Neural({name: torch.from_numpy(array).to(dtype) for name, array in weights.items()}, data)
     lengths = torch.full((len(data),), data.shape[1])
@@ -130,7 +130,7 @@ def peer(weights: dict[str, np.ndarray], values: np.ndarray, num_particles: int,
 
 
 def check_agreement(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
-    """Raises where the two answer differently; says by how much they differ, in standard errors."""
+    """Raises an error if the results differ; returns the difference in standard errors."""
     rounds, num_sequences = mine["log_likelihood"].shape
     spread = math.sqrt(mine["log_likelihood"].var(0, ddof=1).mean() * (1 + 1 / rounds) / num_sequences)
     likelihood = float((theirs["log_likelihood"] - mine["log_likelihood"].mean(0)).mean()) / spread
@@ -138,7 +138,7 @@ def check_agreement(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
     means = float(np.sqrt(np.square(theirs["means"] - mine["means"][0]).mean()) / noise)
     if abs(likelihood) > 5 or not 0.8 < means < 1.25:
         raise RuntimeError(
-            f"Both must find the same, but likelihoods are {likelihood:.1f} standard errors and smoothed means {means:.2f} times their noise apart."
+            f"Both sides must agree, but likelihoods are {likelihood:.1f} standard errors and smoothed means {means:.2f} times their noise apart."
         )
     return f"likelihoods are {likelihood:+.1f} standard errors apart, and smoothed means {means:.2f} times as far as in two runs of ours"
 
@@ -198,7 +198,7 @@ class Linear:
 
 
 def errors(num_particles: int, num_sequences: int) -> Tensor:
-    """Relative errors of log-likelihood estimates of sequences of 100 steps, against Kalman's."""
+    """Relative errors of log-likelihood estimates of sequences of 100 steps, compared with the Kalman filter."""
     model, random = linear_gaussian(), generator(0, "errors")
     blank = torch.zeros(num_sequences, 1, 2, dtype=torch.float64)
     states, rows = Linear(model, blank).initial(1).sample(random), []
@@ -212,7 +212,7 @@ def errors(num_particles: int, num_sequences: int) -> Tensor:
 
 
 def memory(num_particles: int) -> None:
-    """Prints the MiB that the filter's result holds, and the MiB by which this process grew at most."""
+    """Prints the size of the filter's result and the largest growth of this process, in MiB."""
     weights = random_weights(np.random.default_rng(0))
     values = draw(weights, SEQUENCES, STEPS)
     ours(weights, values[:, :3], torch.float64, num_particles, PATHS, 1)
@@ -259,9 +259,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="shows only that everything works")
+    parser.add_argument("--quick", action="store_true", help="only checks that everything works")
     parser.add_argument("--ours-only", action="store_true", help="no peer, nothing written")
-    parser.add_argument("--memory", type=int, metavar="PARTICLES", help="only print the MiB that the filter's result holds and that this process grew by")
+    parser.add_argument("--memory", type=int, metavar="PARTICLES", help="only print the size of the filter's result and the growth of this process, in MiB")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.memory:
