@@ -1,11 +1,11 @@
-"""Seconds per Baum-Welch iteration, ours beside the peers', on the same data from the same start.
+"""Time of a Baum-Welch iteration for our code and the peers, on the same data from the same initial parameters.
 
     python benchmarks/baum_welch.py [--quick] [--out docs/benchmarks]   # iterations, score and decode, scaling: about 7 minutes
     python benchmarks/baum_welch.py --corpus                            # one iteration over 50 million symbols, and its memory
 
-Random symbols, random start, one iteration = E-step and M-step. Before anything is timed, the new transition matrices must agree, so
-that all do the same work. Then the contestants take turns, round after round, and the best round counts: a busy moment of the machine
-cannot hit one of them only. What is compared with what, and what is not measured, stands in `benchmarks/README.md`.
+Symbols and initial parameters are random, and an iteration is an E-step and an M-step. Before anything is timed, the new transition
+matrices must agree, so that all programs do the same work. Then the programs take turns, and the best round of each counts, so that a
+busy moment of the machine affects all of them. `benchmarks/README.md` describes what is compared and what is not measured.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ HERE = Path(__file__).resolve().parent
 PEERS = ("hmmlearn", "dynamax", "pomegranate")
 COLUMNS = ("ours float32", "ours float64", "ours fit float32", "ours fit float64", *PEERS)
 TOLERANCE = 1e-4  # between new transition matrices; float32 against float64
-ROUNDS, SLOW_ROUNDS, SLOW = 10, 3, 2.0  # contestants that need SLOW seconds a call get SLOW_ROUNDS
-INTRO = """Seconds of a call in the best round. All data are one batch for every contestant. Ours uses all threads; an iteration is
-`inference.e_step` and `BaumWelch.step`, and "fit" is an epoch of `lightning_hmm.fit`. hmmlearn is `CategoricalHMM(implementation="scaling")`, its
-public methods, always float64 on one thread. dynamax and pomegranate are float32 on all threads.
+ROUNDS, SLOW_ROUNDS, SLOW = 10, 3, 2.0  # programs that need SLOW seconds per call get SLOW_ROUNDS
+INTRO = """This page is written by `benchmarks/baum_welch.py`. Times are for one call in the best round. Every program gets all
+data in one batch. Our code uses all threads; an iteration is
+`inference.e_step` and `BaumWelch.step`, and "fit" is an epoch of `lightning_hmm.fit`. hmmlearn is `CategoricalHMM(implementation="scaling")` with
+its public methods, which always use float64 and one thread. dynamax and pomegranate use float32 and all threads.
 [benchmarks/README.md](../../benchmarks/README.md) describes what is timed."""
 BURST = 0.02  # seconds; a faster call is repeated until a round lasts this long
 
@@ -89,7 +90,7 @@ class Contestant(Protocol):
 
 @dataclass
 class Local:
-    """A contestant in this process. `reset` goes before every `run`, untimed; `result` gives the transition matrix."""
+    """A program in this process. `reset` is called before every `run`, untimed; `result` returns the transition matrix."""
 
     name: str
     reset: Callable[[], object]
@@ -108,7 +109,7 @@ class Local:
 
 
 class Remote:
-    """A contestant in a process and an environment of its own: `peer.py` answers there."""
+    """A program in a separate process and environment, which runs `peer.py`."""
 
     may_repeat = True
 
@@ -147,7 +148,7 @@ class Remote:
 
 
 def environment(name: str) -> Path | None:
-    """The Python that has the peer `name`: this one, or that of a virtual environment, made now if it is missing."""
+    """The Python interpreter with the peer `name`: this one, or that of a virtual environment, which is created if it is missing."""
     if find_spec(name) is not None:
         return Path(sys.executable)
     folder = HERE / f".venv-{name}"
@@ -157,13 +158,13 @@ def environment(name: str) -> Path | None:
     print(f"Installing {name} into {folder.relative_to(HERE.parent)} ...", flush=True)
     requirements = HERE / f"requirements-{name}.txt"
     commands: list[list[str | Path]] = [[sys.executable, "-m", "venv", folder]]
-    # torch goes first and alone: asked for along with others, pip may choose another build of it, with gigabytes of CUDA.
+    # torch is installed first and separately: together with others, pip may choose a build with gigabytes of CUDA libraries.
     torch = [line.split("#")[0].strip() for line in requirements.read_text().splitlines() if line.startswith("torch==")]
     commands += [[python, "-m", "pip", "install", "--quiet", pin] for pin in torch]
     commands += [[python, "-m", "pip", "install", "--quiet", "-r", requirements]]
     for command in commands:
         if subprocess.run(command).returncode:
-            print(f"WARNING: {name} could not be installed, and is left out.", flush=True)
+            print(f"WARNING: {name} could not be installed and is skipped.", flush=True)
             return None
     return python
 
@@ -242,7 +243,7 @@ def our_fit(problem: Problem, sequences: Any, single: bool, epochs: int) -> Loca
 
 @dataclass
 class Timing:
-    """Seconds of a call in each round. `calls` is how many calls a round is the mean of."""
+    """Seconds per call in each round. `calls` is the number of calls per round."""
 
     calls: int
     rounds: list[float] = field(default_factory=list)
@@ -257,7 +258,7 @@ class Timing:
 
 
 def race(contestants: Sequence[Contestant], rounds: int) -> dict[str, Timing]:
-    """Times the contestants in turn, each round beginning with another one. The first call of each, a warm-up, does not count."""
+    """Times the programs in turn; each round begins with another one. The first call of each is a warm-up."""
     timings, wanted = {}, {}
     for contestant in contestants:
         contestant.time(1)
@@ -277,7 +278,7 @@ def race(contestants: Sequence[Contestant], rounds: int) -> dict[str, Timing]:
 
 @dataclass
 class Row:
-    """A line of the CSV file: seconds of a call in the best round, and in the median round."""
+    """A line of the CSV file: seconds per call in the best round and in the median round."""
 
     task: str
     setting: Setting
@@ -304,7 +305,7 @@ def check_same(name: str, value: np.ndarray | float, other: np.ndarray | float, 
 
 
 def iterations(settings: Iterable[Setting], options: argparse.Namespace, remotes: list[Remote]) -> tuple[list[Row], dict[str, float]]:
-    """One Baum-Welch iteration. Also gives how far pomegranate's transition matrix is off, per setting."""
+    """One Baum-Welch iteration. Also returns the difference of pomegranate's transition matrix for each setting."""
     rows, off = [], {}
     for setting in settings:
         print(f"\nBaum-Welch iteration: {setting}", flush=True)
@@ -327,7 +328,7 @@ def iterations(settings: Iterable[Setting], options: argparse.Namespace, remotes
                 new = contestant.new_transition()
                 off[str(setting)] = float(np.abs(new - expected).max())
                 same = float(np.abs(new / new.sum(axis=1, keepdims=True) - expected).max())
-                print(f"  pomegranate: off by {off[str(setting)]:.0e} (its end state), same to {same:.0e} with rows normalised")
+                print(f"  pomegranate: off by {off[str(setting)]:.0e} (its end state), same to {same:.0e} with rows normalized")
             elif contestant is not reference:
                 check_same(f"{contestant.name} and hmmlearn", contestant.new_transition(), expected, TOLERANCE)
         runs: dict[bool, tuple[Local, Local, int]] = {}
@@ -360,7 +361,7 @@ def nothing() -> None:
 
 
 def inference(settings: Iterable[Setting], options: argparse.Namespace) -> list[Row]:
-    """`score` (log-likelihood) and `decode` (Viterbi), ours beside hmmlearn's."""
+    """`score` (log-likelihood) and `decode` (Viterbi), compared with hmmlearn."""
     rows = []
     for setting in settings:
         print(f"\nScore and decode: {setting}", flush=True)
@@ -392,7 +393,7 @@ def inference(settings: Iterable[Setting], options: argparse.Namespace) -> list[
 
 
 def scaling(options: argparse.Namespace) -> list[Row]:
-    """One iteration against the number of sequences, and against their length, at 10 states and 20 symbols."""
+    """Time of one iteration as a function of the number and of the length of sequences, at 10 states and 20 symbols."""
     top = 512 if options.quick else 4096
     sweeps = {
         "scaling sequences": [Setting(10, 20, 2**power, 300) for power in range(6, top.bit_length())],
@@ -465,12 +466,12 @@ def plot_scaling(rows: Sequence[Row], threads: int, file: Path) -> None:
 
 
 def resident_bytes() -> int:
-    """Memory this process holds now."""
+    """Resident memory of this process."""
     return _status_bytes("VmRSS")
 
 
 def peak_bytes() -> int:
-    """The most memory this process held so far.
+    """Peak resident memory of this process.
 
     `getrusage` does not give that on Linux: its `ru_maxrss` starts from the peak of the process that started this one.
     """
@@ -483,7 +484,7 @@ def _status_bytes(name: str) -> int:
 
 
 def corpus_child(single: bool, num_sequences: int) -> None:
-    """Runs in a process of its own, so that its peak is its own. Prints one JSON line."""
+    """Runs in a separate process, so that the peak is its own. Prints one line of JSON."""
     setting = Setting(CORPUS.states, CORPUS.symbols, num_sequences, CORPUS.length)
     small = Problem(Setting(setting.states, setting.symbols, 64, setting.length))
     our_iteration(small, our_sequences(small), single).time(2)  # compiles
@@ -509,12 +510,12 @@ def corpus(options: argparse.Namespace) -> None:
         rate = num_sequences * CORPUS.length / answer["seconds"] / 1e6
         cells = (precision, show(answer["seconds"]), f"{rate:.1f}", f"{answer['data_bytes'] / 1e6:,.0f} MB", f"{answer['beyond_bytes'] / 1e6:,.0f} MB")
         lines.append(cells)
-        print(f"  {precision}: {cells[1]} an iteration, {cells[2]} million symbols a second, {cells[4]} beyond the data ({cells[3]})", flush=True)
+        print(f"  {precision}: {cells[1]} per iteration, {cells[2]} million symbols per second, {cells[4]} in addition to the data ({cells[3]})", flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
     write_csv(options.out / "corpus.csv", records)
     title = f"One Baum-Welch iteration over {num_sequences * CORPUS.length:,} symbols ({CORPUS.states} states, {CORPUS.symbols} symbols)"
-    table = markdown(["arithmetic", "seconds", "million symbols a second", "the data", "peak memory beyond the data"], lines)
-    (options.out / "corpus.md").write_text(f"# {title}\n\n{table}\n{machine(options)}")
+    table = markdown(["arithmetic", "seconds", "million symbols per second", "memory of the data", "peak memory in addition"], lines)
+    (options.out / "corpus.md").write_text(f"# {title}\n\n{table}{machine(options)}")
 
 
 # The report
@@ -530,7 +531,7 @@ def show(seconds: float) -> str:
 
 
 def wavered(row: Row) -> str:
-    """A remark where rounds differ so much that the machine was perhaps busy."""
+    """The median round, if rounds differ so much that the machine may have been busy."""
     return f"   (median round {show(row.median_seconds)})" if row.median_seconds > 1.25 * row.seconds else ""
 
 
@@ -547,7 +548,7 @@ def write_csv(file: Path, records: Sequence[dict[str, Any]]) -> None:
 
 
 def machine(options: argparse.Namespace, more: dict[str, str] | None = None) -> str:
-    """What it ran on."""
+    """The processor, the threads, the load and the versions."""
     processor = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
         processor = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), processor)
@@ -592,7 +593,7 @@ def fewer_rounds(rows: Sequence[Row]) -> str:
 
 
 def tables(rows: Sequence[Row], off: float | None, threads: int) -> str:
-    """The results as markdown: seconds, then ratios whose columns name both sides. `off` is how far pomegranate's transition matrix is off."""
+    """The results as markdown: seconds, then ratios whose columns name both sides. `off` is the difference of pomegranate's transition matrix."""
     text = ""
     titles = {"iteration": "One Baum-Welch iteration", "score": "`score`: log-likelihood", "decode": "`decode`: Viterbi"}
     for task, title in titles.items():
@@ -608,9 +609,9 @@ def tables(rows: Sequence[Row], off: float | None, threads: int) -> str:
             lines.append([*cells, *(ratio(seconds, "hmmlearn", name) for name in against)])
         text += f"\n## {title}\n\n{fewer_rounds(chosen)}\n\n{markdown(['states, symbols, sequences x length', *names, *against.values()], lines)}"
         if task == "iteration":
-            text += f"\nHow many times as long as ours:\n\n{iteration_ratios(chosen, threads)}"
+            text += f"\nTime of the peers divided by ours:\n\n{iteration_ratios(chosen, threads)}"
             if off is not None:
-                text += f"\npomegranate's new transition matrix is off by up to {off:.0e}, because it has an end state. With rows normalized it agrees.\n"
+                text += f"\npomegranate's new transition matrix differs by up to {off:.0e}, because it has an end state. With rows normalized it agrees.\n"
     trainer = {row.contestant: row.seconds for row in rows if row.task == "iteration" and row.setting == TRAINER_SETTING}
     lines = []
     for precision in ("float32", "float64"):
@@ -619,7 +620,7 @@ def tables(rows: Sequence[Row], off: float | None, threads: int) -> str:
             lines.append([precision, show(bare), show(epoch), f"{(epoch - bare) * 1e3:+.2f} ms ({epoch / bare - 1:+.0%})"])
     if lines:
         header = ["arithmetic", "bare call", "epoch of `fit`", "difference"]
-        text += f"\n## The Trainer's cost, an epoch of `fit` at {TRAINER_SETTING}\n\n{markdown(header, lines)}"
+        text += f"\n## Cost of the Trainer: an epoch of `fit` at {TRAINER_SETTING}\n\n{markdown(header, lines)}"
     return text
 
 
@@ -628,12 +629,12 @@ def write(rows: Sequence[Row], off: dict[str, float], options: argparse.Namespac
     write_csv(options.out / "baum_welch.csv", [row.record() for row in rows])
     kind = "A quick run, not for quoting. " if options.quick else ""
     (options.out / "baum_welch.md").write_text(
-        f"# Baum-Welch, ours and the peers\n\n{kind}{INTRO}\n{machine(options, versions)}{tables(rows, max(off.values(), default=None), options.threads)}"
+        f"# Baum-Welch, compared with the peers\n\n{kind}{INTRO}\n{machine(options, versions)}{tables(rows, max(off.values(), default=None), options.threads)}"
     )
 
 
 def use_threads(threads: int) -> None:
-    """Gives this process and its children so many cores. JAX has no other switch; call before torch and numba are imported."""
+    """Pins this process and its children to this many cores. JAX has no other option; call before torch and numba are imported."""
     os.environ |= {"OMP_NUM_THREADS": str(threads), "NUMBA_NUM_THREADS": str(threads)}
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
@@ -642,8 +643,8 @@ def use_threads(threads: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Seconds per Baum-Welch iteration, ours beside the peers'.")
-    parser.add_argument("--quick", action="store_true", help="two settings and three rounds, to see that it works")
+    parser = argparse.ArgumentParser(description="Time of a Baum-Welch iteration, compared with the peers.")
+    parser.add_argument("--quick", action="store_true", help="two settings and three rounds, to check that it works")
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"), help="folder for CSV, markdown and PNG")
     parser.add_argument("--corpus", action="store_true", help="only this: one iteration over 50 million symbols, and its memory")
     parser.add_argument("--parts", nargs="+", choices=("iterations", "inference", "scaling"), default=["iterations", "inference", "scaling"])
@@ -659,7 +660,7 @@ def main() -> None:
     options.load = os.getloadavg()[0]
     print(f"Load average {options.load:.2f}, {options.threads} threads.")
     if options.load > 0.5:
-        print("WARNING: the load average is above 0.5. Other work makes timings too long, most of all for contestants that use all cores.")
+        print("WARNING: the load average is above 0.5. Other work increases the times, most of all those of programs that use all cores.")
     if options.corpus:
         corpus(options)
         return

@@ -1,11 +1,11 @@
-"""Seconds per EM iteration of the cloned HMM, beside its authors' public code; what the Trainer costs; and scoring beside an LSTM.
+"""Time of an EM iteration of the cloned HMM, compared with its authors' public code; cost of the Trainer; scoring, compared with an LSTM.
 
     python benchmarks/cloned.py [--quick] [--peer path/to/chmm_actions.py] [--out docs/benchmarks]
     python benchmarks/cloned.py --parts forward --path milton-paradise.txt --checkpoint model.ckpt    # trains the model if there is none
     python benchmarks/cloned.py --parts large --path carroll-alice.txt
 
-The peer is one file of vicariousinc/naturecomm_cscg, which is not on PyPI; without `--peer` it is left out. Both iterate on the same symbols
-from the same start, and their new transitions must agree before anything is timed. Contestants take turns; the best round counts.
+The peer is one file of vicariousinc/naturecomm_cscg, which is not on PyPI; without `--peer` it is skipped. Both sides iterate on the same symbols
+from the same initial parameters, and their new transitions must agree before anything is timed. The sides take turns, and the best round counts.
 Run it on an idle machine. The load average before each part, the threads and the rounds are written with the results.
 """
 
@@ -52,7 +52,7 @@ def seconds(call: Callable[[], Any]) -> float:
 
 
 def race(contestants: dict[str, Callable[[], Any]], rounds: int, **prepare: Callable[[], Any]) -> dict[str, float]:
-    """The best of `rounds` for each, after a call that is not counted; all take turns. Where `prepare` has the name too, it is called before, untimed."""
+    """The best time of each in `rounds` rounds, after a warm-up; all take turns. A function in `prepare` is called before, untimed."""
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for n in range(rounds + 1):
         for name, call in contestants.items():
@@ -132,7 +132,7 @@ def iterations(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def trainer(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Epochs of `fit` beside the same work without Lightning."""
+    """Epochs of `fit`, compared with the same work without Lightning."""
     rows = []
     rounds = 1 if arguments.quick else 3
     toy = ToyMachineDataModule(k=3, num_runs=300 if arguments.quick else None)
@@ -165,7 +165,7 @@ def trainer(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             for epoch in range(epochs):
                 cloned.online_em(initial, transition, sequences, 1, updates=epoch * len(sequences), buffers=buffers, **how)
 
-        # What starting costs is in both counts and falls out of their difference.
+        # The cost of starting is part of both times and cancels in the difference.
         times = {}
         for way, call in (("fit", through_trainer), ("bare", bare)):
             call(1)
@@ -177,7 +177,7 @@ def trainer(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def trained(arguments: argparse.Namespace, data: TextDataModule) -> ClonedHMM:
-    """Clones of contexts of three letters, trained until few transitions are left, and joined with these contexts, so that no text is impossible."""
+    """Clones of contexts of three letters, trained until few transitions are left, and joined with these contexts so that every text is possible."""
     train, num_symbols = data.train_sequences, data.num_symbols
     assert num_symbols is not None
     contexts = Contexts(train, num_symbols, 3)
@@ -254,23 +254,26 @@ def large(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 PARTS = {"iterations": iterations, "trainer": trainer, "forward": forward, "large": large}
 _WORDS = {
-    "iterations": "Seconds of one EM iteration on the same random symbols, 27 of them, from the same start, as one sequence. `ours` is "
+    "iterations": "The table gives the seconds of one EM iteration on the same random symbols, 27 of them, from the same initial parameters, as one "
+    "sequence. `ours` is "
     "`inference.e_step` and `BaumWelch.step` in float32. "
     "`peer` is `learn_em_T` of the authors' public code, in float32, compiled by numba without its parallel mode.",
-    "trainer": "Seconds of an epoch by `fit`, and of the same work in a bare loop, in the same precision and on the same number of threads.",
-    "forward": "Seconds of the forward pass over the test part of a text as one sequence, in float32. `ours` is `ClonedHMM.score` of 30,000 clones of contexts "
-    "of three letters joined with these contexts, after 60 EM iterations; it is not the model of Table 4. `LSTM` is a one-layer `torch.nn.LSTM` of 256 "
-    "untrained units, called once per symbol; most of its time is the cost of the calls. `LSTM, one call` is the same network, called once with all symbols.",
-    "large": "Epochs of a large model through the Trainer from a sparse start, pruned as it goes; shares of transitions that are above 1e-4 and that are "
-    "stored, the peak resident memory so far, and the bits per symbol of the training text one epoch earlier.",
+    "trainer": "The table gives the seconds of an epoch of `fit` and of the same work in a bare loop, in the same precision and on the same number of threads.",
+    "forward": "The table gives the seconds of the forward pass over the test part of a text as one sequence, in float32. `ours` is `ClonedHMM.score` of "
+    "30,000 clones of contexts of three letters joined with these contexts, after 60 EM iterations; it is not the model of Table 4. `LSTM` is a "
+    "one-layer `torch.nn.LSTM` of 256 untrained units, called once per symbol; most of its time is the cost of the calls. "
+    "`LSTM, one call` is the same network, called once with all symbols.",
+    "large": "The table describes the epochs of a large model that is trained with the Trainer from sparse initial transitions and pruned between epochs. "
+    "`density` is the fraction of transitions above 1e-4, and `stored` the fraction that is stored. `GiB` is the peak resident memory so far, and "
+    "`bits before` is the bits per symbol of the training text one epoch earlier.",
 }
 
 
 def tables(folder: Path) -> str:
-    """What was measured so far, as Markdown."""
+    """Returns the results so far as Markdown."""
     parts = [
-        "Speed and memory of the cloned HMM (`benchmarks/cloned.py`). Times are those of the best of the given rounds. `load` is the load average before "
-        "the part."
+        "# Speed and memory of the cloned HMM",
+        "This page is written by `benchmarks/cloned.py`. Times are the best of the given number of rounds. `load` is the load average before the part.",
     ]
     for part, words in _WORDS.items():
         file = folder / f"cloned_{part}.csv"

@@ -1,8 +1,8 @@
-"""What DenseHMM's objectives cost: through the Trainer against a bare loop, many runs against one, EM against Baum-Welch, and memory.
+"""Cost of the objectives of DenseHMM: the Trainer and a bare loop, many runs and one, EM and Baum-Welch, and memory.
 
     python benchmarks/dense.py [--out docs/benchmarks]      # about 2 minutes, on an idle machine
 
-Contestants take turns, round after round, and the best round counts. Each ratio is of two times of the same run.
+The sides take turns, and the best round of each counts. Both times of a ratio are from the same run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def random_sequences(num_sequences: int, length: int, num_symbols: int) -> Seque
 
 
 def best(rounds: int, **contestants: Callable[[], float]) -> dict[str, float]:
-    """The least seconds of each; a contestant times itself, without its preparation."""
+    """The best time of each; a function times itself, without its preparation."""
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(rounds):
         for name, contestant in contestants.items():
@@ -71,7 +71,7 @@ def epochs(model: DenseHMM | StandardHMM, sequences: Sequences, count: int) -> f
 
 
 def epoch_seconds(make: Callable[[], DenseHMM | StandardHMM], sequences: Sequences) -> float:
-    """Of one epoch, without what comes once: the time of 22 epochs less that of 2."""
+    """Seconds per epoch without one-time costs: the time of 22 epochs minus that of 2."""
     return (epochs(make(), sequences, 22) - epochs(make(), sequences, 2)) / 20
 
 
@@ -91,7 +91,7 @@ def m_step_seconds(sequences: Sequences, steps: int) -> float:
 
 
 def large_model() -> None:
-    """Prints the seconds a step and the peak memory of this process, after a few steps of a large model through the Trainer."""
+    """Prints the seconds per step and the peak memory of this process, after a few steps of a large model through the Trainer."""
     states, symbols, length = LARGE
     model = DenseHMM(states, symbols, embedding_dim=length, objective="cooccurrence", steps_per_epoch=1)
     sequences = random_sequences(1000, 1000, symbols)
@@ -118,7 +118,10 @@ def main() -> None:
     bare_cooccurrence_loop(target, 50)
     fit(cooccurrence_model(), data, 1, 0)
     lines = [
-        f"Float64, {torch.get_num_threads()} threads and best of {rounds} rounds on both sides of each ratio; load average {load:.2f} before the start.\n",
+        "# Cost of the objectives of DenseHMM\n",
+        "This page is written by `benchmarks/dense.py`. Both sides of each ratio use float64 and "
+        f"{torch.get_num_threads()} threads; times are the best of {rounds} rounds. The load average before the "
+        f"start was {load:.2f}.\n",
         "| | seconds | ratio |",
         "| --- | ---: | ---: |",
     ]
@@ -144,11 +147,14 @@ def main() -> None:
     )
     add(f"an epoch of a StandardHMM, 512 sequences of 300; {STATES} states, {SYMBOLS} symbols", found["standard"])
     add("25 Adam steps on Q", found["adam"])
-    add("an epoch of DenseHMM by EM, against the two together", found["dense"], found["dense"] / (found["standard"] + found["adam"]))
+    add("an epoch of DenseHMM with EM, relative to the sum of the last two", found["dense"], found["dense"] / (found["standard"] + found["adam"]))
     if not args.quick:
         answer = subprocess.run([sys.executable, __file__, "--large"], capture_output=True, text=True, check=True).stdout.split()
         states, symbols, length = LARGE
-        lines.append(f"\n{states:,} states, {symbols:,} symbols, vectors of {length}: one co-occurrence step in {answer[0]} s, {answer[1]} GiB in all at most.")
+        lines.append(
+            f"\nWith {states:,} states, {symbols:,} symbols and vectors of {length}, one co-occurrence step takes {answer[0]} s and "
+            f"the process needs at most {answer[1]} GiB."
+        )
         print(lines[-1])
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "dense.md").write_text("\n".join(lines) + "\n")

@@ -1,14 +1,14 @@
-"""What dense, mostly constant transitions save: ours along the kept entries, beside our dense routines, torch's products and hmmlearn.
+"""Speed of dense, mostly constant transitions, compared with our dense routines, torch's products and hmmlearn.
 
     python benchmarks/dmc.py table gaussian em large hmmlearn growth [--out docs/benchmarks]   # about 12 minutes; any of the parts alone
-    python benchmarks/dmc.py report                                                          # writes the page and the plot anew
-    python benchmarks/dmc.py costs selection   # the numbers in `inference/cpu/routes.py`; choosing over all pairs against lazily
+    python benchmarks/dmc.py report                                                          # writes the page and the plot again
+    python benchmarks/dmc.py costs selection   # the numbers in `inference/cpu/routes.py`; selection over all pairs and lazily
 
-One thread. Random kept columns with 0.8 of each row's mass. Each contestant runs some rounds on its own, and the best counts. A dense pass over
-2,000 steps of 5,000 states would take a minute per call, so dense routines are timed on two shorter lengths, and the difference gives the time
-of a step; that leaves out their set-up, while ours is timed on the full length with everything. In the rows of the forward pass, "dense" is the faster
-of our dense routine and torch's bare product of the same size, without emissions or anything else. For Viterbi and EM it is our dense routine alone.
-The page names for every row what was called on both sides, its precision and its rounds (`HOW`).
+Both sides use one thread. The kept columns are random and have 0.8 of each row's mass. Each side runs several rounds, and the best counts. A dense
+pass over 2,000 steps of 5,000 states would take a minute per call, so dense routines are timed on two shorter lengths, and the difference gives the
+time per step. That excludes their set-up, while our code is timed on the full length with everything. In the rows of the forward pass, "dense" is the
+faster of our dense routine and torch's bare product of the same size, without emissions or anything else. For Viterbi and EM it is our dense routine.
+The page lists for every row what was called on both sides, its precision and its rounds (`HOW`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ HOW = {  # by the beginning of a task: what was called, its precision and its ro
         "the E-step's kernel without its backward pass, float32, full length, best of 10",
         "dense routine: the same in the dense kernel, float32, time per step from two shorter lengths, best of 3 each; torch's product: float32, best of 5",
     ),
-    "Viterbi, one sequence": ("the Viterbi kernel, float64, full length, best of 5", "our dense Viterbi without its way back, float32, fewer steps, best of 5"),
+    "Viterbi, one sequence": ("the Viterbi kernel, float64, full length, best of 5", "our dense Viterbi without backtracking, float32, fewer steps, best of 5"),
     "EM iteration": (
         "E-step and M-step of the transitions, float32, full length, best of 2",
         "our dense E-step alone, float32, time per step from two shorter lengths, best of 3 each",
@@ -70,7 +70,7 @@ HOW = {  # by the beginning of a task: what was called, its precision and its ro
 
 
 class Problem:
-    """A random mostly constant chain, emissions and data. `symbols`: a table of probabilities, so that the recursion is alone."""
+    """A random mostly constant chain, emissions and data. `symbols`: a table of probabilities, so that only the recursion is timed."""
 
     def __init__(self, num_states: int, num_kept: int = KEPT, sequences: int = 1, steps: int = STEPS, gaussian: bool = False) -> None:
         random = np.random.default_rng(0)
@@ -122,7 +122,7 @@ class Problem:
 
 
 def best(call: Callable[[], object], rounds: int = ROUNDS) -> float:
-    """Seconds of a call in the best of some rounds, after one that does not count."""
+    """Seconds per call in the best of several rounds, after a warm-up."""
     times = []
     for _ in range(rounds + 1):
         start = time.perf_counter()
@@ -168,7 +168,7 @@ def _viterbi_steps(delta, transition, table, symbols, steps):
 
 
 def dense_viterbi_step(problem: Problem) -> float:
-    """Seconds of a step of our vectorised dense Viterbi in float32; its way back along the path is left out."""
+    """Seconds of a step of our vectorized dense Viterbi in float32, without backtracking."""
     size = padded_size(problem.num_states, 4)
     transition = np.full((size, size), -np.inf, np.float32)
     transition[: problem.num_states, : problem.num_states] = problem.full().numpy()
@@ -236,7 +236,7 @@ def em() -> list[Row]:
 
 
 def large() -> list[Row]:
-    """10,000 states: in a process of its own, for its memory."""
+    """10,000 states, in a separate process to measure its memory."""
     if "--child" not in sys.argv:
         done = subprocess.run([sys.executable, __file__, "large", "--child"], capture_output=True, text=True, check=True)
         ours, gigabytes = map(float, done.stdout.split())
@@ -295,7 +295,7 @@ def growth() -> list[Row]:
 
 
 def costs() -> None:
-    """Nanoseconds of a step and sequence: an entry of the full matrix, a kept entry, a state. Measured where the two meet."""
+    """Nanoseconds of a step and sequence: an entry of the full matrix, a kept entry, a state. Measured at sizes where both take about as long."""
     for smooth in (False, True):
         for sequences in (1, 32):
             for single in (True, False):
@@ -313,7 +313,7 @@ def costs() -> None:
 
 
 def compare_selection() -> None:
-    """Seconds of choosing for the criterion largest, over all pairs and lazily."""
+    """Seconds of selection with the criterion largest, over all pairs and lazily."""
     for size, steps in ((100, 10_000), (500, 5000), (1000, 5000), (2000, 10_000)):
         problem = Problem(size, 10, 1, steps, gaussian=True)
         found = problem.e_step(problem.operator, steps, smooth=True, single=True, per_step=True)()
@@ -325,7 +325,7 @@ def compare_selection() -> None:
             arguments_lazy = pairs.alpha, pairs.kappa, problem.operator, *found.counts, terms
             lazy = best(lambda a=arguments_lazy: selection.choose_lazily(*a), 1)
             exact = selection.choose_lazily(*arguments_lazy).dot_products.double().mean()
-            print(f"N={size}, T={steps}: gemm {gemm:.3f} s, lazy with R={terms} {lazy:.3f} s, {exact:.1f} exact sums a row", flush=True)
+            print(f"N={size}, T={steps}: gemm {gemm:.3f} s, lazy with R={terms} {lazy:.3f} s, {exact:.1f} exact sums per row", flush=True)
 
 
 def machine() -> str:
@@ -340,22 +340,28 @@ def report(out: Path) -> None:
     with (out / "dmc.csv").open() as file:
         rows = list(csv.DictReader(file))
     lines = [
-        "# Dense, mostly constant transitions: what they save",
+        "# Speed of dense, mostly constant transitions",
         "",
-        "One thread on both sides. Written by `benchmarks/dmc.py`, which describes the data.",
+        "This page is written by `benchmarks/dmc.py`, which describes the data. Both sides use one thread.",
         "",
     ]
     lines += [f"- {where}; load average before the start {load or 'not recorded'}" for where, load in sorted({(r["machine"], r["load"]) for r in rows})]
-    lines += ["", "| rows | ours | the other side |", "| --- | --- | --- |"]
+    lines += ["", "| rows | ours | other |", "| --- | --- | --- |"]
     lines += [f"| {task} | {ours} | {other} |" for task, (ours, other) in HOW.items() if any(entry["task"].startswith(task) for entry in rows)]
-    lines += ["", "| task | N, K | ours, s | the other, s | which | times | wanted | |", "| --- | --- | --- | --- | --- | --- | --- | --- |"]
+    lines += ["", "| task | N, K | ours, s | other, s | compared with | other / ours | target | note |", "| --- | --- | --- | --- | --- | --- | --- | --- |"]
     for entry in rows:
         if not entry["task"].startswith("growth"):
             wanted = WANTED.get((entry["task"], int(entry["states"])))
             cells = [entry["task"], f"{int(entry['states']):,}, {entry['kept']}", f"{float(entry['ours']):.3g}", f"{float(entry['theirs']):.3g}"]
             cells += [entry["other"], f"{float(entry['times']):.1f}", "" if wanted is None else f"{wanted}", entry["note"]]
             lines.append("| " + " | ".join(cells) + " |")
-    lines += ["", "Time against the number of states, K = 20, one sequence of 500 steps with two-dimensional Gaussians:", "", "![growth](dmc_growth.png)", ""]
+    lines += [
+        "",
+        "The plot shows time against the number of states, for K = 20 and one sequence of 500 steps with two-dimensional Gaussians:",
+        "",
+        "![growth](dmc_growth.png)",
+        "",
+    ]
     (out / "dmc.md").write_text("\n".join(lines))
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
     for name in ("score", "Viterbi", "EM, fixed set"):

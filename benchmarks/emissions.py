@@ -1,9 +1,9 @@
-"""CPU time of an EM iteration with Gaussian emissions through `fit`, against hmmlearn; and what structural zeros and the torch reference cost.
+"""CPU time of an EM iteration with Gaussian emissions through `fit`, compared with hmmlearn; cost of structural zeros and of the torch reference.
 
     python benchmarks/emissions.py [--quick] [--out docs/benchmarks]
 
-Both sides use one thread and float64, alternate in one process, and start from the same parameters; k-means is left out. A time is the CPU time of
-the thread for the iterations between the second and the last, divided by their number. The best of several rounds counts. hmmlearn runs with
+Both sides use one thread and float64, alternate in one process, and start from the same parameters, without k-means. A time is the CPU time of the
+thread for the iterations between the second and the last, divided by their number. The best of several rounds counts. hmmlearn runs with
 ``implementation="scaling"``.
 """
 
@@ -32,7 +32,7 @@ SMALL = (5, 8, 10, 200)
 
 
 def per_iteration(run: Callable[[int], None], iterations: int) -> float:
-    """CPU seconds of an iteration, without what a call costs once."""
+    """CPU seconds per iteration, without one-time costs."""
     times = []
     for number in (2, 2 + iterations):
         begin = time.thread_time()
@@ -42,7 +42,7 @@ def per_iteration(run: Callable[[int], None], iterations: int) -> float:
 
 
 def alternate(contestants: dict[str, Callable[[], float]], rounds: int) -> dict[str, float]:
-    """The best of several rounds of each contestant, which take turns."""
+    """The best time of each function in several rounds; they take turns."""
     for contestant in contestants.values():
         contestant()
     found: dict[str, list[float]] = {name: [] for name in contestants}
@@ -88,7 +88,7 @@ def small(rounds: int) -> dict[str, float]:
 
 
 def e_steps(rounds: int) -> dict[str, dict[str, float]]:
-    """The E-step of a left-right matrix against a full one, and of the torch reference against the driver."""
+    """The E-step of a left-right and of a full matrix, and of the torch reference and of the driver."""
     rng = np.random.default_rng(0)
     found = {}
     for states in (10, 50):
@@ -126,7 +126,7 @@ def _e_step(model: HMM, data: Sequences) -> Callable[[], float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small settings and two rounds, to see that it works")
+    parser.add_argument("--quick", action="store_true", help="small settings and two rounds, to check that it works")
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"), help="folder for CSV and markdown")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -134,7 +134,7 @@ def main() -> None:
     rounds, load = (2 if options.quick else 15), os.getloadavg()[0]
     settings = (("diagonal", 3, 2, 8, 50), ("full", 3, 2, 8, 50)) if options.quick else SETTINGS
     rows = [(f"{kind}, K={k}, D={d}, {n} x {t}", gaussian(kind, k, d, n, t, rounds)) for kind, k, d, n, t in settings]
-    rows.append(("symbols, K={}, V={}, {} x {}, ten iterations in an epoch".format(*SMALL), small(rounds)))
+    rows.append(("symbols, K={}, V={}, {} x {}, ten iterations per epoch".format(*SMALL), small(rounds)))
     ratios = {} if options.quick else e_steps(rounds)
     options.out.mkdir(parents=True, exist_ok=True)
     with (options.out / "emissions.csv").open("w", newline="") as file:
@@ -144,12 +144,18 @@ def main() -> None:
             writer.writerow([name, f"{times['ours'] * 1e3:.3f}", f"{times['hmmlearn'] * 1e3:.3f}", f"{times['hmmlearn'] / times['ours']:.2f}"])
         for name, times in ratios.items():
             writer.writerow([name, f"{times['ours'] * 1e3:.3f}", f"{times['other'] * 1e3:.3f}", f"{times['ours'] / times['other']:.2f}"])
-    lines = ["# An EM iteration through `fit`, against hmmlearn", "", __doc__.split("\n\n")[2].replace("\n", " ").strip(), ""]
-    lines += [f"CPU milliseconds, best of {rounds} rounds. The load average before the start was {load:.2f}.", ""]
+    lines = ["# An EM iteration through `fit`, compared with hmmlearn", "", __doc__.split("\n\n")[2].replace("\n", " ").strip(), ""]
+    lines += [f"Times are CPU milliseconds, best of {rounds} rounds. The load average before the start was {load:.2f}.", ""]
     lines += ["| | ours | hmmlearn 0.3.3 | hmmlearn / ours |", "| --- | ---: | ---: | ---: |"]
     lines += [f"| {name} | {t['ours'] * 1e3:.3g} | {t['hmmlearn'] * 1e3:.3g} | {t['hmmlearn'] / t['ours']:.1f}x |" for name, t in rows]
     if ratios:
-        lines += ["", "E-steps of our own, symbols, V = 20:", "", "| | first | second | first / second |", "| --- | ---: | ---: | ---: |"]
+        lines += [
+            "",
+            "The next table compares E-steps of our own code, on symbols with V = 20:",
+            "",
+            "| | first | second | first / second |",
+            "| --- | ---: | ---: | ---: |",
+        ]
         lines += [f"| {name} | {t['ours'] * 1e3:.3g} | {t['other'] * 1e3:.3g} | {t['ours'] / t['other']:.2f} |" for name, t in ratios.items()]
     (options.out / "emissions.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))

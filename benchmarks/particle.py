@@ -1,13 +1,13 @@
-"""Particle filter and backward simulation: ours beside the package particles, on the same model and data, and how exact they are.
+"""Speed of the particle filter and of backward simulation, compared with the package particles on the same model and data, and their accuracy.
 
     python benchmarks/particle.py [--out docs/benchmarks]      # about 4 minutes, on an idle machine
     python benchmarks/particle.py --memory 128                # only the memory of the filter with 128 particles
 
-One thread each. Both sides run the same number of rounds, and the best round of each part counts. Ours takes all sequences in one batch; the package
-particles takes one sequence at a time. The state has 5 entries and an observation 3; means and scales of transition and emission are networks of three
+One thread each. Both sides run the same number of rounds, and the best round of each part counts. Our code processes all sequences in one batch; the package
+particles processes one sequence at a time. The state has 5 entries and an observation 3; means and scales of transition and emission are networks of three
 layers of 32 units with random weights, from which the data are drawn. All sequences are filtered, then paths of each are drawn from the smoothing distribution.
-An EM iteration of a `NeuralHMM` is timed beside its filter alone. Before a ratio is believed, the likelihoods and smoothed means of both must agree
-within what their own randomness allows.
+An EM iteration of a `NeuralHMM` is compared with its filter alone. The likelihoods and smoothed means of both sides must agree within
+their own randomness.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def draw(weights: dict[str, np.ndarray], num_sequences: int, num_steps: int) -> 
 
 
 def ours(weights: dict[str, np.ndarray], values: np.ndarray, dtype: torch.dtype, num_particles: int, num_paths: int, rounds: int) -> dict[str, Any]:
-    """The best of some rounds of each part, and what they found."""
+    """The best time of each part in several rounds, and the results."""
     data = torch.from_numpy(values).to(dtype)
     model = Neural({name: torch.from_numpy(array).to(dtype) for name, array in weights.items()}, data)
     lengths = torch.full((len(data),), data.shape[1])
@@ -130,7 +130,7 @@ def peer(weights: dict[str, np.ndarray], values: np.ndarray, num_particles: int,
 
 
 def check_agreement(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
-    """Raises where the two answer differently; says by how much they differ, in standard errors."""
+    """Raises an error if the results differ; returns the difference in standard errors."""
     rounds, num_sequences = mine["log_likelihood"].shape
     spread = math.sqrt(mine["log_likelihood"].var(0, ddof=1).mean() * (1 + 1 / rounds) / num_sequences)
     likelihood = float((theirs["log_likelihood"] - mine["log_likelihood"].mean(0)).mean()) / spread
@@ -138,9 +138,9 @@ def check_agreement(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
     means = float(np.sqrt(np.square(theirs["means"] - mine["means"][0]).mean()) / noise)
     if abs(likelihood) > 5 or not 0.8 < means < 1.25:
         raise RuntimeError(
-            f"Both must find the same, but likelihoods are {likelihood:.1f} standard errors and smoothed means {means:.2f} times their noise apart."
+            f"Both sides must agree, but likelihoods are {likelihood:.1f} standard errors and smoothed means {means:.2f} times their noise apart."
         )
-    return f"likelihoods are {likelihood:+.1f} standard errors apart, smoothed means {means:.2f} times as far as two runs of ours"
+    return f"likelihoods are {likelihood:+.1f} standard errors apart, and smoothed means {means:.2f} times as far as in two runs of ours"
 
 
 def linear_gaussian(dtype: torch.dtype = torch.float64) -> kalman.LinearGaussian:
@@ -198,7 +198,7 @@ class Linear:
 
 
 def errors(num_particles: int, num_sequences: int) -> Tensor:
-    """Relative errors of log-likelihood estimates of sequences of 100 steps, against Kalman's."""
+    """Relative errors of log-likelihood estimates of sequences of 100 steps, compared with the Kalman filter."""
     model, random = linear_gaussian(), generator(0, "errors")
     blank = torch.zeros(num_sequences, 1, 2, dtype=torch.float64)
     states, rows = Linear(model, blank).initial(1).sample(random), []
@@ -212,7 +212,7 @@ def errors(num_particles: int, num_sequences: int) -> Tensor:
 
 
 def memory(num_particles: int) -> None:
-    """Prints the MiB that the filter's result holds, and the MiB by which this process grew at most."""
+    """Prints the size of the filter's result and the largest growth of this process, in MiB."""
     weights = random_weights(np.random.default_rng(0))
     values = draw(weights, SEQUENCES, STEPS)
     ours(weights, values[:, :3], torch.float64, num_particles, PATHS, 1)
@@ -228,15 +228,18 @@ def memory(num_particles: int) -> None:
 def table(found: dict[str, Any], theirs: dict[str, Any] | None, load: float, rounds: int, num_sequences: int, num_steps: int) -> list[str]:
     """Seconds of both sides as lines of markdown. Ratios are to ours in float64, which is the precision of the package particles."""
     lines = [
-        f"{num_sequences} sequences of {num_steps} steps, {PARTICLES} particles, states of {STATE} and observations of {FEATURES} entries, networks of three "
-        f"layers of {WIDTH} units. One thread on both sides, {platform.machine()}, load average {load:.2f} before the start. Ours: "
-        f"`inference.particle.filter` and `backward_simulation`, all {num_sequences} sequences in one batch, best of {rounds} rounds.",
+        "# Speed and accuracy of the particle filter",
+        "",
+        f"This page is written by `benchmarks/particle.py`. The data are {num_sequences} sequences of {num_steps} steps. The filter has {PARTICLES} particles. "
+        f"The model has states of {STATE} and observations of {FEATURES} entries, and networks of three layers of {WIDTH} units. "
+        f"Both sides use one thread ({platform.machine()}); the load average before the start was "
+        f"{load:.2f}. Ours is `inference.particle.filter` and `backward_simulation`, with all {num_sequences} sequences in one batch, best of {rounds} rounds.",
     ]
     if theirs is not None:
-        lines[0] += (
-            f" The package particles: `SMC.run` and the named method of its history, float64, one sequence after the other, best of {theirs['rounds']} rounds."
+        lines[-1] += (
+            f" The package particles is `SMC.run` and the named method of its history, in float64, one sequence at a time, best of {theirs['rounds']} rounds."
         )
-    lines += ["", "| seconds (in brackets: times ours in float64) | filter | paths | together |", "| --- | ---: | ---: | ---: |"]
+    lines += ["", "| seconds (in parentheses: relative to ours in float64) | filter | paths | together |", "| --- | ---: | ---: | ---: |"]
     reference = found["float64"]["seconds"]
 
     def add(what: str, filtering: float, paths: float) -> None:
@@ -248,7 +251,7 @@ def table(found: dict[str, Any], theirs: dict[str, Any] | None, load: float, rou
     if theirs is not None:
         versions = ", ".join(f"{name} {number}" for name, number in theirs["versions"].items())
         add(f"{versions}, float64: `backward_sampling_ON2`, the same algorithm", theirs["seconds"]["filter"], theirs["seconds"]["exact"])
-        add("the same: `backward_sampling_mcmc`, its cheapest approximation", theirs["seconds"]["filter"], theirs["seconds"]["metropolis"])
+        add("particles: `backward_sampling_mcmc`, its cheapest approximation", theirs["seconds"]["filter"], theirs["seconds"]["metropolis"])
     return lines
 
 
@@ -256,9 +259,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="shows only that everything works")
+    parser.add_argument("--quick", action="store_true", help="only checks that everything works")
     parser.add_argument("--ours-only", action="store_true", help="no peer, nothing written")
-    parser.add_argument("--memory", type=int, metavar="PARTICLES", help="only print the MiB that the filter's result holds and that this process grew by")
+    parser.add_argument("--memory", type=int, metavar="PARTICLES", help="only print the size of the filter's result and the growth of this process, in MiB")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.memory:
@@ -279,21 +282,21 @@ def main() -> None:
     theirs = peer(weights, values, PARTICLES, PATHS, rounds)
     lines = table(found, theirs, load, rounds, num_sequences, num_steps)
     if theirs is not None:
-        lines.append(f"\nSame model: {check_agreement(found['float64'], theirs)}.")
+        lines.append(f"\nBoth sides use the same model: {check_agreement(found['float64'], theirs)}.")
     parts = ", ".join(f"{part} {spent:.3f}" for part, spent in iteration.items())
     lines.append(
-        f"\nAn EM iteration of a `NeuralHMM` in float32 ({PATHS} paths, two gradient steps): {whole:.3f} s, {whole / iteration['bare filter']:.2f} times "
-        f"its filter alone. Seconds: {parts}."
+        f"\nAn EM iteration of a `NeuralHMM` in float32 ({PATHS} paths, two gradient steps) takes {whole:.3f} s, {whole / iteration['bare filter']:.2f} times "
+        f"as long as its filter alone. The parts take, in seconds: {parts}."
     )
     if not args.quick:
-        lines += ["\nLog-likelihood of linear-Gaussian sequences (100 steps, states of 2 entries), relative to Kalman's, 200 sequences:\n"]
+        lines += ["\nErrors of the log-likelihood, relative to the Kalman filter, for 200 linear-Gaussian sequences (100 steps, states of 2 entries):\n"]
         lines += ["| particles | mean error | root mean square | largest | rms x sqrt(N) |", "| ---: | ---: | ---: | ---: | ---: |"]
         for num_particles in (100, 300, 1000, 3000):
             error = errors(num_particles, 200)
             rms = float(error.square().mean().sqrt())
             numbers = [float(error.mean()), rms, float(error.abs().max())]
             lines.append(f"| {num_particles:,} | {' | '.join(f'{number:.3%}' for number in numbers)} | {rms * math.sqrt(num_particles):.3f} |")
-        lines += ["\nMemory in float64, MiB:\n", "| particles | held by the result | growth of the process, at most |", "| ---: | ---: | ---: |"]
+        lines += ["\nMemory in float64, in MiB:\n", "| particles | size of the result | largest growth of the process |", "| ---: | ---: | ---: |"]
         for num_particles in (PARTICLES, 4 * PARTICLES):
             answer = subprocess.run([sys.executable, __file__, "--memory", str(num_particles)], capture_output=True, text=True, check=True).stdout.split()
             lines.append(f"| {num_particles} | {float(answer[0]):.0f} | {float(answer[1]):.0f} |")

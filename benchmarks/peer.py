@@ -1,7 +1,7 @@
 """The side of a benchmark that runs in a peer's own virtual environment.
 
-It takes orders on standard input, one JSON object a line, and answers each with one JSON line; arrays travel as .npz files.
-Needs numpy and nothing else, so that every environment can import it.
+It reads commands from standard input, one JSON object per line, and writes one line of JSON for each; arrays are passed as .npz
+files. It needs only numpy, so that every environment can import it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Peer(Protocol):
         """Takes probabilities (K,), (K, K), (K, V) and symbols (N, T)."""
 
     def reset(self) -> None:
-        """Back to the parameters that were loaded. Not timed."""
+        """Restores the parameters that were loaded. Not timed."""
 
     def step(self) -> None:
         """One Baum-Welch iteration, finished when this returns. Timed."""
@@ -35,7 +35,7 @@ class Peer(Protocol):
 
 
 def mean_seconds(reset: Callable[[], object], run: Callable[[], object], calls: int) -> float:
-    """Seconds for one `run`, the mean of `calls`. Every call does the same work, because `reset` goes before each, untimed.
+    """Seconds for one `run`, the mean of `calls`. Every call does the same work, because `reset` is called before each and is not timed.
 
     Where there are several calls, one more goes first, untimed: it wakes the threads and fills the caches.
     """
@@ -52,9 +52,9 @@ def mean_seconds(reset: Callable[[], object], run: Callable[[], object], calls: 
 
 
 def serve(peer: Peer) -> None:
-    """Answers orders until standard input ends."""
+    """Executes commands until standard input ends."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints must not get between the answers
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # output of a library must not mix with the results
     for line in sys.stdin:
         order = json.loads(line)
         answer: dict[str, object] = {}

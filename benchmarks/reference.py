@@ -1,7 +1,7 @@
-"""The E-step in plain torch against the compiled kernels, one thread each.
+"""The E-step in plain torch, compared with the compiled kernels, one thread each.
 
 ``python benchmarks/reference.py`` writes `docs/benchmarks/reference.md`. Times are CPU times of the thread, the two sides alternate, and
-the least of 15 rounds counts.
+the best of 15 rounds counts.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ def main() -> None:
         ours, theirs = measured(*setting)
         states, symbols, number, length = setting
         lines.append(f"| {states}, {symbols}, {number} x {length} | {1e3 * ours:.1f} | {1e3 * theirs:.1f} | {theirs / ours:.1f} |")
-    text = f"""# The E-step in plain torch against the compiled kernels
+    text = f"""# The E-step in plain torch, compared with the compiled kernels
 
-Written by `benchmarks/reference.py`. Milliseconds of CPU time of one thread in float64, symbols as observations, the least of {ROUNDS} rounds in which
-both sides alternate. `compiled` is the backend `cpu` of `inference.e_step`; `plain` is the backend `reference`, which other devices run.
-The load average at the end was {os.getloadavg()[0]:.1f}.
+This page is written by `benchmarks/reference.py`. The table gives milliseconds of CPU time of one thread in float64, for symbols, as the best of
+{ROUNDS} rounds in which both sides alternate. `compiled` is the backend `cpu` of `inference.e_step`; `plain` is the backend `reference`, which other
+devices run. The load average at the end was {os.getloadavg()[0]:.1f}.
 
 | states, symbols, sequences x steps | compiled | plain | plain / compiled |
 | --- | ---: | ---: | ---: |

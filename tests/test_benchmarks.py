@@ -31,7 +31,7 @@ def test_ratios_are_shown_at_equal_precision_in_float32_and_against_fit(baum_wel
     seconds = {"ours float32": 2.0, "ours float64": 3.0, "ours fit float64": 6.0, "hmmlearn": 84.0, "dynamax": 100.0}
     rows = [baum_welch.Row("iteration", setting, name, spent, spent, 3 if name == "dynamax" else 10, 1) for name, spent in seconds.items()]
     text = baum_welch.tables(rows, None, threads=2)
-    (row,) = cells(text, "How many times as long as ours")
+    (row,) = cells(text, "Time of the peers divided by ours")
     found = {column: value for column, value in row.items() if value.endswith("x")}
     assert list(found.values()) == ["28x", "42x", "14x", "50x"]
     equal, single, through_fit, dynamax = found

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -91,3 +93,22 @@ def test_files_and_modules_that_a_page_names_exist(page):
         assert (ROOT / file).exists(), file
     for module in re.findall(r"python -m (experiments(?:\.\w+)+)(?![\w.{<])", text):
         assert (ROOT / f"{module.replace('.', '/')}.py").exists(), module
+
+
+def test_the_calls_on_the_architecture_page_exist():
+    page = PAGES["docs/architecture.md"]
+    calls = re.findall(r"^\| \d+ \| `([^`]+)` \| `([^`]+)` \|", page, re.MULTILINE)
+    files = {file for file, _ in calls}
+    assert f"{len(calls)} calls in {len(files)} files" in " ".join(page.split())
+    defined = {file: set(defined_names(ast.parse((ROOT / file).read_text()))) for file in files}
+    for file, call in calls:
+        assert call in defined[file], f"{file} has no {call}"
+
+
+def defined_names(node: ast.AST, prefix: str = "") -> Iterator[str]:
+    """The qualified names of the functions and methods in a module."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef):
+            yield prefix + child.name
+        elif isinstance(child, ast.ClassDef):
+            yield from defined_names(child, f"{child.name}.")
