@@ -2,7 +2,20 @@
 
 from lightning_hmm._version import __version__
 from lightning_hmm.columns import Column
-from lightning_hmm.distributions import Categorical, DenseMostlyConstant, Emission, Full, Gaussian, Initial, Poisson, Product, TorchEmission, Transition
+from lightning_hmm.distributions import (
+    Categorical,
+    Clones,
+    DenseMostlyConstant,
+    Emission,
+    Full,
+    Gaussian,
+    Initial,
+    OneSymbol,
+    Poisson,
+    Product,
+    TorchEmission,
+    Transition,
+)
 from lightning_hmm.models import DMCHMM, HMM, ClonedHMM, DenseHMM, LinearGaussianHMM, NeuralDiscreteHMM, NeuralHMM, StandardHMM
 from lightning_hmm.optim import BaumWelch
 from lightning_hmm.sequences import Sequences
@@ -15,6 +28,7 @@ __all__ = [
     "BaumWelch",
     "Categorical",
     "ClonedHMM",
+    "Clones",
     "Column",
     "DenseHMM",
     "DenseMostlyConstant",
@@ -25,6 +39,7 @@ __all__ = [
     "LinearGaussianHMM",
     "NeuralDiscreteHMM",
     "NeuralHMM",
+    "OneSymbol",
     "Poisson",
     "Product",
     "Sequences",

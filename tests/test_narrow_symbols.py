@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from lightning_hmm import DMCHMM, ClonedHMM, DenseHMM, Sequences, StandardHMM, fit, inference
+from lightning_hmm.distributions.transitions.clones import ngram_counts, seen_pairs
 from lightning_hmm.inference import cloned
 from lightning_hmm.inference.cooccurrence import pair_counts
 from lightning_hmm.models.baselines import KneserNey, RecurrentNet
-from lightning_hmm.models.cloned import ngram_counts, seen_pairs
 from lightning_hmm.models.contexts import BackOff, Contexts
 
 V = 128  # the most that int8 can hold: sums and products of such symbols cannot

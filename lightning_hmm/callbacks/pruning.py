@@ -56,7 +56,7 @@ class Pruning(Callback):
         data = _first_steps(getattr(getattr(trainer, "datamodule", None), "train_sequences", None), self.max_steps)
         cost = ""
         if data is not None:
-            bits = _bits(pl_module, data, *pl_module.pruned(keep)) - _bits(pl_module, data, pl_module.layout, pl_module.transition.probs.detach())
+            bits = _bits(pl_module, data, *pl_module.transition.pruned(keep)) - _bits(pl_module, data, pl_module.layout, pl_module.transition.probs.detach())
             if not bool(bits.isfinite().all()):
                 rank_zero_warn(
                     f"Not pruned after epoch {trainer.current_epoch}: without the transitions below {self.threshold:g} some training data would be "

@@ -180,7 +180,9 @@ class Layout:
 class Blocks(Operator):
     """The transitions between clones: the stored probabilities, (entries,) in the order of the layout.
 
-    They are probabilities and not logarithms, because a billion of them are stored once only. So `gradients` divides the counts by them.
+    They are probabilities and not logarithms, because a billion of them are stored once only. An E-step returns expected counts, as for other operators. The
+    gradient of the log-likelihood in `probs` is the count divided by the probability, which `gradients` computes and `log_likelihood` passes to autograd.
+    A stored probability of zero is structural, and its gradient is given as zero.
     """
 
     probs: Tensor
@@ -313,7 +315,21 @@ def _viterbi(initial: Tensor, operator: Blocks, evidence: ClonedSymbols, offsets
     return torch.from_numpy(path), torch.from_numpy(log_probability)
 
 
-backends.register(backends.Backend("clones", _obstacle, _e_step, _viterbi))
+def _predict(initial: Tensor, operator: Blocks, evidence: ClonedSymbols, offsets: Tensor, *, steps: int) -> Tensor:
+    """The filter over steps of which nothing is known, which needs no more memory than the layout."""
+    lengths = offsets.diff()
+    ends = torch.cat([torch.zeros(1, dtype=torch.int64), (lengths + steps).cumsum(0)])
+    rows = (torch.arange(int(offsets[-1])) + (ends[:-1] - offsets[:-1]).repeat_interleave(lengths)).to(initial.device)
+    symbols = evidence.symbols.new_full((int(ends[-1]),), -1).index_copy(0, rows, evidence.symbols)
+    weights = evidence.weights
+    if weights is not None:
+        weights = weights.new_full((int(ends[-1]), weights.shape[1]), torch.nan).index_copy(0, rows, weights)
+    ones = torch.ones(len(lengths), dtype=wide_dtype(initial.device), device=initial.device)
+    found = _e_step(initial, operator, ClonedSymbols(symbols, weights, operator.layout), ends, ones, smooth=False, per_step=False)
+    return torch.where((found.impossible_step >= 0)[:, None], torch.nan, found.last)
+
+
+backends.register(backends.Backend("clones", _obstacle, _e_step, _viterbi, _predict))
 
 
 def check_evidence(evidence: Tensor, num_symbols: int, sequences: Sequences) -> None:
@@ -353,23 +369,6 @@ def rearranged_viterbi(initial: Tensor, operator: Blocks, symbols: Tensor, lengt
     group_first, path = np.append(0, np.cumsum(np.asarray(lengths, np.int64))), np.full(len(found), -1)
     chain = layout.arrays, layout.symbols.numpy(), _numpy(operator.probs), _numpy(initial.double())
     return torch.from_numpy(path), float(rearranged_path(_numpy(found), group_first, *chain, most, path))
-
-
-@torch.no_grad()
-def predict(initial: Tensor, operator: Blocks, evidence: ClonedSymbols, offsets: Tensor, *, steps: int = 1) -> Tensor:
-    """As `inference.predict`: the filter over steps of which nothing is known, which needs no more memory than the layout."""
-    if steps < 1:
-        raise ValueError(f"`steps` must be at least 1, but is {steps} instead.")
-    lengths = offsets.diff()
-    ends = torch.cat([torch.zeros(1, dtype=torch.int64), (lengths + steps).cumsum(0)])
-    rows = (torch.arange(int(offsets[-1])) + (ends[:-1] - offsets[:-1]).repeat_interleave(lengths)).to(initial.device)
-    symbols = evidence.symbols.new_full((int(ends[-1]),), -1).index_copy(0, rows, evidence.symbols)
-    weights = evidence.weights
-    if weights is not None:
-        weights = weights.new_full((int(ends[-1]), weights.shape[1]), torch.nan).index_copy(0, rows, weights)
-    ones = torch.ones(len(lengths), dtype=wide_dtype(initial.device), device=initial.device)
-    found = _e_step(initial, operator, ClonedSymbols(symbols, weights, operator.layout), ends, ones, smooth=False, per_step=False)
-    return torch.where((found.impossible_step >= 0)[:, None], torch.nan, found.last)
 
 
 def _numpy(tensor: Tensor) -> np.ndarray:
