@@ -20,7 +20,7 @@ from baum_welch import peak_bytes
 
 from lightning_hmm import DenseHMM, Sequences, StandardHMM, fit
 from lightning_hmm.inference.cooccurrence import pair_counts, squared_error
-from lightning_hmm.models.dense import expected_log_likelihood, kernel_log_probs
+from lightning_hmm.models.dense_hmm import expected_log_likelihood
 
 STATES, SYMBOLS, LENGTH = 10, 42, 5
 STEPS = 10_000
@@ -59,7 +59,7 @@ def bare_cooccurrence_loop(target: torch.Tensor, steps: int, runs: int = 1) -> f
     def work() -> None:
         for _ in range(steps):
             optimizer.zero_grad()
-            transition, emission = (kernel_log_probs("exp", *pair).exp() for pair in ((model.Z, model.U), (model.W, model.V)))
+            transition, emission = (part.natural(slice(None))[0].exp() for part in (model.transition, model.emission))
             squared_error(transition, emission, target).sum().backward()
             optimizer.step()
 
@@ -78,13 +78,13 @@ def epoch_seconds(make: Callable[[], DenseHMM | StandardHMM], sequences: Sequenc
 def m_step_seconds(sequences: Sequences, steps: int) -> float:
     """The Adam steps of an EM epoch alone."""
     model = DenseHMM(STATES, SYMBOLS, embedding_dim=LENGTH)
-    counts = [value.detach().exp() for value in model.natural_parameters(slice(None))]
+    parts = [(part, part.natural(slice(None))[0].detach().exp()) for part in model.embedded_parts.values()]
     optimizer = torch.optim.Adam(model.parameters(), lr=0.03, fused=True)
 
     def work() -> None:
         for _ in range(steps):
             optimizer.zero_grad()
-            (-expected_log_likelihood(counts, model.natural_parameters(slice(None)))).sum().backward()
+            (-torch.stack([expected_log_likelihood(part, counts) for part, counts in parts])).sum().backward()
             optimizer.step()
 
     return seconds(work)

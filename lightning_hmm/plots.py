@@ -231,17 +231,20 @@ def composition(before: Mapping[str, Array], after: Mapping[str, Array], names: 
     """The vectors of a DenseHMM and the matrices made of them, before training and after: states leave and enter, states emit symbols.
 
     Args:
-        before: "U", "Z", "V", "W" with a vector in each row, and the matrices "transition" and, for symbols, "emission".
+        before: "U" and "Z" with one embedding per row, the matrix "transition", for embedded emissions also "V" and "W", and for
+            embedded symbols the matrix "emission".
         after: the same.
         names: of the symbols; their numbers if not given.
         max_labels: how many points or symbols are labelled.
     """
-    matrices = [name for name in ("transition", "emission") if name in after]
-    figure = Figure(figsize=(5.2 * len(matrices) + 3.4 * (2 - len(matrices)) + 2, 6.4), dpi=110, layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08))
-    panels = figure.subplots(2, 2 + len(matrices), squeeze=False)
+    pairs = [(("Z", "U"), "transition")] + ([(("W", "V"), "emission")] if "W" in after else [])
+    num_matrices = sum(matrix in after for _, matrix in pairs)
+    width = 5.2 * num_matrices + 3.4 * (len(pairs) - num_matrices) + 2
+    figure = Figure(figsize=(width, 6.4), dpi=110, layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08))
+    panels = figure.subplots(2, len(pairs) + num_matrices, squeeze=False)
     for row, (when, values) in zip(panels, {"before": before, "after": after}.items(), strict=True):
         places = iter(row)
-        for pair, matrix in ((("Z", "U"), "transition"), (("W", "V"), "emission")):
+        for pair, matrix in pairs:
             axes = next(places)
             _draw_vectors(axes, {name: _numpy(values[name]) for name in pair}, names, max_labels)
             _title(axes, f"{pair[0]} and {pair[1]}, {when}")

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 
 from lightning_hmm.callbacks import Convergence
 from lightning_hmm.loading import loader
-from lightning_hmm.models.dmc import DMCHMM
 from lightning_hmm.models.hmm import HMM
 from lightning_hmm.models.sequence_model import SequenceModel
 from lightning_hmm.runs import require_local_file
@@ -186,8 +185,7 @@ _SMALL_WORK = 10_000_000  # multiply-adds of an E-step, below which an epoch of 
 
 def _iterations_per_epoch(model: SequenceModel, train: Sequences, max_epochs: int) -> int:
     """EM iterations for each epoch of the Trainer, where nobody sees the epochs: up to ten for batch EM of small data."""
-    # A DMCHMM chooses what to keep by the epoch.
-    if not isinstance(model, HMM) or isinstance(model, DMCHMM) or model.discount is not None or model.iterations_per_epoch > 1 or max_epochs < 1:
+    if not isinstance(model, HMM) or not model.may_iterate or model.iterations_per_epoch > 1 or max_epochs < 1:
         return 1
     if train.num_steps * model.num_states**2 * model.restarts > _SMALL_WORK:
         return 1

@@ -17,7 +17,18 @@ from lightning.pytorch import Callback
 from lightning_hmm import DMCHMM, HMM, ClonedHMM, DenseHMM, NeuralHMM, Sequences, StandardHMM, fit
 from lightning_hmm.callbacks import Pruning
 from lightning_hmm.columns import Column
-from lightning_hmm.distributions import Categorical, Emission, Full, Gaussian, Initial, Poisson, Product
+from lightning_hmm.distributions import (
+    Categorical,
+    EmbeddedCategorical,
+    EmbeddedGaussian,
+    EmbeddedTransition,
+    Emission,
+    Full,
+    Gaussian,
+    Initial,
+    Poisson,
+    Product,
+)
 from lightning_hmm.models import LinearGaussianHMM, NeuralDiscreteHMM
 from lightning_hmm.models.baselines import RecurrentNet
 from tests.helpers import random_symbols, random_vectors
@@ -158,6 +169,11 @@ ROWS: dict[str, Row] = {
     "dense, EM": Row(lambda: DenseHMM(3, V, 2, objective="em", m_steps=3, restarts=2), closed=False),
     "dense, likelihood": Row(lambda: DenseHMM(3, V, 2, objective="likelihood", restarts=2), **GRADIENT),
     "dense, co-occurrences": Row(lambda: DenseHMM(3, V, 2, objective="cooccurrence", steps_per_epoch=3, restarts=2), closed=False),
+    "dense, Poisson": Row(lambda: DenseHMM(2, m_steps=3, emission=Poisson(0.2), num_features=D), "count vectors", closed=False),
+    "composed, embedded": Row(
+        lambda: HMM(3, EmbeddedCategorical(2, pseudocount=0.1), EmbeddedTransition(2, pseudocount=0.2), num_symbols=V, restarts=2), tolerance=1e-7
+    ),
+    "composed, embedded Gaussian": Row(lambda: HMM(2, EmbeddedGaussian(2), num_features=D), "vectors", tolerance=1e-7),
     "dense, Gaussian": Row(lambda: DenseHMM(2, m_steps=3, **GAUSSIAN), "vectors", closed=False),
     "cloned": Row(lambda: ClonedHMM(**CLONES, pairs="all", transition_pseudocount=0.1, restarts=2), "whole symbols"),
     "cloned, missing symbols": Row(lambda: ClonedHMM(**CLONES, pairs="all", transition_pseudocount=0.1)),

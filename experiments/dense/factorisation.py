@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from experiments.records import Records, markdown_table
-from lightning_hmm.models.dense import Kernel, kernel_log_probs
+from lightning_hmm.distributions.embedded import Similarity, similarity_log_probs
 from lightning_hmm.plots import COLOURS
 
 # (n, l): median and quartiles of the paper's Table 1, for normAbsLin and softmax
@@ -36,11 +36,11 @@ PAPER = {
     (10, 10): ((0.002, 0.002, 0.002), (0.003, 0.002, 0.005)),
     (10, 15): ((0.002, 0.002, 0.002), (0.003, 0.003, 0.043)),
 }
-KERNELS: tuple[Kernel, ...] = ("abs_linear", "exp")
+KERNELS: tuple[Similarity, ...] = ("abs_linear", "exp")
 NAMES = {"abs_linear": "normAbsLin", "exp": "softmax"}
 
 
-def fit_matrices(kernel: Kernel, matrices: Tensor, length: int, starts: int, steps: int, warm_share: float, learning_rate: float, seed: int) -> Tensor:
+def fit_matrices(kernel: Similarity, matrices: Tensor, length: int, starts: int, steps: int, warm_share: float, learning_rate: float, seed: int) -> Tensor:
     """(matrices, starts) relative errors after Adam with a rate that falls to zero as a cosine; both kernels begin at the same vectors.
 
     The first steps of a softmax, a share of `warm_share`, are on the cross entropy. The squared error of a softmax has hardly any
@@ -59,12 +59,12 @@ def fit_matrices(kernel: Kernel, matrices: Tensor, length: int, starts: int, ste
 
     for step in range(steps):
         optimizer.zero_grad()
-        log_probs = kernel_log_probs(kernel, left, right)
+        log_probs = similarity_log_probs(kernel, left, right)
         loss = -(matrices[:, None] * log_probs) if kernel == "exp" and step < warm_share * steps else squared_errors(log_probs)
         loss.sum().backward()
         optimizer.step()
         schedule.step()
-    return squared_errors(kernel_log_probs(kernel, left, right)).detach().sqrt()
+    return squared_errors(similarity_log_probs(kernel, left, right)).detach().sqrt()
 
 
 def random_matrices(count: int, size: int, seed: int) -> Tensor:

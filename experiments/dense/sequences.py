@@ -65,7 +65,7 @@ def make_model(name: str, kind: str, num_states: int, length: int, num_symbols: 
     if name == "likelihood":
         return DenseHMM(objective="likelihood", **sizes)
     target = "truth" if kind == "synthetic" and name != "direct, from data" else "data"
-    return DenseHMM(objective="cooccurrence", target=target, through_stationary=name != "direct, pi constant", **sizes)
+    return DenseHMM(objective="cooccurrence", target=target, differentiate_stationary=name != "direct, pi constant", **sizes)
 
 
 def measure(model: HMM, data: SequenceDataModule, epochs: int) -> dict[str, float]:

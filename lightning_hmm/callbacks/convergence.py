@@ -49,7 +49,7 @@ class Convergence(Callback):
         if previous is None:
             return
         gains = [(new - old) / max(abs(old), torch.finfo(torch.float64).tiny) for old, new in zip(previous, current, strict=True)]
-        if min(new - old for old, new in zip(previous, current, strict=True)) < -1e-9 and self._must_not_fall(pl_module):
+        if min(new - old for old, new in zip(previous, current, strict=True)) < -1e-9 and getattr(pl_module, "never_decreases", False):
             fall = max(old - new for old, new in zip(previous, current, strict=True))
             warnings.warn(
                 f"The training likelihood fell by {fall:.3g} per symbol in epoch {trainer.current_epoch}, which exact batch EM never does.", stacklevel=2
@@ -71,11 +71,6 @@ class Convergence(Callback):
         iterations = int(getattr(pl_module, "iterations_per_epoch", 1))
         number = trainer.current_epoch + 1
         return f"{number} epochs" if iterations == 1 else f"{number * iterations} iterations"
-
-    @staticmethod
-    def _must_not_fall(pl_module: LightningModule) -> bool:
-        no_prior = not any(value for part in getattr(pl_module, "distributions", {}).values() for value in part.prior.values())
-        return getattr(pl_module, "discount", 0.0) is None and no_prior and getattr(pl_module, "arithmetic", "") == "float64"
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.tolerance > 0 and self.calm_epochs >= self.patience:

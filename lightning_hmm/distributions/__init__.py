@@ -2,6 +2,7 @@
 
 from lightning_hmm.distributions.base import Distribution, Emission, Transition
 from lightning_hmm.distributions.categorical import Categorical
+from lightning_hmm.distributions.embedded import EmbeddedCategorical, EmbeddedGaussian, EmbeddedTransition
 from lightning_hmm.distributions.exponential import ExponentialFamily, Moments
 from lightning_hmm.distributions.gaussian import Gaussian
 from lightning_hmm.distributions.linear_gaussian import GaussianState, LinearGaussianEmission, LinearGaussianTransition
@@ -18,6 +19,9 @@ __all__ = [
     "Clones",
     "DenseMostlyConstant",
     "Distribution",
+    "EmbeddedCategorical",
+    "EmbeddedGaussian",
+    "EmbeddedTransition",
     "Emission",
     "ExponentialFamily",
     "Full",

@@ -29,6 +29,8 @@ class Distribution(nn.Module, ABC):
 
     has_natural_parameters: ClassVar[bool] = True  # whether the gradient of the log-likelihood is the expected statistics
     partner: ClassVar[str | None] = None  # the class of the emission that a transition requires, or of the transition that an emission requires
+    # Whether the M-step is a function of expected statistics of fixed size. Otherwise `hold` receives what it needs of each batch.
+    is_closed: ClassVar[bool] = True
     is_set: Tensor  # whether the parameters have values that training starts from, set by the user, from the data or at random
     _given: tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -85,6 +87,9 @@ class Distribution(nn.Module, ABC):
         for buffer, given in zip(self.buffers(), other.buffers(), strict=True):
             buffer.copy_(given[restart] if given.shape in sizes else given)  # a buffer of a parameter's shape has restarts, too
 
+    def randomize(self, generator: torch.Generator) -> None:
+        """Draws the starting values that do not come from data; none by default."""
+
     # EM
 
     @property
@@ -104,6 +109,12 @@ class Distribution(nn.Module, ABC):
             The number of rows that had no statistics and kept their values, as a tensor.
         """
 
+    def hold(self, restart: int, batch: Sequences, gradient: Tensor) -> None:
+        """Keeps the gradient of the log-likelihood of a batch, in the evidence, for an M-step that is not closed."""
+
+    def forget(self) -> None:
+        """Drops what `hold` has kept."""
+
     @abstractmethod
     def log_prior(self) -> Tensor:
         """(restarts,) the logarithm of the prior density, up to a constant."""
@@ -116,7 +127,6 @@ class Distribution(nn.Module, ABC):
 class Emission(Distribution):
     """The distribution of an observation given the state."""
 
-    is_closed: ClassVar[bool] = True  # whether the M-step is a function of expected statistics
     starts_from_data: bool = True  # whether starting values, or a center, come from the data
     is_located: Tensor  # whether `locate` has been called
 
@@ -193,10 +203,6 @@ class Transition(Distribution):
     @abstractmethod
     def operator(self, natural: Sequence[Tensor], batch: Sequences | None) -> Operator:
         """The transitions; a pure function of the natural parameters and, where it depends on inputs or times, of the batch."""
-
-    @abstractmethod
-    def randomize(self, generator: torch.Generator) -> None:
-        """Draws starting values."""
 
     @abstractmethod
     def set(self, probs: Any) -> None:

@@ -137,8 +137,7 @@ class Product(Emission):
     def randomize(self, generator: torch.Generator) -> None:
         """Draws starting values of the parts that do not start from data."""
         for part in self.parts:
-            if not part.starts_from_data:
-                part.randomize(generator)
+            part.randomize(generator)
 
     def sample(self, states: Tensor, generator: torch.Generator) -> Tensor:
         drawn = torch.empty(len(states), sum(map(len, self.places)), dtype=torch.float64, device=states.device)

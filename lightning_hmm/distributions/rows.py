@@ -70,11 +70,11 @@ class CategoricalRows(Distribution):
         self.is_set.fill_(True)
 
     @torch.no_grad()
-    def randomize(self, generator: torch.Generator, concentration: float = 1.0) -> None:
-        """Draws each row from a symmetric Dirichlet distribution; structural zeros stay."""
+    def randomize(self, generator: torch.Generator) -> None:
+        """Draws each row uniformly from the simplex; structural zeros stay."""
         # torch.distributions takes no generator. numpy draws the Gamma numbers, with a seed from ours.
         seed = int(torch.randint(2**62, (), generator=generator))
-        draws = np.random.default_rng(seed).gamma(concentration, size=tuple(self.log_probs.shape))
+        draws = np.random.default_rng(seed).gamma(1.0, size=tuple(self.log_probs.shape))
         weights = torch.from_numpy(np.maximum(draws, 1e-12)).to(self.log_probs.device)
         weights = torch.where(self.log_probs == -torch.inf, 0.0, weights)
         self.log_probs.copy_((weights / weights.sum(-1, keepdim=True)).log())
@@ -116,10 +116,10 @@ class Initial(CategoricalRows):
             raise ValueError(f"`start` must be random or uniform, but is {start!r} instead.")
         self.start = start
 
-    def randomize(self, generator: torch.Generator, concentration: float = 1.0) -> None:
+    def randomize(self, generator: torch.Generator) -> None:
         """Draws starting values, or sets equal ones."""
         if self.start == "random":
-            super().randomize(generator, concentration)
+            super().randomize(generator)
         else:
             self.set(torch.full(self.log_probs.shape[1:], 1 / self.log_probs.shape[-1], dtype=torch.float64))
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_hmm.columns import Column
 from lightning_hmm.distributions.base import Emission
+from lightning_hmm.distributions.by_gradient import decrease
 from lightning_hmm.inference.evidence import Rows
 from lightning_hmm.sequences import Sequences
 
@@ -152,14 +153,7 @@ class TorchEmission(Emission):
                 parameter.grad = self._sum(gradient)
             return self._sum(total.detach())
 
-        before, values = loss(), [parameter.detach().clone() for parameter in parameters]
-        optimizer = torch.optim.LBFGS(parameters, max_iter=self.m_steps, line_search_fn="strong_wolfe")
-        optimizer.step(loss)
-        after = loss()
-        with torch.no_grad():
-            for parameter, value in zip(parameters, values, strict=True):
-                parameter.copy_(torch.where(after <= before, parameter, value))
-                parameter.grad = None
+        decrease(loss, parameters, self.m_steps)
 
     @property
     def _is_distributed(self) -> bool:

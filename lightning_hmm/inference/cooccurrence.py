@@ -65,7 +65,7 @@ def cooccurrences(transition: Tensor, emission: Tensor, shares: Tensor | None = 
     return emission.mT @ ((shares[..., None] * transition) @ emission)
 
 
-def squared_error(transition: Tensor, emission: Tensor, target: Tensor, *, through_stationary: bool = True) -> Tensor:
+def squared_error(transition: Tensor, emission: Tensor, target: Tensor, *, differentiate_stationary: bool = True) -> Tensor:
     r"""(...) the squared Frobenius norm of `target` - Omega, differentiable in both matrices.
 
     Memory O(K V + K^2) beside the target, whatever V: the residual is made in blocks of rows, and the gradient with it.
@@ -74,9 +74,9 @@ def squared_error(transition: Tensor, emission: Tensor, target: Tensor, *, throu
         transition: (..., K, K), of a chain with a single stationary distribution.
         emission: (..., K, V).
         target: (V, V).
-        through_stationary: whether the gradient knows that the stationary distribution moves with the transitions.
+        differentiate_stationary: whether the gradient includes the dependence of the stationary distribution on the transitions.
     """
-    error: Tensor = _SquaredError.apply(transition, emission, target, through_stationary)
+    error: Tensor = _SquaredError.apply(transition, emission, target, differentiate_stationary)
     return error
 
 
@@ -117,7 +117,7 @@ class _SquaredError(torch.autograd.Function):
     """Gradients are made with the error, by hand: autograd would keep several (V, V) matrices."""
 
     @staticmethod
-    def forward(ctx, transition, emission, target, through_stationary):
+    def forward(ctx, transition, emission, target, differentiate_stationary):
         factors = _stationary_system(transition)
         probs = _solve_stationary(factors, transition)
         pairs = probs[..., None] * transition  # P(z_t, z_t+1)
@@ -140,7 +140,7 @@ class _SquaredError(torch.autograd.Function):
         if any(ctx.needs_input_grad):
             pair_gradient = before @ emission.mT  # times -2, as all that follows
             gradient = probs[..., None] * pair_gradient
-            if through_stationary:
+            if differentiate_stationary:
                 gradient = gradient + _sensitivity(factors, probs, (pair_gradient * transition).sum(-1))
             ctx.save_for_backward(gradient, torch.matmul(pairs.mT, before).add_(pairs @ after))
         return error

@@ -2,7 +2,7 @@
 
 from lightning_hmm.models.baselines import KneserNey, RecurrentNet
 from lightning_hmm.models.cloned import ClonedHMM
-from lightning_hmm.models.dense import DenseHMM, fair_num_states
+from lightning_hmm.models.dense_hmm import DenseHMM, fair_num_states
 from lightning_hmm.models.discrete import DiscreteHMM
 from lightning_hmm.models.dmc import DMCHMM
 from lightning_hmm.models.hmm import HMM

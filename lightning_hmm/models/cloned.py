@@ -96,6 +96,7 @@ class ClonedHMM(HMM):
         symbol_names: list[str] | None = None,
         unknown_symbol: str | None = None,
     ) -> None:
+        self._record_options(locals())
         if num_symbols is None:
             raise ValueError("`num_symbols` must be given: a cloned HMM is of symbols.")
         if clones is not None:
@@ -109,27 +110,6 @@ class ClonedHMM(HMM):
         for name in frozen:
             if name not in ("initial", "transition"):
                 raise ValueError(f"`frozen` must name initial or transition, but names {name!r} instead.")
-        self._given_options = {
-            "num_states": num_states,
-            "num_symbols": num_symbols,
-            "allocation": allocation,
-            "ngram_order": ngram_order,
-            "clones": clones,
-            "pairs": pairs,
-            "seed": seed,
-            "start_concentration": start_concentration,
-            "restarts": restarts,
-            "discount": discount,
-            "sequences_per_update": sequences_per_update,
-            "online_epochs": online_epochs,
-            "initial_pseudocount": initial_pseudocount,
-            "transition_pseudocount": transition_pseudocount,
-            "transition_sparsity": transition_sparsity,
-            "frozen": list(frozen),
-            "arithmetic": arithmetic,
-            "symbol_names": symbol_names,
-            "unknown_symbol": unknown_symbol,
-        }
         super().__init__(
             num_states,
             OneSymbol(),

@@ -70,6 +70,7 @@ class DMCHMM(HMM):
         symbol_names: list[str] | None = None,
         unknown_symbol: str | None = None,
     ) -> None:
+        self._record_options(locals())
         if not isinstance(num_states, int) or num_states < 2:
             raise ValueError(f"`num_states` must be a whole number of at least 2, but is {num_states} instead.")
         if not isinstance(num_kept, int) or not 0 <= num_kept < num_states:
@@ -85,28 +86,6 @@ class DMCHMM(HMM):
                 raise ValueError(f"`{name}` must be a whole number of at least 1, but is {value} instead.")
         if bound_terms is not None and selection != "lazy":
             raise ValueError("`bound_terms` is for the selection lazy, which alone has bounds.")
-        self._given_options = {
-            "num_states": num_states,
-            "num_kept": num_kept,
-            "num_symbols": num_symbols,
-            "emission": emission,
-            "num_features": num_features,
-            "seed": seed,
-            "restarts": restarts,
-            "initialization": initialization,
-            "criterion": criterion,
-            "selection": selection,
-            "reselect_every": reselect_every,
-            "bound_terms": bound_terms,
-            "initial_pseudocount": initial_pseudocount,
-            "transition_pseudocount": transition_pseudocount,
-            "emission_pseudocount": emission_pseudocount,
-            "variance_prior": variance_prior,
-            "frozen": list(frozen),
-            "arithmetic": arithmetic,
-            "symbol_names": symbol_names,
-            "unknown_symbol": unknown_symbol,
-        }
         part = standard_emission(emission, num_symbols, num_features, emission_pseudocount, variance_prior)
         symbolic = isinstance(part, Categorical)
         super().__init__(
@@ -128,6 +107,10 @@ class DMCHMM(HMM):
         self.reselect_every, self.bound_terms = reselect_every, bound_terms
         self._pair_sums: list[PairSums] | None = None  # one per restart, gathered since the last M-step
         self.choices: list[Choice] = []  # of each restart, what the last epoch chose; empty if it did not
+
+    @property
+    def may_iterate(self) -> bool:
+        return False  # the kept entries are selected once per epoch
 
     @property
     def indices(self) -> Tensor:

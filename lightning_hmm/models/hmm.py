@@ -14,13 +14,14 @@ from torch import Tensor
 
 from lightning_hmm import inference
 from lightning_hmm.columns import Column, as_columns, feature_columns, symbol_column
-from lightning_hmm.distributions import Categorical, Distribution, Emission, Full, Initial, TorchEmission, Transition
+from lightning_hmm.distributions import Categorical, Distribution, Emission, Full, Initial, Transition
 from lightning_hmm.distributions.base import make_part
 from lightning_hmm.distributions.exponential import ExponentialFamily
 from lightning_hmm.distributions.starting import STEPS_TO_START_FROM, excerpt, guess_states
 from lightning_hmm.inference.evidence import Evidence
 from lightning_hmm.inference.operators import Dense, Operator
 from lightning_hmm.models.discrete import DiscreteHMM
+from lightning_hmm.models.sequence_model import check_counts
 from lightning_hmm.models.training_loop import BaumWelchTraining
 from lightning_hmm.optim import BaumWelch
 from lightning_hmm.optim.online import categorical_pass
@@ -83,21 +84,7 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         symbol_names: list[str] | None = None,
         unknown_symbol: str | None = None,
     ) -> None:
-        self._records_parts = not hasattr(self, "_given_options")  # a subclass may record options of its own instead
-        if self._records_parts:
-            self._given_options: dict[str, Any] = {
-                "num_states": num_states,
-                "seed": seed,
-                "restarts": restarts,
-                "initialization": initialization,
-                "discount": discount,
-                "sequences_per_update": sequences_per_update,
-                "iterations_per_epoch": iterations_per_epoch,
-                "frozen": list(frozen),
-                "arithmetic": arithmetic,
-                "symbol_names": symbol_names,
-                "unknown_symbol": unknown_symbol,
-            }
+        self._record_options(locals())
         observed = _columns(columns, num_symbols, num_features, symbol_names)
         categorical = observed is not None and len(observed) == 1 and observed[0].is_categorical
         super().__init__(
@@ -127,6 +114,11 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         if observed is not None:
             self.allocate(observed)
 
+    def _record_options(self, arguments: dict[str, Any]) -> None:
+        """Keeps the arguments of a constructor for checkpoints. The subclass that calls it first decides."""
+        if "_given_options" not in self.__dict__:
+            self._given_options = {name: list(value) if name == "frozen" else value for name, value in arguments.items() if name not in ("self", "__class__")}
+
     # Sizes
 
     @property
@@ -149,18 +141,21 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         self.transition.allocate(self.restarts, self.num_states)
         self.initial.allocate(self.restarts, self.num_states)
         self.columns = columns
-        generator = torch.Generator().manual_seed(self.seed)
-        for part in (self.initial, self.transition, self.emission):
-            if hasattr(part, "randomize"):
-                part.randomize(generator)
+        self._randomize(torch.Generator().manual_seed(self.seed))
         self._save_options()
         return self
+
+    def _randomize(self, generator: torch.Generator) -> None:
+        """Draws the starting values that do not come from data."""
+        for part in self.distributions.values():
+            part.randomize(generator)
 
     def _save_options(self) -> None:
         """Records the options of the constructor as plain values, so that a checkpoint can hold them."""
         assert self.columns is not None
         options = dict(self._given_options)
-        if self._records_parts:
+        if "columns" in options:
+            options |= {"num_symbols": None, "num_features": None}  # the columns hold both
             options |= {name: part.config for name, part in self.distributions.items()}
             options["columns"] = [{**asdict(column), "categories": column.category_names or column.num_categories} for column in self.columns]
         elif isinstance(options.get("emission"), Emission):
@@ -170,6 +165,11 @@ class HMM(BaumWelchTraining, DiscreteHMM):
     def _require_allocated(self) -> None:
         if not self.is_allocated:
             raise ValueError("The model has no sizes yet. Train it, or give `num_symbols`, `num_features` or `columns`.")
+
+    @property
+    def may_iterate(self) -> bool:
+        """Whether several EM iterations may run in one epoch of the Trainer."""
+        return self.discount is None
 
     # Parameters
 
@@ -287,7 +287,7 @@ class HMM(BaumWelchTraining, DiscreteHMM):
 
     def on_fit_start(self) -> None:
         super().on_fit_start()
-        if isinstance(self.emission, TorchEmission):
+        if self.is_allocated:
             self.emission.forget()  # an interrupted run may have left something
 
     def on_train_start(self) -> None:
@@ -350,7 +350,7 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         flat = [leaf for part in leaves[:2] for leaf in part if leaf.requires_grad]
         counts = self.transition.statistics(initial, operator, found, flat)
         gradient = found.evidence if classes is None else emitted.gathered(found.evidence, classes)
-        if isinstance(self.emission, TorchEmission):
+        if not self.emission.is_closed:
             if "emission" not in self.frozen:
                 self.emission.hold(restart, batch, gradient)
             return found, counts
@@ -401,6 +401,7 @@ def _columns(
     columns: Sequence[Column | Mapping[str, Any]] | None, num_symbols: int | None, num_features: int | None, names: Sequence[str] | None
 ) -> list[Column] | None:
     """The observed columns, from whichever option gives them."""
+    check_counts(num_symbols=num_symbols, num_features=num_features)
     if columns is not None:
         return as_columns(columns)
     if num_symbols is not None:

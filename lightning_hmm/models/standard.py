@@ -58,26 +58,7 @@ class StandardHMM(HMM):
         symbol_names: list[str] | None = None,
         unknown_symbol: str | None = None,
     ) -> None:
-        self._given_options = {
-            "num_states": num_states,
-            "num_symbols": num_symbols,
-            "emission": emission,
-            "num_features": num_features,
-            "seed": seed,
-            "restarts": restarts,
-            "initialization": initialization,
-            "discount": discount,
-            "sequences_per_update": sequences_per_update,
-            "initial_pseudocount": initial_pseudocount,
-            "transition_pseudocount": transition_pseudocount,
-            "emission_pseudocount": emission_pseudocount,
-            "variance_prior": variance_prior,
-            "iterations_per_epoch": iterations_per_epoch,
-            "frozen": list(frozen),
-            "arithmetic": arithmetic,
-            "symbol_names": symbol_names,
-            "unknown_symbol": unknown_symbol,
-        }
+        self._record_options(locals())
         part = standard_emission(emission, num_symbols, num_features, emission_pseudocount, variance_prior)
         symbolic = isinstance(part, Categorical)
         super().__init__(

@@ -94,13 +94,18 @@ class BaumWelchTraining(SequenceModel):
 
     def on_train_epoch_end(self) -> None:
         super().on_train_epoch_end()
-        optimizer: Any = self.optimizers()
-        for name, kept in optimizer.optimizer.kept_rows.items():
+        for name, kept in self.rows_without_counts.items():
             if name not in self._reported and int(kept):
                 self._reported.add(name)
                 warnings.warn(
                     f"{int(kept)} rows of `{name}` got no counts and keep their values: fewer states, or a pseudocount, may suit the data better.", stacklevel=2
                 )
+
+    @property
+    def never_decreases(self) -> bool:
+        """Whether no update decreases the training likelihood, as in exact batch EM without priors."""
+        has_prior = any(value for part in self.distributions.values() for value in part.prior.values())
+        return self.discount is None and not has_prior and self.arithmetic == "float64"
 
     @property
     def is_online(self) -> bool:
@@ -174,10 +179,21 @@ class BaumWelchTraining(SequenceModel):
             total = self._sum_over_ranks(torch.cat([tensor.flatten() for tensor in alike]))
             for tensor, part in zip(alike, total.split([tensor.numel() for tensor in alike]), strict=True):
                 tensor.copy_(part.view_as(tensor))
-        optimizer: Any = self.optimizers()
-        optimizer = optimizer if counted else optimizer.optimizer
-        optimizer.step(counts=self._counts, num_sequences=self._num_sequences, discounted=self.is_online)
+        self._maximize(counted)
         self._clear_counts()
+
+    def _maximize(self, counted: bool) -> None:
+        """Updates the parameters from the gathered counts of all ranks."""
+        optimizer: Any = self.optimizers()
+        step = optimizer.step if counted else optimizer.optimizer.step
+        step(counts=self._counts, num_sequences=self._num_sequences, discounted=self.is_online)
+
+    @property
+    def rows_without_counts(self) -> dict[str, Tensor]:
+        """By distribution, the number of rows that got no counts in the last M-step and kept their values."""
+        optimizer: Any = self.optimizers()
+        kept: dict[str, Tensor] = optimizer.optimizer.kept_rows
+        return kept
 
     def _many_updates(self, batch: Sequences) -> None:
         """Online EM with several updates per training batch, in one compiled pass where that is possible."""

@@ -100,8 +100,6 @@ def results(name: str, arithmetic: str, start: dict[str, np.ndarray] | None = No
 
 def _parameters(model: Any) -> dict[str, torch.Tensor]:
     found = {name: getattr(model, name) for name in ("initial_probs", "transition_probs", "emission_probs") if hasattr(model, name)}
-    if isinstance(model, DenseHMM):
-        return found | ({"mean": model.means, "variance": model.variances} if model.num_features else {})
     emission = getattr(model, "emission", None)
     return found | {name: getattr(emission, name) for name in ("mean", "variance") if hasattr(emission, name)}
 

@@ -80,7 +80,9 @@ def test_the_error_and_its_gradient(rng, monkeypatch, block):
 def test_a_constant_stationary_distribution_gives_another_gradient(rng):
     scores = torch.from_numpy(rng.normal(size=(3, 3))).requires_grad_()
     emission, target = random_rows(rng, 3, 4), random_rows(rng, 1, 16).reshape(4, 4)
-    through, constant = (torch.autograd.grad(squared_error(scores.softmax(-1), emission, target, through_stationary=flag), scores)[0] for flag in (True, False))
+    through, constant = (
+        torch.autograd.grad(squared_error(scores.softmax(-1), emission, target, differentiate_stationary=flag), scores)[0] for flag in (True, False)
+    )
     shares = stationary(scores.softmax(-1)).detach()
     expected = torch.autograd.grad((cooccurrences(scores.softmax(-1), emission, shares) - target).square().sum(), scores)[0]
     torch.testing.assert_close(constant, expected)

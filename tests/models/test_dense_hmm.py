@@ -11,9 +11,11 @@ from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
 from datamodules import SyntheticDataModule
-from lightning_hmm import DenseHMM, Sequences, StandardHMM, fit
+from lightning_hmm import HMM, DenseHMM, Sequences, StandardHMM, fit, load
+from lightning_hmm.distributions import Gaussian, Poisson
+from lightning_hmm.distributions.embedded import EmbeddedCategorical, EmbeddedInitial, EmbeddedTransition, similarity_log_probs
 from lightning_hmm.inference.cooccurrence import cooccurrences, pair_counts, squared_error
-from lightning_hmm.models.dense import expected_log_likelihood, fair_num_states, kernel_log_probs
+from lightning_hmm.models.dense_hmm import expected_log_likelihood, fair_num_states
 from tests.helpers import assert_same_parameters, parameters, random_symbols, random_vectors
 
 OBJECTIVES = ["em", "cooccurrence", "likelihood"]
@@ -28,7 +30,8 @@ def small(**options) -> DenseHMM:
 
 def test_probabilities_are_those_of_the_papers_equations():
     model = small()
-    U, Z, V, W, z_start = (getattr(model, name)[0].detach().numpy() for name in ("U", "Z", "V", "W", "z_start"))
+    U, Z, V, W = (model.embeddings[name].numpy() for name in ("U", "Z", "V", "W"))
+    z_start = model.initial.z_start[0].detach().numpy()
     for i in range(3):
         weights = [np.exp(U[j] @ Z[i]) for j in range(3)]
         np.testing.assert_allclose(model.transition_probs[i], np.array(weights) / sum(weights))
@@ -39,7 +42,7 @@ def test_probabilities_are_those_of_the_papers_equations():
 
 
 @pytest.mark.parametrize(
-    ("kernel", "formula"),
+    ("similarity", "formula"),
     [
         ("exp", lambda a, b: np.exp(a @ b)),
         ("sigmoid", lambda a, b: 1 / (1 + np.exp(-a @ b))),
@@ -48,17 +51,17 @@ def test_probabilities_are_those_of_the_papers_equations():
         ("abs_linear", lambda a, b: abs(a @ b)),
     ],
 )
-def test_kernels_are_their_formulas(rng, kernel, formula):
+def test_similarities_are_their_formulas(rng, similarity, formula):
     left, right = rng.normal(size=(4, 2)), rng.normal(size=(6, 2))
     weights = np.array([[formula(a, b) for b in right] for a in left])
-    made = kernel_log_probs(kernel, torch.from_numpy(left), torch.from_numpy(right)).exp()
+    made = similarity_log_probs(similarity, torch.from_numpy(left), torch.from_numpy(right)).exp()
     np.testing.assert_allclose(made, weights / weights.sum(1, keepdims=True), rtol=1e-10)
 
 
 def test_a_tied_model_has_one_vector_a_state():
-    model = small(tie="zv")
-    assert dict(model.named_parameters()).keys() == {"Z", "V", "z_start"}
-    scores = model.Z[0] @ model.Z[0].T
+    model = small(tied=True)
+    assert dict(model.named_parameters()).keys() == {"transition.Z", "emission.V", "initial.z_start"}
+    scores = model.transition.Z[0] @ model.transition.Z[0].T
     torch.testing.assert_close(model.transition_probs, scores.softmax(-1).detach())
     assert model.num_free_parameters == 2 * (3 + 5 + 1)
 
@@ -75,18 +78,23 @@ def test_degrees_of_freedom_and_the_fair_baseline():
 
 def test_starting_vectors_are_standard_normal_and_the_seeds():
     model = DenseHMM(100, 200, embedding_dim=10, seed=3)
-    assert model.U.mean().abs() < 0.1
-    assert (model.V.std() - 1).abs() < 0.1
-    assert torch.equal(model.U, DenseHMM(100, 200, embedding_dim=10, seed=3).U)
-    assert not torch.equal(model.U, DenseHMM(100, 200, embedding_dim=10, seed=4).U)
+    assert model.transition.U.mean().abs() < 0.1
+    assert (model.emission.V.std() - 1).abs() < 0.1
+    assert torch.equal(model.transition.U, DenseHMM(100, 200, embedding_dim=10, seed=3).transition.U)
+    assert not torch.equal(model.transition.U, DenseHMM(100, 200, embedding_dim=10, seed=4).transition.U)
 
 
 # The EM objective
 
 
+def natural(model: DenseHMM) -> list[torch.Tensor]:
+    """Log-probabilities of the first state, the transitions and the symbols."""
+    return [part.natural(0)[0] for part in model.distributions.values()]
+
+
 def brute_force_q(model: DenseHMM, old: list[np.ndarray], data: list[list[int]]) -> torch.Tensor:
     """The expected complete-data log-likelihood, over all paths, with the path's probabilities from `old`."""
-    new = model.natural_parameters(0)
+    new = natural(model)
     total = torch.zeros((), dtype=torch.float64)
     for symbols in data:
         joint, logs = [], []
@@ -100,18 +108,19 @@ def brute_force_q(model: DenseHMM, old: list[np.ndarray], data: list[list[int]])
 
 
 def expected_counts(model: DenseHMM, data: list[list[int]]) -> list[torch.Tensor]:
-    model._e_step(Sequences.from_list(data))
-    counts = [value.grad for value in model._held]
-    model._held = None
-    return counts
+    return [counts for (counts,) in model._e_step(Sequences.from_list(data)).values()]
+
+
+def q(model: DenseHMM, counts: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([expected_log_likelihood(part, mine) for part, mine in zip(model.distributions.values(), counts, strict=True)]).sum(0)
 
 
 def test_q_and_its_gradient_equal_enumeration():
     data = [[0, 1, 4, 2], [3], [2, 2, 0]]
     model, other = small(), small(seed=1)
-    old = [value.detach().numpy() for value in model.natural_parameters(0)]
+    old = [value.detach().numpy() for value in natural(model)]
     counts = expected_counts(model, data)
-    ours, truth = expected_log_likelihood(counts, other.natural_parameters(slice(None)))[0], brute_force_q(other, old, data)
+    ours, truth = q(other, counts)[0], brute_force_q(other, old, data)
     torch.testing.assert_close(ours, truth)
     variables = list(other.parameters())
     for mine, theirs in zip(torch.autograd.grad(ours, variables), torch.autograd.grad(truth, variables), strict=True):
@@ -134,12 +143,10 @@ def test_an_epoch_is_an_e_step_and_some_adam_steps(rng):
     fitted, model = fit(small(restarts=2), sequences, 3, 0, batch_size=5), small(restarts=2)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.03)
     for _ in range(3):
-        model._e_step(sequences)
-        counts = [value.grad for value in model._held]
-        model._held = None
+        counts = [counts for (counts,) in model._e_step(sequences).values()]
         for _ in range(3):
             optimizer.zero_grad()
-            (-expected_log_likelihood(counts, model.natural_parameters(slice(None))) / sequences.num_steps).sum().backward()
+            (-q(model, counts) / sequences.num_steps).sum().backward()
             optimizer.step()
     assert_same_parameters(fitted, model)
 
@@ -164,7 +171,8 @@ def test_the_cooccurrence_objective_is_adam_on_the_error(rng):
     target, optimizer = counts / counts.sum(), torch.optim.Adam(model.parameters(), lr=0.001)
     for _ in range(8):
         optimizer.zero_grad()
-        transition, emission = (kernel_log_probs("exp", *pair).exp() for pair in ((model.Z, model.U), (model.W, model.V)))
+        vectors = model.transition.Z, model.transition.U, model.emission.W, model.emission.V
+        transition, emission = similarity_log_probs("exp", *vectors[:2]).exp(), similarity_log_probs("exp", *vectors[2:]).exp()
         squared_error(transition, emission, target).sum().backward()
         optimizer.step()
     assert_same_parameters(fitted, model)
@@ -233,7 +241,7 @@ def test_gaussian_emissions_learn(rng, objective):
 
 
 @pytest.mark.parametrize(
-    "options", [{"kernel": "sigmoid"}, {"kernel": "relu"}, {"kernel": "rbf"}, {"kernel": "abs_linear"}, {"tie": "zv"}, {"optimizer": "sgd"}]
+    "options", [{"similarity": "sigmoid"}, {"similarity": "relu"}, {"similarity": "rbf"}, {"similarity": "abs_linear"}, {"tied": True}, {"optimizer": "sgd"}]
 )
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_every_option_trains(rng, objective, options):
@@ -264,10 +272,10 @@ def test_questions_are_answered_as_by_a_standard_model_with_the_same_probabiliti
         ({"embedding_dim": 0}, "`embedding_dim` must be a whole number of at least 1, but is 0"),
         ({"num_states": 0}, "`num_states` must be a whole number of at least 1, but is 0"),
         ({"num_symbols": 0}, "`num_symbols` must be a whole number of at least 1, but is 0"),
-        ({"kernel": "cosine"}, "`kernel` must be one of exp, sigmoid, relu, rbf, abs_linear, but is 'cosine'"),
+        ({"similarity": "cosine"}, "`similarity` must be one of exp, sigmoid, relu, rbf, abs_linear, but is 'cosine'"),
         ({"objective": "moments"}, "`objective` must be one of em, cooccurrence, likelihood"),
         ({"learning_rate": 0.0}, "`learning_rate` must be positive"),
-        ({"emission": "gaussian", "num_features": 2, "objective": "cooccurrence"}, "must be em or likelihood for Gaussian"),
+        ({"emission": "gaussian", "num_features": 2, "objective": "cooccurrence"}, "`objective` must be em or likelihood for EmbeddedGaussian emissions"),
         ({"num_symbols": None}, "`num_symbols` must be given"),
     ],
 )
@@ -281,8 +289,70 @@ def test_a_true_target_needs_a_known_truth(rng):
         fit(small(objective="cooccurrence", target="truth"), random_symbols(rng), 1)
 
 
-def test_attributes_of_other_emissions_say_so():
-    with pytest.raises(AttributeError, match="a categorical model has `emission_probs`"):
-        _ = small().means
-    with pytest.raises(AttributeError, match="a Gaussian model has `means`"):
+def test_symbol_probabilities_of_other_emissions_are_refused():
+    with pytest.raises(AttributeError, match="`emission_probs` is for categorical emissions"):
         _ = DenseHMM(2, emission="gaussian", num_features=1).emission_probs
+
+
+# Other emissions, and the parts by themselves
+
+
+@pytest.mark.parametrize("covariance", ["diagonal", "full"])
+def test_another_emission_has_its_own_m_step(rng, covariance):
+    """One epoch: the emission is that of Baum-Welch from the same posteriors, and the transition that of gradient steps."""
+    sequences = random_vectors(rng)
+    options = {"num_features": 2, "seed": 1}
+    dense = DenseHMM(3, emission=Gaussian(covariance), embedding_dim=2, m_steps=4, **options)
+    dense.initialize(sequences)
+    standard = StandardHMM(3, emission=Gaussian(covariance), **options)
+    standard.initialize(sequences)
+    standard.emission.load_state_dict(dense.emission.state_dict())
+    standard.set_parameters(dense.initial_probs, dense.transition_probs)
+    before = dense.transition_probs
+    for model in (dense, standard):
+        fit(model, sequences, 1, 0)
+    torch.testing.assert_close(dense.emission.mean, standard.emission.mean)
+    torch.testing.assert_close(dense.emission.covariance, standard.emission.covariance)
+    assert not torch.allclose(dense.transition_probs, before)
+
+
+def test_a_model_with_another_emission_learns_and_is_saved(rng, tmp_path):
+    sequences = random_vectors(rng)
+    sequences = sequences.with_values(sequences.values.abs().floor())
+    model = DenseHMM(2, emission=Poisson(), num_features=2, embedding_dim=2, restarts=2)
+    before = fit(model, sequences, 1, 0).score(sequences).sum()
+    fit(model, sequences, 20, 0)
+    assert model.score(sequences).sum() > before
+    model.trainer.save_checkpoint(tmp_path / "model.ckpt")
+    restored = load(tmp_path / "model.ckpt")
+    assert isinstance(restored, DenseHMM)
+    assert torch.equal(restored.score(sequences), model.score(sequences))
+    assert set(model.embeddings) == {"U", "Z"}
+
+
+@pytest.mark.parametrize("objective", ["likelihood", "cooccurrence"])
+def test_another_emission_needs_the_objective_em(objective):
+    with pytest.raises(ValueError, match="`objective` must be em for Poisson emissions"):
+        DenseHMM(2, emission=Poisson(), num_features=2, objective=objective)
+
+
+def test_embedded_parts_reach_the_maximum_of_a_full_matrix(rng):
+    """Long embeddings can represent every matrix, so that the M-step ends where that of Baum-Welch does."""
+    counts = torch.from_numpy(rng.uniform(1, 5, (1, 4, 4)))
+    part = EmbeddedTransition(4, m_steps=500)
+    part.allocate(1, 4)
+    part.randomize(torch.Generator().manual_seed(0))
+    part.maximize([counts])
+    torch.testing.assert_close(part.matrix(0), counts[0] / counts[0].sum(1, keepdim=True), atol=1e-4, rtol=0)
+
+
+def test_shared_embeddings_are_refused_outside_of_a_dense_model():
+    with pytest.raises(ValueError, match="EmbeddedInitial shares embeddings with the transition"):
+        HMM(3, EmbeddedCategorical(2), EmbeddedTransition(2), EmbeddedInitial(2), num_symbols=4)
+    with pytest.raises(ValueError, match="EmbeddedCategorical shares embeddings with the transition"):
+        HMM(3, EmbeddedCategorical(2, tied=True), EmbeddedTransition(2), num_symbols=4)
+
+
+def test_embedded_probabilities_cannot_be_set():
+    with pytest.raises(ValueError, match="The values of an EmbeddedTransition cannot be set"):
+        small().set_parameters(transition=torch.eye(3))

@@ -1,0 +1,281 @@
+"""Parts whose probabilities are made of embeddings: low-dimensional vectors for states, symbols and columns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_hmm.columns import Column
+from lightning_hmm.distributions.by_gradient import ByGradient
+from lightning_hmm.distributions.categorical import Categorical
+from lightning_hmm.distributions.gaussian import Gaussian, data_location
+from lightning_hmm.distributions.rows import CategoricalRows, Initial
+from lightning_hmm.distributions.transitions.full import Full
+from lightning_hmm.inference.cooccurrence import stationary
+from lightning_hmm.sequences import Sequences
+
+Similarity = Literal["exp", "sigmoid", "relu", "rbf", "abs_linear"]
+
+_RELU_FLOOR = 1e-6
+
+
+def similarity_log_probs(similarity: Similarity, left: Tensor, right: Tensor) -> Tensor:
+    """(..., N, L), (..., M, L) -> (..., N, M): the logarithm of k(left_i, right_j) / sum over j.
+
+    With s the scalar product, k is exp(s), 1 / (1 + exp(-s)), max(s, 0) + 1e-6 (the constant keeps every row positive),
+    exp(-|left - right|^2 / 2), or |s|.
+    """
+    scores = left @ right.mT
+    if similarity == "sigmoid":
+        scores = F.logsigmoid(scores)
+    elif similarity == "relu":
+        scores = (scores.relu() + _RELU_FLOOR).log()
+    elif similarity == "rbf":
+        scores = scores - right.square().sum(-1)[..., None, :] / 2  # |left|^2 is the same for the whole row
+    elif similarity == "abs_linear":
+        scores = scores.abs().clamp(min=torch.finfo(scores.dtype).tiny).log()
+    return scores.log_softmax(-1)
+
+
+def check_embedding(embedding_dim: Any, similarity: Any, m_steps: Any) -> None:
+    """Refuses options that no embedded part takes."""
+    for name, size in {"embedding_dim": embedding_dim, "m_steps": m_steps}.items():
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"`{name}` must be a whole number of at least 1, but is {size} instead.")
+    if similarity not in get_args(Similarity):
+        raise ValueError(f"`similarity` must be one of {', '.join(get_args(Similarity))}, but is {similarity!r} instead.")
+
+
+def _normal(restarts: int, *shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(restarts, *shape, dtype=torch.float64))
+
+
+class Embedded(ByGradient):
+    """What the embedded parts have in common: embeddings are drawn from a standard normal distribution and cannot be set."""
+
+    is_tied = False  # whether some of the embeddings are those of the transition
+
+    @torch.no_grad()
+    def randomize(self, generator: torch.Generator) -> None:
+        """Draws all embeddings from a standard normal distribution."""
+        for parameter in self.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+        self.is_set.fill_(True)
+
+    def belong_to(self, model: Any) -> None:
+        if self.is_tied and not hasattr(type(model), "embeddings"):
+            raise ValueError(
+                f"{type(self).__name__} shares embeddings with the transition, which only a DenseHMM updates jointly. "
+                f"Use a DenseHMM, or an {type(self).__name__} without shared embeddings."
+            )
+        super().belong_to(model)
+
+    def set(self, *values: Any, **named_values: Any) -> None:
+        """Raises an error: probabilities do not determine embeddings."""
+        raise ValueError(f"The values of an {type(self).__name__} cannot be set: its probabilities are made of embeddings.")
+
+
+class EmbeddedRows(Embedded, CategoricalRows):
+    """Rows of probabilities, each the normalized similarities of one embedding to a set of others."""
+
+    similarity: Similarity
+
+    def natural_of(self, *parameters: Tensor) -> Tensor:
+        left, right = parameters
+        return similarity_log_probs(self.similarity, left, right)
+
+    def prior_term(self, natural: Tensor) -> Tensor | float:
+        return self.prior["pseudocount"] * natural.sum()
+
+    @property
+    def probs(self) -> Tensor:
+        """The probabilities of the chosen restart."""
+        return self.natural(self.restart)[0].detach().exp()
+
+
+class EmbeddedTransition(EmbeddedRows, Full):
+    r"""Transition probabilities that are made of two embeddings of each state.
+
+    .. math:: A_{ij} \propto k(z_i, u_j)
+
+    State i has the embedding :math:`z_i` where it is left and :math:`u_i` where it is entered. The matrix has 2 K L
+    parameters instead of K (K - 1).
+
+    Args:
+        embedding_dim: Length L of the embeddings.
+        similarity: The function k: "exp", which makes each row a softmax of scalar products, "sigmoid", "relu", "rbf" or
+            "abs_linear"; see `similarity_log_probs`.
+        pseudocount: Pseudocount of a Dirichlet prior on each row, in counts of the whole data.
+        m_steps: Iterations of L-BFGS in each M-step.
+        tied: Whether each state has a single embedding, U = Z.
+    """
+
+    def __init__(
+        self,
+        embedding_dim: int,
+        similarity: Similarity = "exp",
+        pseudocount: float = 0.0,
+        m_steps: int = 5,
+        tied: bool = False,
+    ) -> None:
+        super().__init__(pseudocount)
+        check_embedding(embedding_dim, similarity, m_steps)
+        self.embedding_dim, self.similarity, self.m_steps, self.tied = embedding_dim, similarity, m_steps, tied
+
+    def allocate(self, restarts: int, num_states: int) -> None:
+        self._begin_allocation()
+        if not self.tied:
+            self.U = _normal(restarts, num_states, self.embedding_dim)
+        self.Z = _normal(restarts, num_states, self.embedding_dim)
+
+    @property
+    def entered(self) -> Tensor:
+        """(restarts, K, L) the embeddings of the states as the next state."""
+        return self.Z if self.tied else self.U
+
+    def natural_of(self, *parameters: Tensor) -> Tensor:
+        return super().natural_of(parameters[-1], parameters[0])  # Z and U, which are one parameter if they are tied
+
+    def matrix(self, restart: int) -> Tensor:
+        return self.natural(restart)[0].detach().exp()
+
+
+class EmbeddedInitial(EmbeddedRows, Initial):
+    r"""Probabilities of the first state, :math:`\pi_i \propto k(z_{start}, u_i)`, with the embeddings :math:`u_i` of the transition.
+
+    Args:
+        embedding_dim: Length L of the embeddings.
+        similarity: The function k; see `EmbeddedTransition`.
+        stationary: Whether the first state has the stationary distribution of the transition instead.
+    """
+
+    is_tied = True
+
+    def __init__(self, embedding_dim: int, similarity: Similarity = "exp", stationary: bool = False) -> None:
+        super().__init__()
+        check_embedding(embedding_dim, similarity, 1)
+        self.embedding_dim, self.similarity, self.stationary = embedding_dim, similarity, stationary
+
+    def allocate(self, restarts: int, num_states: int) -> None:
+        self._begin_allocation()
+        if not self.stationary:
+            self.z_start = _normal(restarts, self.embedding_dim)
+
+    def function_arguments(self, restart: int | slice) -> tuple[Tensor, ...]:
+        transition = self._owner[0].transition
+        if self.stationary:
+            return transition.natural(restart)
+        return self.z_start[restart], transition.entered[restart]
+
+    def natural_of(self, *parameters: Tensor) -> Tensor:
+        if self.stationary:
+            return stationary(parameters[0].exp()).log()
+        start, entered = parameters
+        return super().natural_of(start.unsqueeze(-2), entered).squeeze(-2)
+
+
+class EmbeddedCategorical(EmbeddedRows, Categorical):
+    r"""Symbol probabilities that are made of embeddings of states and symbols, :math:`B_{ij} \propto k(w_i, v_j)`.
+
+    Args:
+        embedding_dim: Length L of the embeddings.
+        similarity: The function k; see `EmbeddedTransition`.
+        pseudocount: Pseudocount of a Dirichlet prior on each row, in counts of the whole data.
+        m_steps: Iterations of L-BFGS in each M-step.
+        tied: Whether W is the embedding Z of the transition, in a `DenseHMM`.
+    """
+
+    def __init__(
+        self,
+        embedding_dim: int,
+        similarity: Similarity = "exp",
+        pseudocount: float = 0.0,
+        m_steps: int = 5,
+        tied: bool = False,
+    ) -> None:
+        super().__init__(pseudocount)
+        check_embedding(embedding_dim, similarity, m_steps)
+        self.embedding_dim, self.similarity, self.m_steps, self.is_tied = embedding_dim, similarity, m_steps, tied
+
+    def _allocate_rows(self, *shape: int) -> None:
+        self._begin_allocation()
+        restarts, num_states, num_symbols = shape
+        if not self.is_tied:
+            self.W = _normal(restarts, num_states, self.embedding_dim)
+        self.V = _normal(restarts, num_symbols, self.embedding_dim)
+
+    def function_arguments(self, restart: int | slice) -> tuple[Tensor, ...]:
+        states = self._owner[0].transition.Z if self.is_tied else self.W
+        return states[restart], self.V[restart]
+
+    def needs_graph(self, batch: Sequences) -> bool:
+        return False
+
+
+class EmbeddedGaussian(Embedded, Gaussian):
+    r"""Gaussians with diagonal covariances whose means are scalar products of embeddings.
+
+    The mean of state i in column d is :math:`c_d + \sigma_d \, w_i \cdot v_d` with the center c and the standard deviations
+    :math:`\sigma` of the data. Variances are free.
+
+    Args:
+        embedding_dim: Length L of the embeddings.
+        m_steps: Iterations of L-BFGS in each M-step.
+        tied: Whether W is the embedding Z of the transition, in a `DenseHMM`.
+    """
+
+    def __init__(self, embedding_dim: int, m_steps: int = 5, tied: bool = False) -> None:
+        super().__init__(variance_prior=0.0)
+        check_embedding(embedding_dim, "exp", m_steps)
+        self.embedding_dim, self.m_steps, self.is_tied = embedding_dim, m_steps, tied
+
+    def allocate(self, restarts: int, num_states: int, columns: Sequence[Column]) -> None:
+        super().allocate(restarts, num_states, columns)
+        del self.weights
+        if not self.is_tied:
+            self.W = _normal(restarts, num_states, self.embedding_dim)
+        self.V = _normal(restarts, self.num_features, self.embedding_dim)
+        self.log_variance = _normal(restarts, num_states, self.num_features)
+
+    @torch.no_grad()
+    def randomize(self, generator: torch.Generator) -> None:
+        """Draws means that are spread like the data, and variances like those of the data."""
+        for name in ("V",) if self.is_tied else ("W", "V"):
+            embeddings = self.get_parameter(name)
+            embeddings.copy_(torch.randn(embeddings.shape, generator=generator, dtype=torch.float64))
+        self.V.div_(math.sqrt(self.embedding_dim))
+        self.log_variance.zero_()
+        self.is_set.fill_(True)
+
+    @torch.no_grad()
+    def locate(self, sequences: Sequences) -> None:
+        """Takes center and scale of the data. Means and variances are in these units."""
+        for buffer, value in zip((self.center, self.data_variance), data_location(sequences), strict=True):
+            buffer.copy_(value)
+
+    def function_arguments(self, restart: int | slice) -> tuple[Tensor, ...]:
+        states = self._owner[0].transition.Z if self.is_tied else self.W
+        return states[restart], self.V[restart], self.log_variance[restart]
+
+    def natural_of(self, *parameters: Tensor) -> Tensor:
+        states, features, log_variance = parameters
+        return self._encode(self.data_variance.sqrt() * (states @ features.mT), self.data_variance * log_variance.exp())
+
+    def _moments(self) -> tuple[Tensor, Tensor]:
+        """(K, D) means around the center, and variances, of the chosen restart."""
+        return self._decode(self.natural(self.restart)[0].detach())
+
+    @property
+    def mean(self) -> Tensor:
+        """(K, D) of the chosen restart."""
+        return self.center + self._moments()[0]
+
+    @property
+    def covariance(self) -> Tensor:
+        """(K, D, D) of the chosen restart."""
+        return self._moments()[1].diag_embed()
