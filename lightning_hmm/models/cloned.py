@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import chain
 from typing import Any, Literal
 
@@ -162,13 +161,6 @@ class ClonedHMM(HMM):
     def _expected_transitions(self, sequences: Sequences) -> inference.EStep:
         """The E-step of the chosen restart."""
         return inference.e_step(*self.problem(sequences), sequences.weights, dtype=self.message_dtype)
-
-    @property
-    def fused_kernel(self) -> Any:
-        # The pass knows pseudocounts only, and works in float64.
-        if self.transition.prior["sparsity"] or self.arithmetic != "float64":
-            return None
-        return partial(cloned.online_em, layout=self.layout)
 
     # What is in it
 

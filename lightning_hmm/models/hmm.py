@@ -24,7 +24,7 @@ from lightning_hmm.models.discrete import DiscreteHMM
 from lightning_hmm.models.sequence_model import check_counts
 from lightning_hmm.models.training_loop import BaumWelchTraining
 from lightning_hmm.optim import BaumWelch
-from lightning_hmm.optim.online import categorical_pass
+from lightning_hmm.optim.online import online_pass
 from lightning_hmm.sequences import Sequences
 
 _CHUNK = 1 << 22  # numbers that a temporary array of an E-step holds at most: larger ones are given back to the system after each use
@@ -380,8 +380,7 @@ class HMM(BaumWelchTraining, DiscreteHMM):
 
     @property
     def fused_kernel(self) -> Any:
-        categorical = type(self.emission) is Categorical and type(self.transition) is Full and type(self.initial) is Initial
-        return categorical_pass if categorical else None
+        return online_pass(self.initial, self.transition, self.emission)
 
 
 def _check_partners(transition: Transition, emission: Emission) -> None:

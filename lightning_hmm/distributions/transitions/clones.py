@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from lightning_hmm.distributions.base import Distribution, Transition, check_not_negative
 from lightning_hmm.inference.cloned import Blocks, Layout
-from lightning_hmm.inference.kernels import cloned_cpu
+from lightning_hmm.inference.cpu.clones import run
+from lightning_hmm.inference.cpu.updates import normalize_rows, over_rows
 from lightning_hmm.inference.operators import Operator
 from lightning_hmm.inference.results import EStep
 from lightning_hmm.sequences import Sequences
@@ -236,7 +237,7 @@ class Clones(Transition):
         if self.probs.is_cpu:
             row_first = self.layout.row_first
             pairs = zip(self.probs.detach().numpy(), counts.to(self.probs.dtype).contiguous().numpy(), strict=True)
-            return torch.tensor(sum(cloned_cpu.maximise(row_first, row, counted, 1.0, float(added), float(taken)) for row, counted in pairs))
+            return torch.tensor(sum(sum(over_rows(row_first, normalize_rows, row, counted, 1.0, float(added - taken), False)) for row, counted in pairs))
         lengths = self.layout.row_lengths.to(self.probs.device)
         kept = torch.zeros((), dtype=torch.int64, device=self.probs.device)
         for row, counted in zip(self.probs, counts, strict=True):
@@ -268,7 +269,7 @@ class Clones(Transition):
         keep = torch.zeros(self.layout.num_entries, dtype=torch.bool, device=self.probs.device)
         for row in self.probs.detach():
             if row.is_cpu:
-                cloned_cpu.mark_above(self.layout.row_first, row.numpy(), threshold, keep.numpy())
+                run.mark_above(self.layout.row_first, row.numpy(), threshold, keep.numpy())
                 continue
             largest = torch.segment_reduce(row, "max", lengths=lengths, initial=0.0)
             keep |= (row >= threshold) | ((row == largest.repeat_interleave(lengths, output_size=len(row))) & (row > 0))

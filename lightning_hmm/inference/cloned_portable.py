@@ -60,7 +60,7 @@ def step_rows(layout: Any, values: Tensor, evidence: Tensor | None, dtype: torch
 def e_step(
     layout: Any, initial: Tensor, probs: Tensor, values: Tensor, evidence: Tensor | None, offsets: Tensor, weights: Tensor, *, single: bool, smooth: bool
 ) -> tuple[Tensor, ...]:
-    """As `cloned_cpu.e_step`: the same results, as tensors on the device of `initial`; all rows of steps where `smooth`."""
+    """As `cpu.clones.run.e_step`: the same results, as tensors on the device of `initial`; all rows of steps where `smooth`."""
     dtype = torch.float32 if single else wide_dtype(initial.device)
     log_probs = probs.to(dtype).log()
     if evidence is None and not bool((values < 0).any()):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_hmm.inference.kernels.cloned_loops import _strict_kernel
+from lightning_hmm.inference.cpu.cache import strict_kernel
 
 MESSAGE_BYTES = 1 << 30  # messages of sequences that are worked on together stay below this, except those of a single one
 _ALIGNED = 16  # messages begin at multiples of so many numbers
@@ -14,7 +14,7 @@ _TABLE = 256  # symbols up to which pairs are looked up in a table
 
 
 class Arrays(NamedTuple):
-    """A layout as the loops take it; see `cloned_loops`."""
+    """A layout as the loops take it; see `forward_backward`."""
 
     starts: np.ndarray
     pair_first: np.ndarray
@@ -59,7 +59,7 @@ def entries(values: np.ndarray, evidence: np.ndarray | None, num_symbols: int) -
     return np.searchsorted(steps, np.arange(evidence.shape[0] + 1)), symbols, weights[steps, symbols]
 
 
-@_strict_kernel
+@strict_kernel
 def find_pair(u, v, pair_first, pair_target):
     """The number of the stored pair (u, v), or -1."""
     low, high = pair_first[u], pair_first[u + 1]
@@ -72,7 +72,7 @@ def find_pair(u, v, pair_first, pair_target):
     return low if low < pair_first[u + 1] and pair_target[low] == v else -1
 
 
-@_strict_kernel
+@strict_kernel
 def plan_tasks(offsets, first_entry, entry_symbol, pair_first, pair_target):
     """Tasks by the step they lead to: ``first_task`` (steps + 1), and for each its source entry, target entry and pair."""
     num_steps = first_entry.shape[0] - 1
@@ -103,7 +103,7 @@ def plan_tasks(offsets, first_entry, entry_symbol, pair_first, pair_target):
     return first_task, source[:count], target[:count], pair[:count]
 
 
-@_strict_kernel
+@strict_kernel
 def sort_by_pair(pair, num_pairs):
     """Tasks in the order of their pairs: where each pair's begin, (P + 1,), and their numbers."""
     first = np.zeros(num_pairs + 1, np.int64)
@@ -118,7 +118,7 @@ def sort_by_pair(pair, num_pairs):
 
 
 class Plan(NamedTuple):
-    """What `forward_lane` needs to know of the sequences of one go; see `cloned_loops`."""
+    """What `forward_lane` needs to know of the sequences of one go; see `forward_backward`."""
 
     first_entry: np.ndarray
     entry_symbol: np.ndarray
