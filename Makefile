@@ -45,7 +45,7 @@ $(VENV)/installed-dev: $(VENV)/installed
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-# Also drops numba's compiled kernels, which do not notice a change in a file they import from.
+# Also drops the compiled kernels.
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -94,3 +94,10 @@ def test_results_do_not_depend_on_the_type(name, missing):
     expected = RUNS[name](data(torch.int64, missing))
     for dtype in (torch.int8, torch.int16):
         torch.testing.assert_close(RUNS[name](data(dtype, missing)), expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_clones_take_symbols_in_the_narrowest_type_without_a_copy():
+    batch = data(torch.int8, missing=False)
+    symbols = cloned.ClonedSymbols.of(batch, cloned.Layout(torch.full((V,), 2))).symbols
+    assert symbols.dtype == torch.uint8
+    assert symbols.data_ptr() == batch.values.data_ptr()

@@ -229,7 +229,7 @@ class Blocks(Operator):
 class ClonedSymbols(NamedTuple):
     """The evidence of states that emit one symbol each for certain. It has no parameters.
 
-    symbols: (steps,) int64, -1 for a missing one; of no meaning where there are `weights`.
+    symbols: (steps,) in the narrowest of uint8, int16 and int32; V stands for a missing one. They have no meaning where there are `weights`.
     weights: (steps, V) a distribution over the symbols for each step, a row of NaN where nothing is known; ``None`` where symbols are known.
     layout: which states are clones of which symbol.
     """
@@ -242,10 +242,9 @@ class ClonedSymbols(NamedTuple):
     def of(cls, sequences: Sequences, layout: Layout) -> ClonedSymbols:
         """The evidence of symbols, or of real vectors that are distributions over the symbols."""
         if sequences.is_discrete:
-            sequences.check(layout.num_symbols, None)
-            return cls(sequences.values.long(), None, layout)
+            return cls(sequences.symbols(layout.num_symbols), None, layout)
         check_evidence(sequences.values, layout.num_symbols, sequences)
-        return cls(torch.full((sequences.num_steps,), -1, device=sequences.device), sequences.values, layout)
+        return cls(torch.zeros(sequences.num_steps, dtype=torch.uint8, device=sequences.device), sequences.values, layout)
 
     @property
     def live(self) -> Tensor:
@@ -320,7 +319,7 @@ def _predict(initial: Tensor, operator: Blocks, evidence: ClonedSymbols, offsets
     lengths = offsets.diff()
     ends = torch.cat([torch.zeros(1, dtype=torch.int64), (lengths + steps).cumsum(0)])
     rows = (torch.arange(int(offsets[-1])) + (ends[:-1] - offsets[:-1]).repeat_interleave(lengths)).to(initial.device)
-    symbols = evidence.symbols.new_full((int(ends[-1]),), -1).index_copy(0, rows, evidence.symbols)
+    symbols = evidence.symbols.new_full((int(ends[-1]),), operator.layout.num_symbols).index_copy(0, rows, evidence.symbols)
     weights = evidence.weights
     if weights is not None:
         weights = weights.new_full((int(ends[-1]), weights.shape[1]), torch.nan).index_copy(0, rows, weights)

@@ -31,7 +31,7 @@ def online_updates(batch, batch_first, offsets, symbols, weights, layout, parts,
         for n in range(batch_first[batch], batch_first[batch + 1]):
             first, length, score, product = offsets[n], offsets[n + 1] - offsets[n], 0.0, 1.0
             for t in range(length):
-                v = symbols[first + t]
+                v = np.int64(symbols[first + t])
                 num_clones = starts[v + 1] - starts[v]
                 total = 0.0
                 if t == 0:
@@ -39,7 +39,7 @@ def online_updates(batch, batch_first, offsets, symbols, weights, layout, parts,
                         alpha[0, c] = np.exp(log_initial[starts[v] + c])
                         total += alpha[0, c]
                 else:
-                    u = symbols[first + t - 1]
+                    u = np.int64(symbols[first + t - 1])
                     p = find_pair(u, v, pair_first, pair_target)
                     if p < 0:
                         return batch
@@ -72,7 +72,7 @@ def online_updates(batch, batch_first, offsets, symbols, weights, layout, parts,
             for c in range(widest):
                 back[c] = 1.0
             for t in range(length - 1, -1, -1):
-                v = symbols[first + t]
+                v = np.int64(symbols[first + t])
                 num_clones = starts[v + 1] - starts[v]
                 total = 0.0
                 for c in range(num_clones):
@@ -83,7 +83,7 @@ def online_updates(batch, batch_first, offsets, symbols, weights, layout, parts,
                     break
                 for c in range(num_clones):
                     kappa[c] = back[c] / (total * totals[t]) if alpha[t, c] > 0 else 0.0
-                u = symbols[first + t - 1]
+                u = np.int64(symbols[first + t - 1])
                 stride = pair_first[u + 1] - pair_first[u] + 1
                 for i in range(starts[u + 1] - starts[u]):
                     x, e = alpha[t - 1, i] * weights[n], bounds[blocks[t] + i * stride]
@@ -122,7 +122,7 @@ class ClonesPass:
         self.scores = np.zeros(num_sequences)
         self._is_plain = num_entries <= _MOST_ENTRIES and not bool((symbols == num_symbols).any())
         batch_first = np.minimum(np.arange(-(-num_sequences // batch_size) + 1) * batch_size, num_sequences)
-        self._data = batch_first, offsets, symbols.astype(np.int64) if self._is_plain else symbols, weights, layout
+        self._data = batch_first, offsets, np.ascontiguousarray(symbols), weights, layout
 
     def __call__(self, batch: int, parts: tuple[Part, ...], discount: float, step: int, sizes: np.ndarray, data_size: float) -> int:
         """Updates from batch number `batch` on; returns the number of the first that it did not do. `step` updates have gone before."""

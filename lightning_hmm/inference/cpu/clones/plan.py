@@ -45,14 +45,17 @@ def layout_arrays(clones: np.ndarray, pairs: np.ndarray, bounds: np.ndarray, col
 
 
 def entries(values: np.ndarray, evidence: np.ndarray | None, num_symbols: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The symbols that are possible at each step: where each step's begin (steps + 1,), and symbol and weight of each."""
+    """The symbols that are possible at each step: where each step's begin (steps + 1,), and symbol and weight of each.
+
+    `num_symbols` stands for a missing symbol. Symbols keep their type, which is the narrowest, until `gathered`.
+    """
     if evidence is None:
-        missing = values < 0
+        missing = values == num_symbols
         if not missing.any():
             return np.arange(values.shape[0] + 1), values, np.ones(values.shape[0])
         size = np.where(missing, num_symbols, 1)
         symbols = np.repeat(values, size)
-        symbols[symbols < 0] = np.tile(np.arange(num_symbols), int(missing.sum()))
+        symbols[symbols == num_symbols] = np.tile(np.arange(num_symbols), int(missing.sum()))
         return np.append(0, np.cumsum(size)), symbols, np.ones(symbols.shape[0])
     weights = np.where(np.isnan(evidence), 1.0, evidence)
     steps, symbols = np.nonzero(weights > 0)
@@ -172,13 +175,13 @@ def goes_of(layout: Arrays, offsets: np.ndarray, first_entry: np.ndarray, symbol
 
 
 def gathered(ids: np.ndarray, offsets: np.ndarray, first_entry: np.ndarray, symbols: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, ...]:
-    """The chosen sequences by themselves: their steps, offsets, and entries."""
+    """The chosen sequences by themselves: their steps, offsets, and entries, whose symbols are int64, as the loops take them."""
     lengths = np.diff(offsets)[ids]
     local = np.append(0, np.cumsum(lengths))
     steps = np.arange(local[-1]) + np.repeat(offsets[ids] - local[:-1], lengths)
     if steps.shape[0] == offsets[-1] and np.array_equal(ids, np.arange(ids.shape[0])):
-        return steps, local, first_entry, symbols, weights
+        return steps, local, first_entry, symbols.astype(np.int64, copy=False), weights
     sizes = np.diff(first_entry)[steps]
     first = np.append(0, np.cumsum(sizes))
     chosen = np.arange(first[-1]) + np.repeat(first_entry[steps] - first[:-1], sizes)
-    return steps, local, first, symbols[chosen], weights[chosen]
+    return steps, local, first, symbols[chosen].astype(np.int64, copy=False), weights[chosen]

@@ -234,7 +234,7 @@ def e_step(layout: Arrays, log_initial, probs, values, evidence, offsets, weight
         np.zeros((num_steps if per_step else 0, num_states)),
         np.zeros((num_sequences if last else 0, num_states)),
     )
-    if layout.columns.shape[0] and evidence is None and not per_step and not (values < 0).any():
+    if layout.columns.shape[0] and evidence is None and not per_step and not (values == layout.clones.shape[0]).any():
         _fill_from_lists(layout, np.exp(log_initial).astype(dtype), probs, values, offsets, weights, results, smooth=smooth)
     else:
         _fill_from_rows(layout, log_initial, probs, values, evidence, offsets, weights, results, smooth=smooth, per_step=per_step)
@@ -288,7 +288,7 @@ def _fill_from_lists(layout: Arrays, initial, probs, values, offsets, weights, r
     def times_read() -> float:
         """How often a pass would read all entries, by the first steps of the longest sequence."""
         first = int(offsets[np.diff(offsets).argmax()])
-        few = values[first : first + min(_TRIED, int(np.diff(offsets).max()))]
+        few = values[first : first + min(_TRIED, int(np.diff(offsets).max()))].astype(np.int64)
         tried = np.array([0, few.shape[0]])
         planned, size = plan(layout, tried, *entries(few, None, layout.clones.shape[0]), keep=True)
         active = forward(stored, tried, few, planned, size, 1)[4]
