@@ -4,6 +4,7 @@ from lightning_hmm._version import __version__
 from lightning_hmm.columns import Column
 from lightning_hmm.distributions import (
     Categorical,
+    Clones,
     DenseMostlyConstant,
     EmbeddedCategorical,
     EmbeddedGaussian,
@@ -12,6 +13,7 @@ from lightning_hmm.distributions import (
     Full,
     Gaussian,
     Initial,
+    OneSymbol,
     Poisson,
     Product,
     TorchEmission,
@@ -29,6 +31,7 @@ __all__ = [
     "BaumWelch",
     "Categorical",
     "ClonedHMM",
+    "Clones",
     "Column",
     "DenseHMM",
     "DenseMostlyConstant",
@@ -42,6 +45,7 @@ __all__ = [
     "LinearGaussianHMM",
     "NeuralDiscreteHMM",
     "NeuralHMM",
+    "OneSymbol",
     "Poisson",
     "Product",
     "Sequences",

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from lightning_hmm import DMCHMM, ClonedHMM, DenseHMM, Sequences, StandardHMM, fit, inference
+from lightning_hmm.distributions.transitions.clones import ngram_counts, seen_pairs
 from lightning_hmm.inference import cloned
 from lightning_hmm.inference.cooccurrence import pair_counts
 from lightning_hmm.models.baselines import KneserNey, RecurrentNet
-from lightning_hmm.models.cloned import ngram_counts, seen_pairs
 from lightning_hmm.models.contexts import BackOff, Contexts
 
 V = 128  # the most that int8 can hold: sums and products of such symbols cannot
@@ -94,3 +94,10 @@ def test_results_do_not_depend_on_the_type(name, missing):
     expected = RUNS[name](data(torch.int64, missing))
     for dtype in (torch.int8, torch.int16):
         torch.testing.assert_close(RUNS[name](data(dtype, missing)), expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_clones_take_symbols_in_the_narrowest_type_without_a_copy():
+    batch = data(torch.int8, missing=False)
+    symbols = cloned.ClonedSymbols.of(batch, cloned.Layout(torch.full((V,), 2))).symbols
+    assert symbols.dtype == torch.uint8
+    assert symbols.data_ptr() == batch.values.data_ptr()

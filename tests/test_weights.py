@@ -13,8 +13,8 @@ from lightning.pytorch import LightningDataModule, Trainer
 from lightning_hmm import Sequences
 from lightning_hmm.callbacks import CooccurrenceReport
 from lightning_hmm.data import loader
+from lightning_hmm.distributions.transitions.clones import ngram_counts, seen_pairs
 from lightning_hmm.models.baselines import KneserNey
-from lightning_hmm.models.cloned import ngram_counts, seen_pairs
 from lightning_hmm.models.contexts import BackOff, Contexts
 from lightning_hmm.training import quiet_lightning
 from tests.table import ROWS, D, Row, V, assert_same_state, state, suited

@@ -102,12 +102,12 @@ def random_cloned(clones: int, kept: float | None) -> ClonedHMM:
     """Random transitions between all clones, or to a share of the clones of each symbol, drawn for each clone."""
     model = ClonedHMM(clones=[clones] * NUM_SYMBOLS, num_symbols=NUM_SYMBOLS, arithmetic="float32")
     if kept is None:
-        return model.allocate(Layout(model.clones))
+        return model.set_layout(Layout(model.transition.given_clones))
     each = max(1, round(kept * clones))
     rows = torch.arange(model.num_states).repeat_interleave(NUM_SYMBOLS * each)
     targets = np.random.default_rng(0).integers(0, clones, (model.num_states, NUM_SYMBOLS, each)) + clones * np.arange(NUM_SYMBOLS)[:, None]
     entries = torch.unique(rows * model.num_states + torch.from_numpy(targets.reshape(-1)))
-    return model.allocate(Layout.of_entries(model.clones, entries // model.num_states, entries % model.num_states)[0])
+    return model.set_layout(Layout.of_entries(model.transition.given_clones, entries // model.num_states, entries % model.num_states)[0])
 
 
 @torch.no_grad()

@@ -58,7 +58,7 @@ class Pruning(Callback):
         data = None if source is None else _first_steps(source.train_sequences, self.max_steps)
         cost = ""
         if data is not None:
-            bits = _bits(pl_module, data, *pl_module.pruned(keep)) - _bits(pl_module, data, pl_module.layout, pl_module.transition.probs.detach())
+            bits = _bits(pl_module, data, *pl_module.transition.pruned(keep)) - _bits(pl_module, data, pl_module.layout, pl_module.transition.probs.detach())
             if not bool(bits.isfinite().all()):
                 rank_zero_warn(
                     f"Not pruned after epoch {trainer.current_epoch}: without the transitions below {self.threshold:g} some training data would be "

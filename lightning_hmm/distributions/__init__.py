@@ -2,21 +2,21 @@
 
 from lightning_hmm.distributions.base import Distribution, Emission, Transition
 from lightning_hmm.distributions.categorical import Categorical
-from lightning_hmm.distributions.cloned import CloneTransitions
 from lightning_hmm.distributions.embedded import EmbeddedCategorical, EmbeddedGaussian, EmbeddedTransition
 from lightning_hmm.distributions.exponential import ExponentialFamily, Moments
 from lightning_hmm.distributions.gaussian import Gaussian
 from lightning_hmm.distributions.linear_gaussian import GaussianState, LinearGaussianEmission, LinearGaussianTransition
+from lightning_hmm.distributions.one_symbol import OneSymbol
 from lightning_hmm.distributions.poisson import Poisson
 from lightning_hmm.distributions.product import Product
 from lightning_hmm.distributions.rows import CategoricalRows, Initial
 from lightning_hmm.distributions.torch_emission import TorchEmission
-from lightning_hmm.distributions.transitions import DenseMostlyConstant, Full
+from lightning_hmm.distributions.transitions import Clones, DenseMostlyConstant, Full
 
 __all__ = [
     "Categorical",
     "CategoricalRows",
-    "CloneTransitions",
+    "Clones",
     "DenseMostlyConstant",
     "Distribution",
     "EmbeddedCategorical",
@@ -31,6 +31,7 @@ __all__ = [
     "LinearGaussianEmission",
     "LinearGaussianTransition",
     "Moments",
+    "OneSymbol",
     "Poisson",
     "Product",
     "TorchEmission",

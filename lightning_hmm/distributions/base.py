@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from lightning_hmm.columns import Column
 from lightning_hmm.inference.evidence import Evidence
 from lightning_hmm.inference.operators import Operator
+from lightning_hmm.inference.results import EStep
 from lightning_hmm.sequences import Sequences
 
 
@@ -27,6 +28,7 @@ class Distribution(nn.Module, ABC):
     """A part of a model: natural parameters, their maximizer and their prior."""
 
     has_natural_parameters: ClassVar[bool] = True  # whether the gradient of the log-likelihood is the expected statistics
+    partner: ClassVar[str | None] = None  # the class of the emission that a transition requires, or of the transition that an emission requires
     # Whether the M-step is a function of expected statistics of fixed size. Otherwise `hold` receives what it needs of each batch.
     is_closed: ClassVar[bool] = True
     is_set: Tensor  # whether the parameters have values that training starts from, set by the user, from the data or at random
@@ -181,6 +183,19 @@ class Emission(Distribution):
 class Transition(Distribution):
     """The distribution of the next state given the present one."""
 
+    no_matrix: ClassVar[str] = "are not one matrix"  # why `matrix` returns ``None``, in the message of an error
+
+    @property
+    def is_started(self) -> bool:
+        """Whether the parameters exist. If they depend on the data, they do not until `start` or a checkpoint makes them."""
+        return True
+
+    def adopt(self, state_dict: Mapping[str, Tensor], prefix: str) -> None:
+        """Takes the shapes of saved parameters, whose names begin with `prefix`, if they are not those that `allocate` makes."""
+
+    def start(self, sequences: Sequences, generator: torch.Generator) -> None:
+        """Makes parameters that depend on the data, from all training sequences; called where `is_started` is false."""
+
     @abstractmethod
     def allocate(self, restarts: int, num_states: int) -> None:
         """Makes the parameters."""
@@ -201,6 +216,17 @@ class Transition(Distribution):
     def first_states(self, log_initial: Tensor, natural: Sequence[Tensor]) -> Tensor:
         """(S,) log-probabilities of the operator's first state, from (K,) those of the model's."""
         return log_initial
+
+    def statistics(self, first: Tensor, operator: Operator, found: EStep, natural: Sequence[Tensor]) -> list[Tensor]:
+        """The expected statistics of the natural parameters of the first state and of the transitions.
+
+        Args:
+            first: the result of `first_states`.
+            operator: the result of `operator`.
+            found: the E-step with these.
+            natural: the parameters that both were computed from, those of the first state first.
+        """
+        return pull_back([first, *operator.natural], [found.initial, *operator.gradients(found.counts)], natural)
 
     @abstractmethod
     def matrix(self, restart: int) -> Tensor | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -105,9 +105,23 @@ class Initial(CategoricalRows):
 
     Args:
         pseudocount: of a Dirichlet prior, in counts of the whole data.
+        start: whether training starts from "random" probabilities or from "uniform" ones, the same for each state.
     """
 
     option = "initial"
+
+    def __init__(self, pseudocount: float = 0.0, start: Literal["random", "uniform"] = "random") -> None:
+        super().__init__(pseudocount)
+        if start not in ("random", "uniform"):
+            raise ValueError(f"`start` must be random or uniform, but is {start!r} instead.")
+        self.start = start
+
+    def randomize(self, generator: torch.Generator) -> None:
+        """Draws starting values, or sets equal ones."""
+        if self.start == "random":
+            super().randomize(generator)
+        else:
+            self.set(torch.full(self.log_probs.shape[1:], 1 / self.log_probs.shape[-1], dtype=torch.float64))
 
     def allocate(self, restarts: int, num_states: int) -> None:
         """Makes the parameters."""

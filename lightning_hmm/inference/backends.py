@@ -28,12 +28,14 @@ class Backend(NamedTuple):
     obstacle: returns the reason why it cannot run an operator with a form of evidence on a device, or ``None`` if it can.
     e_step: has the signature of `reference.e_step`.
     viterbi: has the signature of `log_space.viterbi`.
+    predict: has the signature of `inference.predict`; ``None`` if `Operator.predict` continues from the E-step.
     """
 
     name: str
     obstacle: Callable[[Operator, Evidence, torch.device], str | None]
     e_step: Callable[..., EStep]
     viterbi: Callable[..., tuple[Tensor, Tensor]]
+    predict: Callable[..., Tensor] | None = None
 
 
 def _cpu_obstacle(operator: Operator, evidence: Evidence, device: torch.device) -> str | None:

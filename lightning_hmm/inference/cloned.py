@@ -11,7 +11,7 @@ A after the other; a pruned layout stores single entries.
 With uncertain evidence, log p(y) is that of the mixture over symbols: the logarithm of the sum over symbol strings of
 p(string) times the product of their weights in the rows.
 
-On a CPU compiled kernels run in the precision of the stored probabilities, elsewhere those of `kernels.cloned_portable`. A
+On a CPU compiled kernels run in the precision of the stored probabilities, elsewhere those of `cloned_portable`. A
 state whose filtered probability falls below 1e-290 (in float32 1e-30) counts as ruled out, unless
 nothing else is left. Impossible evidence gives -inf.
 """
@@ -26,13 +26,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_hmm.inference import backends, sampling
-from lightning_hmm.inference.kernels import cloned_cpu, cloned_portable
-from lightning_hmm.inference.kernels.cloned_plan import Arrays, layout_arrays
-from lightning_hmm.inference.kernels.cloned_rearranged import rearranged_path
+from lightning_hmm.inference import backends, cloned_portable, sampling
+from lightning_hmm.inference.cpu.clones import run
+from lightning_hmm.inference.cpu.clones.plan import Arrays, layout_arrays
+from lightning_hmm.inference.cpu.clones.rearranged import rearranged_path
 from lightning_hmm.inference.log_space import wide_dtype
 from lightning_hmm.inference.operators import Operator
-from lightning_hmm.inference.results import EStep, impossible_message
+from lightning_hmm.inference.results import EStep
 from lightning_hmm.sequences import Sequences
 
 
@@ -42,7 +42,7 @@ class Layout:
     Args:
         clones: (V,) the number of clones of each symbol; their states are numbered symbol after symbol.
         pairs: (P, 2) the pairs of symbols whose blocks are stored; all V x V if not given.
-        bounds: where rows of blocks begin among the stored entries; see `kernels.cloned_loops`. Of whole blocks if not given.
+        bounds: where rows of blocks begin among the stored entries; see `cpu.clones.forward_backward`. Of whole blocks if not given.
         columns: of pruned layouts: the target clone of each stored entry, within its symbol.
     """
 
@@ -145,7 +145,7 @@ class Layout:
         kept = keep.cpu().numpy()
         if not kept.any():
             raise ValueError(f"`keep` must keep some of the {self.num_entries} stored transitions, but keeps none.")
-        bounds, columns = cloned_cpu.pruned(self.arrays, kept)
+        bounds, columns = run.pruned(self.arrays, kept)
         return Layout(self.clones, self.pairs, torch.from_numpy(bounds), torch.from_numpy(columns))
 
     @classmethod
@@ -180,7 +180,9 @@ class Layout:
 class Blocks(Operator):
     """The transitions between clones: the stored probabilities, (entries,) in the order of the layout.
 
-    They are probabilities and not logarithms, because a billion of them are stored once only. So `gradients` divides the counts by them.
+    They are probabilities and not logarithms, because a billion of them are stored once only. An E-step returns expected counts, as for other operators. The
+    gradient of the log-likelihood in `probs` is the count divided by the probability, which `gradients` computes and `log_likelihood` passes to autograd.
+    A stored probability of zero is structural, and its gradient is given as zero.
     """
 
     probs: Tensor
@@ -227,7 +229,7 @@ class Blocks(Operator):
 class ClonedSymbols(NamedTuple):
     """The evidence of states that emit one symbol each for certain. It has no parameters.
 
-    symbols: (steps,) int64, -1 for a missing one; of no meaning where there are `weights`.
+    symbols: (steps,) in the narrowest of uint8, int16 and int32; V stands for a missing one. They have no meaning where there are `weights`.
     weights: (steps, V) a distribution over the symbols for each step, a row of NaN where nothing is known; ``None`` where symbols are known.
     layout: which states are clones of which symbol.
     """
@@ -240,10 +242,9 @@ class ClonedSymbols(NamedTuple):
     def of(cls, sequences: Sequences, layout: Layout) -> ClonedSymbols:
         """The evidence of symbols, or of real vectors that are distributions over the symbols."""
         if sequences.is_discrete:
-            sequences.check(layout.num_symbols, None)
-            return cls(sequences.values.long(), None, layout)
+            return cls(sequences.symbols(layout.num_symbols), None, layout)
         check_evidence(sequences.values, layout.num_symbols, sequences)
-        return cls(torch.full((sequences.num_steps,), -1, device=sequences.device), sequences.values, layout)
+        return cls(torch.zeros(sequences.num_steps, dtype=torch.uint8, device=sequences.device), sequences.values, layout)
 
     @property
     def live(self) -> Tensor:
@@ -294,7 +295,7 @@ def _e_step(
         known = None if evidence.weights is None else _numpy(evidence.weights.double())
         working = _numpy(probs).astype(np.float32) if single and probs.dtype == torch.float64 else _numpy(probs)
         data = _numpy(evidence.symbols), known, offsets.numpy(), weights.numpy()
-        results = cloned_cpu.e_step(arrays, _numpy(initial.double()), working, *data, smooth=smooth, per_step=per_step, last=not smooth)
+        results = run.e_step(arrays, _numpy(initial.double()), working, *data, smooth=smooth, per_step=per_step, last=not smooth)
         log_likelihood, impossible, starts, counts, smoothed, filtered, last = map(torch.from_numpy, results)
     else:
         problem = arrays, initial, probs, evidence.symbols, evidence.weights, offsets, weights
@@ -309,11 +310,25 @@ def _viterbi(initial: Tensor, operator: Blocks, evidence: ClonedSymbols, offsets
     if not initial.is_cpu:
         return cloned_portable.viterbi(arrays, initial, operator.probs, evidence.symbols, evidence.weights, offsets)
     rows = None if evidence.weights is None else _numpy(evidence.weights.double())
-    path, log_probability = cloned_cpu.viterbi(arrays, _numpy(initial.double()), _numpy(operator.probs), _numpy(evidence.symbols), rows, offsets.numpy())
+    path, log_probability = run.viterbi(arrays, _numpy(initial.double()), _numpy(operator.probs), _numpy(evidence.symbols), rows, offsets.numpy())
     return torch.from_numpy(path), torch.from_numpy(log_probability)
 
 
-backends.register(backends.Backend("clones", _obstacle, _e_step, _viterbi))
+def _predict(initial: Tensor, operator: Blocks, evidence: ClonedSymbols, offsets: Tensor, *, steps: int) -> Tensor:
+    """The filter over steps of which nothing is known, which needs no more memory than the layout."""
+    lengths = offsets.diff()
+    ends = torch.cat([torch.zeros(1, dtype=torch.int64), (lengths + steps).cumsum(0)])
+    rows = (torch.arange(int(offsets[-1])) + (ends[:-1] - offsets[:-1]).repeat_interleave(lengths)).to(initial.device)
+    symbols = evidence.symbols.new_full((int(ends[-1]),), operator.layout.num_symbols).index_copy(0, rows, evidence.symbols)
+    weights = evidence.weights
+    if weights is not None:
+        weights = weights.new_full((int(ends[-1]), weights.shape[1]), torch.nan).index_copy(0, rows, weights)
+    ones = torch.ones(len(lengths), dtype=wide_dtype(initial.device), device=initial.device)
+    found = _e_step(initial, operator, ClonedSymbols(symbols, weights, operator.layout), ends, ones, smooth=False, per_step=False)
+    return torch.where((found.impossible_step >= 0)[:, None], torch.nan, found.last)
+
+
+backends.register(backends.Backend("clones", _obstacle, _e_step, _viterbi, _predict))
 
 
 def check_evidence(evidence: Tensor, num_symbols: int, sequences: Sequences) -> None:
@@ -355,23 +370,6 @@ def rearranged_viterbi(initial: Tensor, operator: Blocks, symbols: Tensor, lengt
     return torch.from_numpy(path), float(rearranged_path(_numpy(found), group_first, *chain, most, path))
 
 
-@torch.no_grad()
-def predict(initial: Tensor, operator: Blocks, evidence: ClonedSymbols, offsets: Tensor, *, steps: int = 1) -> Tensor:
-    """As `inference.predict`: the filter over steps of which nothing is known, which needs no more memory than the layout."""
-    if steps < 1:
-        raise ValueError(f"`steps` must be at least 1, but is {steps} instead.")
-    lengths = offsets.diff()
-    ends = torch.cat([torch.zeros(1, dtype=torch.int64), (lengths + steps).cumsum(0)])
-    rows = (torch.arange(int(offsets[-1])) + (ends[:-1] - offsets[:-1]).repeat_interleave(lengths)).to(initial.device)
-    symbols = evidence.symbols.new_full((int(ends[-1]),), -1).index_copy(0, rows, evidence.symbols)
-    weights = evidence.weights
-    if weights is not None:
-        weights = weights.new_full((int(ends[-1]), weights.shape[1]), torch.nan).index_copy(0, rows, weights)
-    ones = torch.ones(len(lengths), dtype=wide_dtype(initial.device), device=initial.device)
-    found = _e_step(initial, operator, ClonedSymbols(symbols, weights, operator.layout), ends, ones, smooth=False, per_step=False)
-    return torch.where((found.impossible_step >= 0)[:, None], torch.nan, found.last)
-
-
 def _numpy(tensor: Tensor) -> np.ndarray:
     return tensor.detach().cpu().contiguous().numpy()
 
@@ -380,7 +378,7 @@ def _numpy(tensor: Tensor) -> np.ndarray:
 def _(operator: Blocks, initial: Tensor, offsets: Tensor, uniforms: Tensor) -> Tensor:
     """Raises a `ValueError` where a path reaches a state without transitions before its end."""
     layout = operator.layout
-    states = cloned_cpu.sample(layout.arrays, _numpy(initial.double().exp()), _numpy(operator.probs), offsets.numpy(), uniforms.numpy())
+    states = run.sample(layout.arrays, _numpy(initial.double().exp()), _numpy(operator.probs), offsets.numpy(), uniforms.numpy())
     ended = np.flatnonzero(states < 0)
     if len(ended):
         last = int(states[ended[0] - 1])
@@ -396,72 +394,4 @@ def _(operator: Blocks, initial: Tensor, offsets: Tensor, uniforms: Tensor) -> T
 def _(operator: Blocks, initial: Tensor, evidence: ClonedSymbols, offsets: Tensor, uniforms: Tensor, filtered: Any) -> Tensor:
     rows = None if evidence.weights is None else _numpy(evidence.weights.double())
     data = _numpy(evidence.symbols), rows, offsets.numpy()
-    return torch.from_numpy(cloned_cpu.sample_posterior(operator.layout.arrays, _numpy(initial.double()), _numpy(operator.probs), *data, uniforms.numpy()))
-
-
-_FUSED_ENTRIES = 1 << 16  # stored transitions up to which a pass of many updates is one compiled call
-
-
-@torch.no_grad()
-def online_em(
-    initial: Tensor,
-    transition: Tensor,
-    sequences: Sequences,
-    batch_size: int,
-    *,
-    layout: Layout,
-    discount: float,
-    updates: int,
-    size: Tensor,
-    data_size: float,
-    pseudocounts: Sequence[float],
-    frozen: Sequence[bool],
-    buffers: Sequence[Tensor],
-) -> Tensor:
-    """Online EM over consecutive batches of `batch_size` sequences; parameters and buffers change in place. See `dense.online_em`."""
-    sequences.check(layout.num_symbols, None)
-    operator = Blocks(transition.detach(), layout)
-    if sequences.weights is None:
-        sequences = sequences.replaced(weights=torch.ones(len(sequences), dtype=torch.float64))
-    assert sequences.weights is not None
-    weights = sequences.weights
-    initial_buffer, buffer = buffers
-    num_batches = -(-len(sequences) // batch_size)
-    batch_first = np.minimum(np.arange(num_batches + 1) * batch_size, len(sequences))
-    scores, batch = np.zeros(len(sequences)), 0
-    plain = transition.dtype == torch.float64 and layout.num_entries <= _FUSED_ENTRIES and not bool((sequences.values < 0).any())
-    row_first, symbols = layout.row_first, sequences.values.long().contiguous().numpy() if plain else None
-    while batch < num_batches:
-        if plain:
-            data = batch, batch_first, sequences.offsets.numpy(), symbols, weights.numpy(), layout.arrays, row_first
-            options = float(discount), updates + batch, size.reshape(1).numpy(), float(data_size), np.asarray(pseudocounts, float), np.asarray(frozen, bool)
-            in_place = (tensor.detach().numpy() for tensor in (initial, transition, initial_buffer, buffer))
-            batch = cloned_cpu.online_em(*data, *options, *in_place, scores)
-            if batch == num_batches:
-                break
-        first, last = int(batch_first[batch]), int(batch_first[batch + 1])
-        part = sequences[first:last]
-        statistics = _e_step(initial, operator, ClonedSymbols.of(part, layout), part.offsets, part.weights, per_step=False)
-        impossible = torch.nonzero((statistics.impossible_step >= 0) & (weights[first:last] != 0)).flatten()
-        if len(impossible):
-            n = int(impossible[0])
-            raise ValueError(impossible_message(part, n, int(statistics.impossible_step[n])))
-        scores[first:last] = statistics.log_likelihood
-        batch += 1
-        correction = 1.0 - discount ** (updates + batch)
-        size.mul_(discount).add_(statistics.initial.sum(), alpha=1 - discount)
-        share = float(size) / correction / data_size
-        for counts, counted in ((initial_buffer, statistics.initial), (buffer, statistics.counts[0])):
-            counts.mul_(discount).add_(counted, alpha=1 - discount)
-        if not frozen[0]:
-            allowed = initial > -torch.inf
-            counted = torch.where(allowed, initial_buffer / correction + pseudocounts[0] * share, 0.0)
-            if float(counted.sum()) > 0:
-                initial.copy_((counted / counted.sum()).log())
-        if not frozen[1]:
-            cloned_cpu.maximise(row_first, _in_place(transition), _in_place(buffer), 1.0 / correction, pseudocounts[1] * share, 0.0)
-    return torch.from_numpy(scores)
-
-
-def _in_place(tensor: Tensor) -> np.ndarray:
-    return tensor.detach().numpy()
+    return torch.from_numpy(run.sample_posterior(operator.layout.arrays, _numpy(initial.double()), _numpy(operator.probs), *data, uniforms.numpy()))

@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
-from functools import partial
 from itertools import chain
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_hmm import inference
-from lightning_hmm.distributions import CloneTransitions, Distribution, Initial
+from lightning_hmm.distributions import Clones, Initial, OneSymbol
+from lightning_hmm.distributions.transitions.clones import Allocation
 from lightning_hmm.inference import cloned
-from lightning_hmm.inference.cloned import Blocks, ClonedSymbols, Layout
-from lightning_hmm.inference.kernels import cloned_cpu
-from lightning_hmm.inference.results import impossible_message
-from lightning_hmm.models.discrete import DiscreteHMM
-from lightning_hmm.models.training_loop import BaumWelchTraining
+from lightning_hmm.inference.cloned import Layout
+from lightning_hmm.models.hmm import HMM
 from lightning_hmm.sequences import Sequences
 
-Allocation = Literal["uniform", "frequency", "ngram"]
 
-_MOST_SHOWN = 4096  # states whose transitions are still looked at as one matrix
-
-
-class ClonedHMM(BaumWelchTraining, DiscreteHMM):
+class ClonedHMM(HMM):
     r"""States that emit one symbol each for certain, the clones of that symbol; all that is learnt is how clones follow clones.
 
     .. math:: z_1 \sim \pi, \quad z_t \mid z_{t-1} = i \sim A_i, \quad y_t = \text{symbol of } z_t
@@ -80,6 +71,8 @@ class ClonedHMM(BaumWelchTraining, DiscreteHMM):
         HMMs, 2019.
     """
 
+    transition: Clones
+
     def __init__(
         self,
         num_states: int | None = None,
@@ -102,32 +95,27 @@ class ClonedHMM(BaumWelchTraining, DiscreteHMM):
         symbol_names: list[str] | None = None,
         unknown_symbol: str | None = None,
     ) -> None:
+        self._record_options(locals())
         if num_symbols is None:
             raise ValueError("`num_symbols` must be given: a cloned HMM is of symbols.")
         if clones is not None:
-            if len(clones) != num_symbols:
-                raise ValueError(f"`clones` must give a number for each of the {num_symbols} symbols, but gives {len(clones)} instead.")
             if num_states not in (None, sum(clones)):
                 raise ValueError(f"`num_states` must be the sum of `clones`, {sum(clones)}, but is {num_states} instead. Leave it out.")
             num_states = sum(clones)
         if num_states is None:
             raise ValueError("`num_states` must be given, or `clones`.")
-        if num_states < num_symbols:
-            raise ValueError(f"`num_states` must be at least {num_symbols}, a clone for each symbol, but is {num_states} instead.")
-        if allocation not in get_args(Allocation):
-            raise ValueError(f"`allocation` must be one of {', '.join(get_args(Allocation))}, but is {allocation!r} instead.")
-        if pairs not in ("seen", "all"):
-            raise ValueError(f"`pairs` must be seen or all, but is {pairs!r} instead.")
-        if ngram_order < 1:
-            raise ValueError(f"`ngram_order` must be at least 1, but is {ngram_order} instead.")
-        if start_concentration is not None and not start_concentration > 0:
-            raise ValueError(f"`start_concentration` must be positive, but is {start_concentration} instead.")
         if online_epochs is not None and (discount is None or online_epochs < 0):
             raise ValueError(f"`online_epochs` must not be negative and needs a `discount`, but is {online_epochs} with `discount` {discount} instead.")
+        for name in frozen:
+            if name not in ("initial", "transition"):
+                raise ValueError(f"`frozen` must name initial or transition, but names {name!r} instead.")
         super().__init__(
-            num_states=num_states,
+            num_states,
+            OneSymbol(),
+            Clones(transition_pseudocount, transition_sparsity, allocation, ngram_order, clones, pairs, start_concentration),
+            Initial(initial_pseudocount, start="uniform"),
             num_symbols=num_symbols,
-            num_features=None,
+            seed=seed,
             restarts=restarts,
             discount=discount,
             sequences_per_update=sequences_per_update,
@@ -136,77 +124,28 @@ class ClonedHMM(BaumWelchTraining, DiscreteHMM):
             symbol_names=symbol_names,
             unknown_symbol=unknown_symbol,
         )
-        self.save_hyperparameters()
-        for name in frozen:
-            if name not in ("initial", "transition"):
-                raise ValueError(f"`frozen` must name initial or transition, but names {name!r} instead.")
         self.online_epochs = online_epochs
         self.first_epoch = 0  # the epoch in which training began, or began anew
-        self.allocation, self.ngram_order, self.clones, self.pairs = allocation, ngram_order, clones, pairs
-        self.seed, self.start_concentration = seed, start_concentration
-        self.initial = Initial(initial_pseudocount)
-        self.initial.allocate(restarts, num_states)
-        self.initial.belong_to(self)
-        dtype = torch.float32 if arithmetic == "float32" else torch.float64
-        self.transition = CloneTransitions(restarts, dtype, transition_pseudocount, transition_sparsity)
-        if pairs == "all" and (clones is not None or allocation == "uniform"):
-            self.allocate(Layout(uniform_clones(num_states, num_symbols) if clones is None else clones))
 
     # Layout
 
     @property
     def layout(self) -> Layout:
         """Which states are clones of which symbol, and which transitions are stored."""
-        if self.transition.layout is None:
-            raise RuntimeError("The model has no clones yet: they are allocated from the training data, by `fit` or `initialize(sequences)`.")
         return self.transition.layout
 
-    def allocate(self, layout: Layout) -> ClonedHMM:
+    def set_layout(self, layout: Layout) -> ClonedHMM:
         """Takes a layout and starts from random transitions; before training."""
-        if (layout.num_states, layout.num_symbols) != (self.num_states, self.num_symbols):
-            mine, theirs = (self.num_states, self.num_symbols), (layout.num_states, layout.num_symbols)
-            raise ValueError(f"`layout` must have {mine[0]} clones of {mine[1]} symbols, but has {theirs[0]} of {theirs[1]} instead.")
-        self.transition.allocate(layout)
-        self.transition.randomize(torch.Generator().manual_seed(self.seed), self.start_concentration)
+        self.transition.set_layout(layout)
+        self.transition.randomize(torch.Generator().manual_seed(self.seed))
         return self
-
-    @property
-    def starts_from_data(self) -> bool:
-        return self.transition.layout is None
-
-    def initialize(self, sequences: Sequences) -> None:
-        """Allocates clones to symbols, and blocks to the pairs that occur, unless that was done already."""
-        if self.transition.layout is not None:
-            return
-        sequences.check(self.num_symbols, None)
-        assert self.num_symbols is not None
-        if self.clones is not None:
-            clones = np.asarray(self.clones)
-        elif self.allocation == "uniform":
-            clones = uniform_clones(self.num_states, self.num_symbols)
-        else:
-            order = 1 if self.allocation == "frequency" else self.ngram_order
-            clones = allocate_clones(self.num_states, ngram_counts(sequences, self.num_symbols, order, unique=self.allocation == "ngram"))
-        self.allocate(Layout(clones, None if self.pairs == "all" else seen_pairs(sequences)))
 
     @torch.no_grad()
     def start_over(self, sequences: Sequences) -> None:
-        """Forgets what was learnt: clones, blocks and starting values as if these sequences were the first. The callback `Retraining` does it in training."""
-        self.transition.layout = None
-        self.initial.set(torch.full((self.num_states,), 1 / self.num_states))
-        self.initialize(sequences)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.transition.adopt(checkpoint.get("state_dict", {}), "transition.")
-        super().on_load_checkpoint(checkpoint)
-
-    def configure_optimizers(self) -> Any:
-        if self.transition.layout is None:
-            raise MisconfigurationException(
-                "Clones are allocated from the data, which a plain DataLoader does not show as a whole. "
-                "Call `model.initialize(sequences)` before training, or train with a datamodule or `lightning_hmm.fit`."
-            )
-        return super().configure_optimizers()
+        """Forgets what was learned: clones, blocks and starting values as if these sequences were the first. The callback `Retraining` calls it."""
+        generator = torch.Generator().manual_seed(self.seed)
+        self.initial.randomize(generator)
+        self.transition.start_over(sequences, generator)
 
     # Online EM first, batch EM then
 
@@ -214,93 +153,16 @@ class ClonedHMM(BaumWelchTraining, DiscreteHMM):
     def is_online(self) -> bool:
         return super().is_online and (self.online_epochs is None or self.current_epoch - self.first_epoch < self.online_epochs)
 
-    @torch.no_grad()
-    def _e_step(self, batch: Sequences) -> dict[str, list[Tensor]]:
-        # The stored parameters are probabilities, so their gradients are not counts: the E-step is called directly.
-        self._require_sequences(batch)
-        counts: dict[str, list[Tensor]] = {"initial": [], "transition": []}
-        totals = []
-        for restart in range(self.restarts):
-            found = inference.e_step(*self.problem(batch, restart), batch.weights, dtype=self.message_dtype)
-            self._watch_impossible(batch, found.impossible_step)
-            totals.append(batch.weighted(found.log_likelihood).sum())
-            counts["initial"].append(found.initial)
-            counts["transition"].append(found.counts[0])
-        self.train_likelihood.update(torch.stack(totals), batch.num_observed())
-        # A view where there is one restart: stacking would copy what may be a billion counts.
-        return {name: [parts[0][None] if len(parts) == 1 else torch.stack(parts)] for name, parts in counts.items()}
-
     def on_train_epoch_end(self) -> None:
         super().on_train_epoch_end()
         if self.trainer.loggers:  # a name costs as much as a pass over a small language
             self.log("transition_density", float(torch.count_nonzero(self.transition.probs.detach()[self.chosen])) / self.num_states**2)
 
-    # What the family is
-
-    @property
-    def distributions(self) -> dict[str, Distribution]:
-        return {"initial": self.initial, "transition": self.transition}
-
-    def chain(self, restart: int, sequences: Sequences | None = None) -> tuple[Tensor, Blocks]:
-        probs = self.transition.probs
-        # A view where there is one restart only: selecting would copy the gradient.
-        return self.initial.log_probs[restart], Blocks(probs.view(-1) if len(probs) == 1 else probs[restart], self.layout)
-
-    def evidence(self, restart: int, sequences: Sequences) -> ClonedSymbols:  # type: ignore[override]
-        return ClonedSymbols.of(sequences, self.layout)
-
-    def _predict_states(self, sequences: Sequences, steps: int) -> Tensor:
-        return cloned.predict(*self.problem(sequences), steps=steps)  # type: ignore[arg-type]
-
     def _expected_transitions(self, sequences: Sequences) -> inference.EStep:
         """The E-step of the chosen restart."""
         return inference.e_step(*self.problem(sequences), sequences.weights, dtype=self.message_dtype)
 
-    def emit(self, states: Sequences, generator: torch.Generator) -> Sequences:
-        return states.with_values(self.layout.symbols.to(states.device)[states.values])
-
-    def predict_emission(self, state_probs: Tensor) -> Tensor:
-        symbols = self.layout.symbols.to(state_probs.device)
-        return state_probs.new_zeros(len(state_probs), self.layout.num_symbols).index_add_(1, symbols, state_probs)
-
-    @property
-    def fused_kernel(self) -> Any:
-        # The pass knows pseudocounts only, and works in float64.
-        if self.transition.prior["sparsity"] or self.arithmetic != "float64":
-            return None
-        return partial(cloned.online_em, layout=self.layout)
-
     # What is in it
-
-    @property
-    def initial_probs(self) -> Tensor:
-        """(H,) p(z_1)."""
-        return self.initial.probs
-
-    @property
-    def transition_probs(self) -> Tensor:
-        """(H, H) p(z_t+1 = j | z_t = i), for models of up to 4096 states; `transition.probs` with `layout` otherwise."""
-        if self.num_states > _MOST_SHOWN or self.transition.layout is None:
-            raise AttributeError("transition_probs")
-        return self.layout.expand(self.transition.probs.detach()[self.chosen])
-
-    def __getattr__(self, name: str) -> Any:
-        # torch replaces the message of an AttributeError that a property raises.
-        if name == "transition_probs":
-            raise AttributeError(
-                f"`transition_probs` is for models of up to {_MOST_SHOWN} states that have their clones; "
-                "`transition.probs` holds what is stored, in the order of `layout`."
-            )
-        return super().__getattr__(name)
-
-    def set_parameters(self, initial: Any = None, transition: Any = None) -> ClonedHMM:
-        """Takes probabilities, for all restarts alike; what is not given stays. Zeros stay zero in training."""
-        if initial is not None:
-            self.initial.set(initial)
-        if transition is not None:
-            _ = self.layout
-            self.transition.set(transition)
-        return self
 
     @torch.no_grad()
     def state_graph(self, sequences: Any = None, threshold: float = 1e-3) -> Any:
@@ -346,8 +208,8 @@ class ClonedHMM(BaumWelchTraining, DiscreteHMM):
             path = self.decode(Sequences.from_list([self.scrambled_evidence(text, separator)])).values.cpu()
         else:
             symbols = torch.as_tensor(self.vocabulary.encode(text), dtype=torch.int64)
-            initial, operator = self.chain(int(self.chosen))
-            path, _ = cloned.rearranged_viterbi(initial.detach(), operator, symbols, _inner_groups(text, separator))
+            operator = self.transition.operator(self.transition.natural(int(self.chosen)), None)
+            path, _ = cloned.rearranged_viterbi(self.initial.natural(int(self.chosen))[0].detach(), operator, symbols, _inner_groups(text, separator))
         if int(path[0]) < 0:
             return text
         return "".join(str(name) for name in self.vocabulary.decode(self.layout.symbols[path].tolist()))
@@ -364,18 +226,9 @@ class ClonedHMM(BaumWelchTraining, DiscreteHMM):
 
     # Smoothing and pruning
 
-    @torch.no_grad()
     def above(self, threshold: float) -> Tensor:
         """A mask of the stored transitions that are at least so probable, or the most probable of their row, in any restart."""
-        lengths = self.layout.row_lengths.to(self.device)
-        keep = torch.zeros(self.layout.num_entries, dtype=torch.bool, device=self.device)
-        for row in self.transition.probs.detach():
-            if row.is_cpu:
-                cloned_cpu.mark_above(self.layout.row_first, row.numpy(), threshold, keep.numpy())
-                continue
-            largest = torch.segment_reduce(row, "max", lengths=lengths, initial=0.0)
-            keep |= (row >= threshold) | ((row == largest.repeat_interleave(lengths, output_size=len(row))) & (row > 0))
-        return keep
+        return self.transition.above(threshold)
 
     @torch.no_grad()
     def prune(self, keep: Tensor | float) -> ClonedHMM:
@@ -387,21 +240,8 @@ class ClonedHMM(BaumWelchTraining, DiscreteHMM):
             if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 <= keep <= 1:
                 raise ValueError(f"`keep` must be a mask (a tensor of booleans) or a probability, but is {keep!r} instead.")
             keep = self.above(keep)
-        self.transition.allocate(*self.pruned(keep))
+        self.transition.set_layout(*self.transition.pruned(keep))
         return self
-
-    def pruned(self, keep: Tensor) -> tuple[Layout, Tensor]:
-        """The layout and the transitions that `prune` would leave; rows sum to one again."""
-        layout, probs = self.layout.pruned(keep), self.transition.probs.detach()[:, keep]
-        lengths = layout.row_lengths.to(probs.device)
-        sums = torch.stack([torch.segment_reduce(row, "sum", lengths=lengths) for row in probs])
-        lost = (sums == 0) & (self.layout.row_lengths.to(probs.device) > 0)
-        if bool(lost.any()):
-            raise ValueError(
-                f"`keep` must leave every state a transition of positive probability, but leaves state {int(lost.nonzero()[0, 1])} none. "
-                "`keep | model.above(1)` also keeps the most probable transition of each state."
-            )
-        return layout, probs / sums.repeat_interleave(lengths, dim=1, output_size=layout.num_entries)
 
     @torch.no_grad()
     def backed_off(self, sequences: Any, strength: float = 1.0) -> ClonedHMM:
@@ -454,7 +294,7 @@ class ClonedHMM(BaumWelchTraining, DiscreteHMM):
             unknown_symbol=None if self.vocabulary is None else self.vocabulary.unknown,
         )
         smoothed_layout, order = Layout.of_entries(layout.clones + 1, sources, targets)
-        smoothed.transition.allocate(smoothed_layout, values[order][None])
+        smoothed.transition.set_layout(smoothed_layout, values[order][None])
         num_starts = float(statistics.initial.double().sum())
         starts = torch.zeros(smoothed.num_states, dtype=torch.float64)
         starts[new] = self.initial_probs.double() * num_starts / (num_starts + strength)
@@ -462,20 +302,14 @@ class ClonedHMM(BaumWelchTraining, DiscreteHMM):
         smoothed.initial.set(starts)
         return smoothed.eval()
 
-    def _warn_impossible(self, sequences: Sequences, impossible: Tensor, stacklevel: int = 4) -> None:  # type: ignore[override]
-        found = torch.nonzero(impossible >= 0).flatten().tolist()
-        if not found:
-            return
-        n, t = found[0], int(impossible[found[0]])
-        why = "no clone that the steps before it leave possible leads there"
+    def _why_impossible(self, sequences: Sequences, n: int, t: int) -> str:
+        why = "No clone that the steps before it leave possible leads there"
         if sequences.is_discrete and t > 0:
             u, v = sequences[n][t - 1 : t + 1].tolist()
             if u >= 0 and v >= 0 and not bool((self.layout.pairs == torch.tensor([u, v])).all(1).any()):
                 names = (u, v) if self.vocabulary is None else tuple(self.vocabulary.decode([u, v]))
-                why = f"symbol {names[1]!r} never followed {names[0]!r} in training, so the model gives it probability zero there"
-        more = f" ({len(found)} sequences in all.)" if len(found) > 1 else ""
-        remedy = ' A `transition_pseudocount` with `pairs` "all" keeps every pair possible.'
-        warnings.warn(f"{impossible_message(sequences, n, t)} ({why[0].upper()}{why[1:]}.){remedy}{more}", stacklevel=stacklevel + 1)
+                why = f"Symbol {names[1]!r} never followed {names[0]!r} in training, so the model gives it probability zero there"
+        return f' ({why}.) A `transition_pseudocount` with `pairs` "all" keeps every pair possible.'
 
 
 def _sum_by(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -488,65 +322,3 @@ def _inner_groups(text: str, separator: str) -> list[int]:
     """Lengths of the stretches of a text in which letters may have changed places: the insides of words, and each other letter by itself."""
     words = ([1, len(word) - 2, 1] if len(word) > 3 else [1] * len(word) for word in text.split(separator))
     return list(chain.from_iterable([1] * len(separator) * (number > 0) + word for number, word in enumerate(words)))
-
-
-def uniform_clones(num_states: int, num_symbols: int) -> np.ndarray:
-    """The same number for each symbol; the first ones get what is left."""
-    return num_states // num_symbols + (np.arange(num_symbols) < num_states % num_symbols)
-
-
-def allocate_clones(num_states: int, shares: np.ndarray) -> np.ndarray:
-    """Clones in proportion to `shares`, one at least, `num_states` in all; what rounding leaves goes to the largest remainders."""
-    shares = np.asarray(shares, np.float64)
-    clones = np.ones(shares.shape[0], np.int64)
-    free = np.ones(shares.shape[0], bool)  # symbols whose share is worth more than the one clone they have
-    while True:
-        left = num_states - int((~free).sum())
-        ideal = shares * (left / max(shares[free].sum(), np.finfo(float).tiny))
-        small = free & (ideal < 1)
-        if not small.any():
-            break
-        free &= ~small
-    clones[free] = np.floor(ideal[free]).astype(np.int64)
-    rest = num_states - int(clones.sum())
-    remainder = np.where(free, ideal - np.floor(ideal), -1.0)
-    if not free.any():
-        remainder = shares
-    clones[np.argsort(-remainder, kind="stable")[:rest]] += 1
-    return clones
-
-
-def ngram_counts(sequences: Sequences, num_symbols: int, order: int, *, unique: bool) -> np.ndarray:
-    """(V,) how many n-grams end in each symbol: different ones, or all, with the weights of their sequences.
-
-    The n-grams at the start of a sequence are shorter. No n-gram ends in a missing symbol. A sequence of weight zero has none.
-    """
-    sequences = sequences.counted()
-    symbols = sequences.values.long().cpu().numpy()
-    offsets = sequences.offsets.numpy()
-    position = np.arange(symbols.shape[0]) - np.repeat(offsets[:-1], np.diff(offsets))
-    if not unique:
-        weights = None if sequences.weights is None else sequences.repeat_interleave(sequences.weights).cpu().numpy()[symbols >= 0]
-        return np.bincount(symbols[symbols >= 0], weights, minlength=num_symbols)
-    # The number of an n-gram is that of the pair (number of its first n - 1 symbols, last symbol), found again for each n. 0 stands for the start of
-    # the sequence, 1 for a missing symbol.
-    numbers = symbols + 2
-    for _ in range(order - 1):
-        before = np.where(position > 0, np.append(0, numbers[:-1]), 0)
-        _, numbers = np.unique(before * (num_symbols + 1) + symbols + 1, return_inverse=True)
-        numbers += 1
-    _, first = np.unique(numbers, return_index=True)
-    ends = symbols[first]
-    return np.bincount(ends[ends >= 0], minlength=num_symbols)
-
-
-def seen_pairs(sequences: Sequences) -> Tensor | None:
-    """(P, 2) the pairs of symbols that follow each other in sequences of positive weight; ``None``, for all, where symbols are missing there."""
-    sequences = sequences.counted()
-    values = sequences.values.long().cpu()
-    if bool((values < 0).any()):
-        return None
-    inside = torch.ones(max(len(values) - 1, 0), dtype=torch.bool)
-    borders = sequences.offsets[1:-1]
-    inside[borders[(borders > 0) & (borders < len(values))] - 1] = False
-    return torch.stack([values[:-1], values[1:]], 1)[inside].unique(dim=0)

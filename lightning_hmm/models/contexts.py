@@ -178,7 +178,7 @@ class BackOff:
         layout, place = Layout.of_entries(np.bincount(of_state, minlength=num_symbols), *(torch.from_numpy(new[ends[known]]) for ends in (sources, targets)))
         single = self.arithmetic == "float32"
         model = ClonedHMM(num_states=len(order), num_symbols=num_symbols, arithmetic="float32" if single else "float64", symbol_names=symbol_names)
-        model.transition.allocate(layout, torch.from_numpy(values[known])[place][None])
+        model.transition.set_layout(layout, torch.from_numpy(values[known])[place][None])
         return model.eval()
 
 

@@ -171,13 +171,9 @@ class DiscreteHMM(SequenceModel):
         NaN, and a warning, where the sequence is impossible.
         """
         sequences = self.as_sequences(sequences)
-        states = self._predict_states(sequences, steps)
+        states = inference.predict(*self.problem(sequences), steps=steps)
         self._warn_where_impossible(sequences, states.isnan().any(1))
         return self.predict_emission(states)
-
-    def _predict_states(self, sequences: Sequences, steps: int) -> Tensor:
-        """(N, S) the probabilities of the states `steps` after the end of each sequence."""
-        return inference.predict(*self.problem(sequences), steps=steps)
 
     def aic(self, sequences: Any) -> float:
         """Akaike's criterion, 2 k - 2 log L, with weights where the sequences have some; lower is better."""
@@ -195,15 +191,18 @@ class DiscreteHMM(SequenceModel):
         if bool(impossible.any()):
             self._warn_impossible(sequences, self._filter(sequences).impossible_step, stacklevel=5)
 
-    @staticmethod
-    def _warn_impossible(sequences: Sequences, impossible: Tensor, stacklevel: int = 4) -> None:
+    def _why_impossible(self, sequences: Sequences, n: int, t: int) -> str:
+        """The reason why step t of sequence n has probability zero, and the remedy, where more can be said than that; to be added to a sentence."""
+        return ""
+
+    def _warn_impossible(self, sequences: Sequences, impossible: Tensor, stacklevel: int = 4) -> None:
         """Points at the line that asked: above this, the question, and torch's decorator of it."""
         impossible_ones = impossible >= 0
         if bool(impossible_ones.any()):
             found = torch.nonzero(impossible_ones).flatten().tolist()
             more = f" ({len(found)} sequences in all.)" if len(found) > 1 else ""
-            message = impossible_message(sequences, found[0], int(impossible[found[0]])) + more
-            warnings.warn(message, stacklevel=stacklevel)
+            where = found[0], int(impossible[found[0]])
+            warnings.warn(impossible_message(sequences, *where) + self._why_impossible(sequences, *where) + more, stacklevel=stacklevel)
 
     # Training: what does not depend on how
 

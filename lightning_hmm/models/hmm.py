@@ -9,12 +9,13 @@ from itertools import islice
 from typing import Any, Literal, Self
 
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_hmm import inference
 from lightning_hmm.columns import Column, as_columns, feature_columns, symbol_column
 from lightning_hmm.distributions import Categorical, Distribution, Emission, Full, Initial, Transition
-from lightning_hmm.distributions.base import make_part, pull_back
+from lightning_hmm.distributions.base import make_part
 from lightning_hmm.distributions.exponential import ExponentialFamily
 from lightning_hmm.distributions.starting import STEPS_TO_START_FROM, excerpt, guess_states
 from lightning_hmm.inference.evidence import Evidence
@@ -22,7 +23,8 @@ from lightning_hmm.inference.operators import Dense, Operator
 from lightning_hmm.models.discrete import DiscreteHMM
 from lightning_hmm.models.sequence_model import check_counts
 from lightning_hmm.models.training_loop import BaumWelchTraining
-from lightning_hmm.optim.online import categorical_pass
+from lightning_hmm.optim import BaumWelch
+from lightning_hmm.optim.online import online_pass
 from lightning_hmm.sequences import Sequences
 
 _CHUNK = 1 << 22  # numbers that a temporary array of an E-step holds at most: larger ones are given back to the system after each use
@@ -106,8 +108,9 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         self.seed, self.initialization = seed, initialization
         self.columns: list[Column] | None = None
         self.initial = make_part(initial or Initial(), Initial, "initial")
-        self.transition = make_part(transition or Full(), Transition, "transition")
-        self.emission = None if emission is None else make_part(emission, Emission, "emission")
+        emitted = None if emission is None else make_part(emission, Emission, "emission")
+        self.transition = make_part(transition or (emitted and emitted.partner) or Full(), Transition, "transition")
+        self.emission = emitted
         if observed is not None:
             self.allocate(observed)
 
@@ -129,14 +132,15 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         columns = list(columns)
         categorical = len(columns) == 1 and columns[0].is_categorical
         if self.emission is None:
-            self.emission = make_part("Categorical" if categorical else "Gaussian", Emission, "emission")
+            self.emission = make_part(self.transition.partner or ("Categorical" if categorical else "Gaussian"), Emission, "emission")
+        _check_partners(self.transition, self.emission)
+        self.num_symbols, self.num_features = (columns[0].num_categories, None) if categorical else (None, len(columns))
+        for part in (self.initial, self.transition, self.emission):
+            part.belong_to(self)
         self.emission.allocate(self.restarts, self.num_states, columns)
         self.transition.allocate(self.restarts, self.num_states)
         self.initial.allocate(self.restarts, self.num_states)
         self.columns = columns
-        self.num_symbols, self.num_features = (columns[0].num_categories, None) if categorical else (None, len(columns))
-        for part in self.distributions.values():
-            part.belong_to(self)
         self._randomize(torch.Generator().manual_seed(self.seed))
         self._save_options()
         return self
@@ -195,7 +199,7 @@ class HMM(BaumWelchTraining, DiscreteHMM):
     def __getattr__(self, name: str) -> Any:
         # Python calls this, too, where one of the properties above has no value.
         if name == "transition_probs":
-            raise AttributeError(f"`transition_probs` is a matrix, but {type(self.transition).__name__} transitions are not one matrix.")
+            raise AttributeError(f"`transition_probs` is a matrix, but {type(self.transition).__name__} transitions {self.transition.no_matrix}.")
         if name == "emission_probs":
             names = self.emission.names if isinstance(self.emission, ExponentialFamily) else ()
             has = f": a {type(self.emission).__name__} emission has {' and '.join(f'`{name}`' for name in names)}" if names else ""
@@ -244,7 +248,7 @@ class HMM(BaumWelchTraining, DiscreteHMM):
 
     @property
     def starts_from_data(self) -> bool:
-        return not self.is_allocated or not bool(self.emission.is_located)
+        return not self.is_allocated or not bool(self.emission.is_located) or not self.transition.is_started
 
     def take_sizes(self, parts: Sequence[Sequences]) -> None:
         if not self.is_allocated:
@@ -255,17 +259,31 @@ class HMM(BaumWelchTraining, DiscreteHMM):
 
     @torch.no_grad()
     def initialize(self, sequences: Sequences) -> None:
-        """Takes sizes, center and scale from the data where the model has none, and starts the emissions from them unless they were set."""
+        """Takes sizes, center and scale from the data where the model has none, and starts parts from them unless they were set."""
         self.take_sizes([sequences])
+        self.emission.check(sequences)
+        if not self.transition.is_started:
+            self.transition.start(sequences, torch.Generator().manual_seed(self.seed))
         if bool(self.emission.is_located):
             return
-        self.emission.check(sequences)
         generator = torch.Generator().manual_seed(self.seed)
         self.emission.locate(sequences)
         if not bool(self.emission.is_set):
             part = excerpt(sequences, generator)
             self.emission.start(part, guess_states(part, self.num_states, self.restarts, generator, self.initialization))
         self.emission.is_located.fill_(True)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.transition.adopt(checkpoint.get("state_dict", {}), "transition.")
+        super().on_load_checkpoint(checkpoint)
+
+    def configure_optimizers(self) -> BaumWelch:
+        if not self.distributions["transition"].is_started:
+            raise MisconfigurationException(
+                f"{type(self.transition).__name__} transitions start from all training data, which a plain DataLoader does not provide as a whole. "
+                "Call `model.initialize(sequences)` before training, or train with a datamodule or `lightning_hmm.fit`."
+            )
+        return super().configure_optimizers()
 
     def on_fit_start(self) -> None:
         super().on_fit_start()
@@ -330,7 +348,7 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         evidence = emitted if classes is None else emitted.shared(classes)
         found = inference.e_step(initial, operator, evidence, batch.offsets, batch.weights, dtype=self.message_dtype, per_step=per_step)
         flat = [leaf for part in leaves[:2] for leaf in part if leaf.requires_grad]
-        counts = pull_back([initial, *operator.natural], [found.initial, *found.counts], flat)
+        counts = self.transition.statistics(initial, operator, found, flat)
         gradient = found.evidence if classes is None else emitted.gathered(found.evidence, classes)
         if not self.emission.is_closed:
             if "emission" not in self.frozen:
@@ -362,8 +380,20 @@ class HMM(BaumWelchTraining, DiscreteHMM):
 
     @property
     def fused_kernel(self) -> Any:
-        categorical = type(self.emission) is Categorical and type(self.transition) is Full and type(self.initial) is Initial
-        return categorical_pass if categorical else None
+        return online_pass(self.initial, self.transition, self.emission)
+
+
+def _check_partners(transition: Transition, emission: Emission) -> None:
+    """Refuses an emission and transitions of which one requires another."""
+    names = {side: {family.__name__ for family in type(part).__mro__} for side, part in (("transition", transition), ("emission", emission))}
+    if transition.partner is not None and transition.partner not in names["emission"]:
+        raise ValueError(
+            f"{type(transition).__name__} transitions must be combined with a {transition.partner} emission, but the emission is a {type(emission).__name__}."
+        )
+    if emission.partner is not None and emission.partner not in names["transition"]:
+        raise ValueError(
+            f"A {type(emission).__name__} emission must be combined with {emission.partner} transitions, but the transitions are {type(transition).__name__}."
+        )
 
 
 def _columns(

@@ -191,9 +191,10 @@ class BaumWelch(Optimizer):
         buffers: list[Tensor],
     ) -> Tensor:
         """The compiled pass of each restart. All restarts see the same sequences, so the buffer of batch sizes advances once."""
-        pseudocounts = [group["prior"].get("pseudocount", 0.0) for group in self.param_groups]
-        options = {"discount": discount, "updates": updates, "data_size": data_size, "pseudocounts": pseudocounts}
-        options["frozen"] = [group["frozen"] for group in self.param_groups]
+        groups = [group for group in self.param_groups for _ in group["params"]]
+        priors = [group["prior"].get("pseudocount", 0.0) - group["prior"].get("sparsity", 0.0) for group in groups]
+        options = {"discount": discount, "updates": updates, "data_size": data_size, "priors": priors}
+        options["frozen"] = [group["frozen"] for group in groups]
         scores, size_before = [], size.clone()
         for restart in range(parameters[0].shape[0]):
             size.copy_(size_before)

@@ -1,51 +1,147 @@
-"""Many updates of online EM in one compiled pass, for categorical rows: the first state, a full transition matrix and symbols."""
+"""Many updates of online EM in one pass, compiled where that is possible.
+
+A pass makes an update for each `batch_size` consecutive sequences: an E-step and a step of `BaumWelch`, without the cost of a Python step for each. The
+update is `inference.cpu.updates`. A batch that leaves the range of the compiled E-step is done by `inference.e_step`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_hmm.inference.cpu.online import online_pass
+from lightning_hmm import inference
+from lightning_hmm.distributions import Categorical, Clones, Emission, Full, Initial, OneSymbol, Transition
+from lightning_hmm.inference.cloned import Blocks, ClonedSymbols
+from lightning_hmm.inference.cpu.clones.online import ClonesPass
+from lightning_hmm.inference.cpu.online import DensePass
+from lightning_hmm.inference.cpu.updates import Part, advance, over_rows, update_rows
+from lightning_hmm.inference.operators import Dense
 from lightning_hmm.inference.results import impossible_message
 from lightning_hmm.sequences import Sequences
 
 
-def categorical_pass(
-    initial: Tensor,
-    transition: Tensor,
-    emission: Tensor,
+class _Problem(NamedTuple):
+    """What a pass needs of a kind of model, for one restart.
+
+    compiled: makes updates from a batch on and returns the number of the first that it did not do; has `counts` and `scores`.
+    row_first: where the rows of each parameter begin.
+    are_logs: whether each parameter is log-probabilities.
+    inference: the first arguments of `inference.e_step` for some of the sequences.
+    counts: the expected counts of each parameter in an E-step.
+    """
+
+    compiled: Any
+    row_first: list[np.ndarray]
+    are_logs: list[bool]
+    inference: Callable[[Sequences], tuple[Any, Any, Any, Tensor]]
+    counts: Callable[[inference.EStep], tuple[Tensor, ...]]
+
+
+def online_pass(initial: Initial, transition: Transition, emission: Emission) -> Callable[..., Tensor] | None:
+    """The pass of models with these parts, or ``None`` if there is none. See `_run` for its arguments."""
+    problem = _PROBLEMS.get((type(initial), type(transition), type(emission)))
+    if problem is None or any(parameter.dtype != torch.float64 for parameter in transition.parameters()):
+        return None
+
+    @torch.no_grad()
+    def run(*arguments: Any, **options: Any) -> Tensor:
+        *parameters, sequences, batch_size = arguments
+        return _run(problem(transition, parameters, sequences, batch_size), parameters, sequences, batch_size, **options)
+
+    return run
+
+
+def _run(
+    problem: _Problem,
+    parameters: Sequence[Tensor],
     sequences: Sequences,
     batch_size: int,
     *,
     size: Tensor,
     buffers: Sequence[Tensor],
-    **options: Any,
+    discount: float,
+    updates: int,
+    data_size: float,
+    priors: Sequence[float],
+    frozen: Sequence[bool],
 ) -> Tensor:
     """Online EM over consecutive batches of `batch_size` sequences; parameters and buffers change in place.
 
-    Each batch is an E-step and a step of `BaumWelch`, without the cost of a Python step for each.
-
     Args:
-        initial, transition, emission: (K,), (K, K) and (K, V) log-probabilities on the CPU.
+        problem: the kind of model.
+        parameters: of one restart, on the CPU.
         sequences: of symbols.
         batch_size: sequences of an update.
         size: the discounted number of sequences in a batch.
-        buffers: the discounted counts of the parameters, in their order.
-        options: see `inference.cpu.online.online_pass`.
+        buffers: the discounted counts of the parameters.
+        discount: of older counts, below 1; 0 for none.
+        updates: how many updates have gone before.
+        data_size: the number of sequences of all data; a batch takes its share of the priors.
+        priors: what the prior of each parameter adds to a count of the whole data.
+        frozen: which parameters stay as they are.
 
     Returns:
         (N,) log p(y) of each sequence under the parameters that its batch met.
     """
-    weights = np.ones(len(sequences)) if sequences.weights is None else sequences.weights.numpy()
-    symbols = sequences.symbols(emission.shape[1]).numpy()
-    log_initial, log_transition, log_emission = (tensor.detach().numpy() for tensor in (initial, transition, emission))
-    memory = [buffer.numpy() for buffer in buffers]
-    data = symbols, sequences.offsets.numpy(), weights
-    scores, impossible = online_pass(log_initial, log_transition, log_emission, memory, size.reshape(1).numpy(), *data, batch_size=batch_size, **options)
-    if impossible is not None:
-        raise ValueError(impossible_message(sequences, *impossible))
-    return torch.from_numpy(scores)
+    compiled, sizes = problem.compiled, size.reshape(1).numpy()
+    values, memory = ([tensor.detach().view(-1).numpy() for tensor in tensors] for tensors in (parameters, buffers))
+    options = zip(problem.row_first, values, compiled.counts, memory, map(float, priors), map(bool, frozen), problem.are_logs, strict=True)
+    parts = tuple(Part(*option) for option in options)
+    num_batches, batch = -(-len(sequences) // batch_size), 0
+    while (batch := compiled(batch, parts, float(discount), updates + batch, sizes, float(data_size))) < num_batches:
+        first, last = batch * batch_size, min((batch + 1) * batch_size, len(sequences))
+        chunk = sequences[first:last]
+        found = inference.e_step(*problem.inference(chunk), weights=chunk.weights)
+        impossible = torch.nonzero((found.impossible_step >= 0) & (True if chunk.weights is None else chunk.weights != 0)).flatten()
+        if len(impossible):
+            n = int(impossible[0])
+            raise ValueError(impossible_message(sequences, first + n, int(found.impossible_step[n])))
+        compiled.scores[first:last] = found.log_likelihood
+        for part, counts in zip(parts, problem.counts(found), strict=True):
+            part.counts[:] = counts.reshape(-1)
+        batch += 1
+        factor, share = advance(sizes, float(found.initial.sum()), updates + batch, float(discount), float(data_size))
+        for part in parts:
+            over_rows(part.row_first, update_rows, part, float(discount), factor, share)
+    return torch.from_numpy(compiled.scores)
+
+
+def _weights(sequences: Sequences) -> np.ndarray:
+    weights: np.ndarray = np.ones(len(sequences)) if sequences.weights is None else sequences.weights.numpy()
+    return weights
+
+
+def _categorical(transition: Any, parameters: Sequence[Tensor], sequences: Sequences, batch_size: int) -> _Problem:
+    log_initial, log_transition, log_emission = (parameter.detach() for parameter in parameters)
+    (num_states, num_symbols), offsets = log_emission.shape, sequences.offsets.numpy()
+    symbols = sequences.symbols(num_symbols).numpy()
+    return _Problem(
+        DensePass(log_transition.numpy(), log_emission.numpy(), symbols, offsets, _weights(sequences), batch_size),
+        [np.arange(0, rows * width + 1, width) for rows, width in ((1, num_states), (num_states, num_states), (num_states, num_symbols))],
+        [True, True, True],
+        lambda chunk: (log_initial, Dense(log_transition), inference.Table(log_emission, chunk.symbols(num_symbols)), chunk.offsets),
+        lambda found: (found.initial, found.counts[0], found.evidence),
+    )
+
+
+def _clones(transition: Any, parameters: Sequence[Tensor], sequences: Sequences, batch_size: int) -> _Problem:
+    log_initial, probs = (parameter.detach() for parameter in parameters)
+    layout = transition.layout
+    symbols = sequences.symbols(layout.num_symbols).numpy()
+    return _Problem(
+        ClonesPass(layout.arrays, layout.num_entries, symbols, sequences.offsets.numpy(), _weights(sequences), batch_size),
+        [np.array([0, layout.num_states]), layout.row_first],
+        [True, False],
+        lambda chunk: (log_initial, Blocks(probs, layout), ClonedSymbols.of(chunk, layout), chunk.offsets),
+        lambda found: (found.initial, found.counts[0]),
+    )
+
+
+_PROBLEMS: dict[tuple[type, ...], Callable[[Any, Sequence[Tensor], Sequences, int], _Problem]] = {
+    (Initial, Full, Categorical): _categorical,
+    (Initial, Clones, OneSymbol): _clones,
+}

@@ -116,7 +116,7 @@ def test_without_a_long_run_the_rest_is_reported(monkeypatch):
     assert not any("mad" in name for name in found)
     assert np.isfinite(found["test/nll_normalised"])
     model = ClonedHMM(num_states=11, num_symbols=3, pairs="all")
-    monkeypatch.setattr(lightning_hmm.models.cloned, "_MOST_SHOWN", 10)
+    monkeypatch.setattr(lightning_hmm.distributions.transitions.clones, "MOST_SHOWN", 10)
     with pytest.warns(UserWarning, match="too many states for a transition matrix"):
         found = report(model, sequences)
     assert "test/cooccurrence_mad_analytic" not in found

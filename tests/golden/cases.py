@@ -78,7 +78,8 @@ def results(name: str, arithmetic: str, start: dict[str, np.ndarray] | None = No
         if model.starts_from_data:
             model.initialize(data)
         start = {key: value.numpy().copy() for key, value in model.state_dict().items()}
-    model.load_state_dict({key: torch.from_numpy(value) for key, value in start.items()})
+    # Buffers that were added later are those of a new model.
+    model.load_state_dict({**model.state_dict(), **{key: torch.from_numpy(value) for key, value in start.items()}})
     posterior = model.posterior(data)
     found = {
         "log_likelihood": model.score(data),

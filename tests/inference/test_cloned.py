@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from lightning_hmm import inference
-from lightning_hmm.inference import Rows, cloned
+from lightning_hmm.inference import Rows, cloned, cloned_portable
 from lightning_hmm.inference.cloned import Blocks, ClonedSymbols, Layout
-from lightning_hmm.inference.kernels import cloned_cpu, cloned_plan, cloned_portable
-from lightning_hmm.inference.kernels import cloned_filters as filters
+from lightning_hmm.inference.cpu.clones import plan, run, two_filters
 from lightning_hmm.inference.operators import Dense
 from lightning_hmm.sequences import Sequences
 from tests.inference.oracle import Answer, enumerate_next, enumerate_paths, log_space, path_score
@@ -100,7 +99,7 @@ def test_enumeration(kind, stored):
             np.testing.assert_allclose(path.log_probability[n], answer.score, rtol=1e-10)
         for steps in (1, 2):
             predicted = inference.predict(*case.problem, steps=steps)
-            torch.testing.assert_close(cloned.predict(*case.problem, steps=steps), predicted, rtol=1e-10, atol=1e-14, equal_nan=True)
+            torch.testing.assert_close(inference.predict(*case.problem, steps=steps), predicted, rtol=1e-10, atol=1e-14, equal_nan=True)
             for found, rows, answer in zip(predicted, case.rows, answers, strict=True):
                 if answer.log_likelihood > -np.inf:
                     np.testing.assert_allclose(found, enumerate_next(case.initial.numpy(), case.log_matrix, rows, steps), rtol=1e-10, atol=1e-15)
@@ -149,8 +148,8 @@ def test_the_twin_gives_the_same(kind, stored, smooth):
     )
     rows = None if case.evidence is None else case.evidence.numpy()
     arrays = case.initial.numpy(), case.transition.numpy(), values.numpy(), rows, case.sequences.offsets.numpy(), weights.numpy()
-    mine = cloned_cpu.e_step(case.layout.arrays, *arrays, smooth=smooth, per_step=smooth, last=True)
-    for name, one, other in zip(cloned_cpu.Results._fields, mine, twin, strict=True):
+    mine = run.e_step(case.layout.arrays, *arrays, smooth=smooth, per_step=smooth, last=True)
+    for name, one, other in zip(run.Results._fields, mine, twin, strict=True):
         if one.size:
             np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12, err_msg=name)
     path = cloned_portable.viterbi(case.layout.arrays, case.initial, case.transition, values, case.evidence, case.sequences.offsets)
@@ -211,7 +210,7 @@ def test_neither_threads_nor_company_change_a_bit(kind, monkeypatch):
         assert torch.equal(results[0].counts[0], other.counts[0])
     alone = [inference.log_likelihood(*problem(case.initial, case.transition, case.layout, case.sequences[n : n + 1])) for n in range(7)]
     assert torch.equal(torch.cat(alone), results[0].log_likelihood)
-    monkeypatch.setattr(cloned_plan, "MESSAGE_BYTES", 200_000)  # several goes
+    monkeypatch.setattr(plan, "MESSAGE_BYTES", 200_000)  # several goes
     few = inference.posterior(*case.problem)
     assert torch.equal(few.smoothed, results[0].smoothed)
     torch.testing.assert_close(few.counts, results[0].counts, rtol=1e-12, atol=1e-14)
@@ -231,14 +230,14 @@ def test_two_filters_are_one_pass_there_and_back(way, dtype, monkeypatch):
     given = *problem(case.initial, transition, case.layout, case.sequences), weights
     whole, rows = inference.e_step(*given), inference.posterior(*given)
     again, done = [], []
-    mend, run = filters.mend, cloned_cpu._two_filters
-    monkeypatch.setattr(filters, "mend", lambda *given: again.append(mend(*given)) or again[-1])
-    monkeypatch.setattr(cloned_cpu, "_two_filters", lambda *given, **how: done.append(run(*given, **how)) or done[-1])
-    monkeypatch.setattr(cloned_cpu, "_WORTH_PLANNING", 0)
+    repair, both = two_filters.repair_chunks, run._two_filters
+    monkeypatch.setattr(two_filters, "repair_chunks", lambda *given: again.append(repair(*given)) or again[-1])
+    monkeypatch.setattr(run, "_two_filters", lambda *given, **how: done.append(both(*given, **how)) or done[-1])
+    monkeypatch.setattr(run, "_WORTH_PLANNING", 0)
     if way not in ("small", "wide"):
-        monkeypatch.setattr(cloned_cpu, "_CACHE_BYTES", 0)
+        monkeypatch.setattr(run, "_CACHE_BYTES", 0)
     if way != "right guess":
-        monkeypatch.setattr(filters, "memory", lambda *_: 1)
+        monkeypatch.setattr(two_filters, "mixing_time", lambda *_: 1)
     rtol, atol = (1e-4, 1e-6) if dtype == torch.float32 else (1e-9, 1e-12)
     found = inference.e_step(*given)
     for one, other in zip((*found[:3], *found.counts), (*whole[:3], *whole.counts), strict=True):
@@ -361,9 +360,9 @@ def test_pruned_layouts_count_like_whole_blocks_with_zeros(share, length, dtype,
     np.testing.assert_allclose(found.initial, expected.initial, **tolerance)
     np.testing.assert_allclose(found.log_likelihood, expected.log_likelihood, rtol=tolerance["rtol"])
     np.testing.assert_allclose(inference.log_likelihood(*given), expected.log_likelihood, rtol=tolerance["rtol"])
-    predicted = [cloned.predict(*problem(initial, part, layout, symbols[:4])) for part, layout in ((probs, whole), (probs[keep], pruned))]
+    predicted = [inference.predict(*problem(initial, part, layout, symbols[:4])) for part, layout in ((probs, whole), (probs[keep], pruned))]
     np.testing.assert_allclose(*predicted, **tolerance)
-    monkeypatch.setattr(cloned_plan, "MESSAGE_BYTES", 5000)  # in several goes, on one thread: the same bits
+    monkeypatch.setattr(plan, "MESSAGE_BYTES", 5000)  # in several goes, on one thread: the same bits
     threads = torch.get_num_threads()
     torch.set_num_threads(3 - min(threads, 2))
     again = inference.e_step(*given, weights)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numba import typeof
 from numba.core.registry import cpu_target
 
+import lightning_hmm.inference
 from lightning_hmm.inference.cpu import cache
+from lightning_hmm.inference.cpu.clones import forward_backward
 
 
 class First(NamedTuple):
@@ -59,3 +62,12 @@ def test_the_index_depends_on_all_source_files(tmp_path):
     before = cache._hash_of(tmp_path / "one.py")
     (tmp_path / "one.py").write_text("a = 2\n")
     assert cache._hash_of(tmp_path / "one.py") != before
+
+
+def test_every_compiled_module_of_inference_uses_this_cache():
+    """numba's own cache does not notice an edit in a file that compiled code imports."""
+    package = Path(lightning_hmm.inference.__file__).parent
+    paths = [path for folder in ("cpu", "kernels") for path in (package / folder).rglob("*.py")]
+    assert [path for path in paths if "cache=True" in path.read_text()] == []
+    assert cache._hash_of(*(path for folder in ("cpu", "kernels") for path in sorted((package / folder).rglob("*.py")))) == cache._PACKAGE_STAMP
+    assert isinstance(forward_backward.forward_lane._cache, cache.SourceCache)

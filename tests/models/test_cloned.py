@@ -12,11 +12,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import lightning_hmm
-from lightning_hmm import ClonedHMM, Sequences, StandardHMM, fit, inference
+from lightning_hmm import HMM, ClonedHMM, Clones, OneSymbol, Sequences, StandardHMM, Transition, fit, inference
 from lightning_hmm.callbacks import Pruning, Retraining
 from lightning_hmm.data import loader
-from lightning_hmm.inference.cloned import Layout
-from lightning_hmm.models.cloned import allocate_clones, ngram_counts
+from lightning_hmm.distributions.transitions.clones import allocate_clones, ngram_counts
+from lightning_hmm.inference.cloned import Blocks, ClonedSymbols, Layout
 from lightning_hmm.optim import BaumWelch
 from tests.helpers import assert_identical_parameters, assert_same_parameters, random_symbols
 
@@ -140,7 +140,7 @@ def test_float32_stores_in_float32_and_comes_near(rng):
     assert (
         float(single.score(sequences).sum()) > float(ClonedHMM(**OPTIONS, pairs="all").score(sequences).sum()) + 20
     )  # it learned; its start is drawn in float32
-    start = ClonedHMM(**OPTIONS, arithmetic="float32").allocate(wide.layout)
+    start = ClonedHMM(**OPTIONS, arithmetic="float32").set_layout(wide.layout)
     start.transition.probs.data.copy_(wide.transition.probs)
     np.testing.assert_allclose(start.score(sequences), wide.score(sequences), rtol=1e-5)
 
@@ -262,7 +262,7 @@ def test_degrees_of_freedom_leave_out_structural_zeros_and_frozen_parts(tmp_path
     stored = two.transition.probs.detach()
     with torch.no_grad():
         stored[1, int(stored[1].argmin())] = 0
-    two.transition.allocate(two.layout, stored)
+    two.transition.set_layout(two.layout, stored)
     for restart in range(2):
         two.chosen.fill_(restart)
         assert two.num_free_parameters == int((stored[restart] > 0).sum()) - 3
@@ -270,7 +270,7 @@ def test_degrees_of_freedom_leave_out_structural_zeros_and_frozen_parts(tmp_path
 
 def test_large_models_have_no_matrix():
     model = ClonedHMM(num_states=5000, num_symbols=2)
-    model.allocate(Layout([4999, 1], [(0, 1), (1, 0)]))
+    model.set_layout(Layout([4999, 1], [(0, 1), (1, 0)]))
     with pytest.raises(AttributeError, match="up to 4096 states"):
         _ = model.transition_probs
     assert model.transition.probs.shape == (1, 2 * 4999)
@@ -317,7 +317,7 @@ def test_batch_em_goes_on_where_online_em_ended(rng):
     sequences = whole(rng)
     both = fit(ClonedHMM(**OPTIONS, **PHASES), sequences, 5, 0, batch_size=6)
     online = fit(ClonedHMM(**OPTIONS, **PHASES), sequences, 2, 0, batch_size=6)
-    batch = ClonedHMM(**OPTIONS, transition_pseudocount=1e-3).allocate(online.layout)
+    batch = ClonedHMM(**OPTIONS, transition_pseudocount=1e-3).set_layout(online.layout)
     batch.transition.probs.data.copy_(online.transition.probs)
     assert_same_parameters(both, fit(batch, sequences, 3, 0))
     by_batch = {**PHASES, "sequences_per_update": None}
@@ -516,3 +516,63 @@ def test_backing_off_helps_on_data_that_were_not_seen():
     train, test = (truth.sample(4, 300, seed=int(seed)) for seed in rng.integers(0, 1000, 2))
     model = fit(ClonedHMM(num_states=40, num_symbols=4, pairs="all"), train, 60, 0)
     assert float(model.backed_off(train, 1.0).score(test).sum()) > float(model.score(test).sum()) + 50
+
+
+# A composition of parts
+
+
+def test_the_parts_by_name_are_the_same_model(rng, tmp_path):
+    """By name, by instance, and the model of the paper: the same parameters, and a checkpoint that brings its layout."""
+    sequences = whole(rng)
+    options = {"num_states": 11, "seed": 3, "restarts": 2, "frozen": ["initial"]}
+    named = {
+        "transition": {"class_path": "Clones", "init_args": {"pseudocount": 0.01}},
+        "initial": {"class_path": "Initial", "init_args": {"start": "uniform"}},
+    }
+    saving = {"callbacks": [ModelCheckpoint(tmp_path, save_last=True)], "enable_checkpointing": True}
+    by_name = fit(HMM(**options, **named), sequences, 4, 0, **saving)
+    assert type(by_name.emission) is OneSymbol
+    assert by_name.num_symbols == 5
+    expected = fit(ClonedHMM(**OPTIONS, restarts=2, transition_pseudocount=0.01), sequences, 4, 0)
+    assert isinstance(expected, HMM)
+    assert_same_parameters(by_name, expected)
+    for loaded in (lightning_hmm.load(tmp_path / "last.ckpt"), HMM.load_from_checkpoint(tmp_path / "last.ckpt")):
+        assert_identical_parameters(loaded, by_name)
+        assert torch.equal(loaded.predict_next(sequences), by_name.predict_next(sequences))
+        assert torch.equal(loaded.decode(sequences).values, by_name.decode(sequences).values)
+    assert type(HMM(11, "OneSymbol", num_symbols=5).transition) is Clones
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"transition": Clones(), "emission": "Categorical", "num_symbols": 3}, "Clones transitions must be .* a OneSymbol emission, but .* is a Categorical"),
+        ({"transition": "Full", "emission": OneSymbol(), "num_symbols": 3}, "A OneSymbol emission must be .* Clones transitions, but .* are Full"),
+        ({"transition": Clones(), "num_features": 2}, "A OneSymbol emission must have one column of symbols, but the columns are"),
+        ({"transition": Clones(clones=[1, 2, 1]), "num_symbols": 3}, "`num_states` must be the sum of `clones`, 4, but is 5"),
+    ],
+)
+def test_parts_that_do_not_fit_together_are_refused_by_name(options, message):
+    with pytest.raises(ValueError, match=message):
+        HMM(5, **options)
+
+
+def test_counts_of_another_parametrization_are_pulled_back_through_the_probabilities(rng):
+    """The operator holds probabilities: a part that computes them from logits gets the gradient in the logits."""
+
+    class Logits(Clones):
+        statistics = Transition.statistics
+
+        def operator(self, natural, batch):
+            logits, rows = natural[0], self.layout.states_of()[0]
+            weights = logits.exp()
+            return Blocks(weights / weights.new_zeros(self.num_states).index_add(0, rows, weights)[rows], self.layout)
+
+    sequences = whole(rng)
+    model = HMM(11, OneSymbol(), Logits(pairs="all"), num_symbols=5)
+    _, (_, found) = model._expected_counts(sequences, 0)
+    logits = model.transition.probs.detach()[0].clone().requires_grad_()
+    operator = model.transition.operator([logits], None)
+    first = model.initial.log_probs.detach()[0]
+    inference.log_likelihood(first, operator, ClonedSymbols.of(sequences, model.transition.layout), sequences.offsets).sum().backward()
+    torch.testing.assert_close(found, logits.grad)

@@ -1,6 +1,7 @@
 """Transitions, one file for each kind."""
 
+from lightning_hmm.distributions.transitions.clones import Clones
 from lightning_hmm.distributions.transitions.full import Full
 from lightning_hmm.distributions.transitions.mostly_constant import DenseMostlyConstant
 
-__all__ = ["DenseMostlyConstant", "Full"]
+__all__ = ["Clones", "DenseMostlyConstant", "Full"]

@@ -24,7 +24,7 @@ def _hash_of(*paths: Path) -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
 
 
-_PACKAGE_STAMP = _hash_of(*(path for folder in _FOLDERS for path in sorted(folder.glob("*.py"))))
+_PACKAGE_STAMP = _hash_of(*(path for folder in _FOLDERS for path in sorted(folder.rglob("*.py"))))
 _file_stamps: dict[type, set[str]] = {}
 
 

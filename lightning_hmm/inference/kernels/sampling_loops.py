@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
-_kernel = njit(nogil=True, cache=True, error_model="numpy")  # sums are taken as written, and NaN compares as NaN
+from lightning_hmm.inference.cpu.cache import strict_kernel
 
 
-@_kernel
-def _draw(weights, uniform):
+@strict_kernel
+def draw(weights, uniform):
     """The index that `uniform` in [0, 1) falls on when `weights` divide the unit interval; -1 where all are zero."""
     total = 0.0
     for k in range(weights.shape[0]):
@@ -26,29 +25,29 @@ def _draw(weights, uniform):
     return chosen
 
 
-@_kernel
+@strict_kernel
 def dense_chains(initial, transition, offsets, uniforms):
     """State paths of a Markov chain, one per sequence, from one uniform number for each step."""
     states = np.empty(uniforms.shape[0], np.int64)
     for n in range(offsets.shape[0] - 1):
         for row in range(offsets[n], offsets[n + 1]):
-            states[row] = _draw(initial if row == offsets[n] else transition[states[row - 1]], uniforms[row])
+            states[row] = draw(initial if row == offsets[n] else transition[states[row - 1]], uniforms[row])
     return states
 
 
-@_kernel
+@strict_kernel
 def dense_paths(filtered, offsets, transition, uniforms, states):
     """Backward sampling: z_T ~ p(z_T | y), then z_t ~ alpha_t(i) A[i, z_t+1]. A sequence whose weights are all zero gets -1."""
     for n in range(offsets.shape[0] - 1):
         for row in range(offsets[n + 1] - 1, offsets[n] - 1, -1):
             weights = filtered[row] if row == offsets[n + 1] - 1 else filtered[row] * transition[:, states[row + 1]]
-            states[row] = _draw(weights, uniforms[row])
+            states[row] = draw(weights, uniforms[row])
             if states[row] < 0:
                 states[offsets[n] : offsets[n + 1]] = -1
                 break
 
 
-@_kernel
+@strict_kernel
 def mostly_constant_chains(initial, indices, values, constants, offsets, uniforms):
     """State paths of the chain, one per sequence, in O(K) for each step; the kept entries of a row are in the order of their columns."""
     num_states, num_kept = indices.shape
@@ -56,13 +55,13 @@ def mostly_constant_chains(initial, indices, values, constants, offsets, uniform
     for n in range(offsets.shape[0] - 1):
         for row in range(offsets[n], offsets[n + 1]):
             if row == offsets[n]:
-                states[row] = _draw(initial, uniforms[row])
+                states[row] = draw(initial, uniforms[row])
                 continue
             i = states[row - 1]
             mass = values[i].sum()
             others = (num_states - num_kept) * constants[i]
             if uniforms[row] * (mass + others) < mass or others == 0:
-                states[row] = indices[i, _draw(values[i], min(uniforms[row] * (mass + others) / mass, 1.0))]
+                states[row] = indices[i, draw(values[i], min(uniforms[row] * (mass + others) / mass, 1.0))]
                 continue
             # The rank among the columns that are not kept, then the column of that rank.
             j = min(int((uniforms[row] * (mass + others) - mass) / constants[i]), num_states - num_kept - 1)
@@ -73,7 +72,7 @@ def mostly_constant_chains(initial, indices, values, constants, offsets, uniform
     return states
 
 
-@_kernel
+@strict_kernel
 def mostly_constant_paths(filtered, offsets, starts, sources, values, constants, uniforms, states):
     """Backward sampling: z_T ~ p(z_T | y), then z_t ~ alpha_t(i) A[i, z_t+1]. A sequence whose weights are all zero gets -1."""
     weights = np.empty(constants.shape[0])
@@ -85,16 +84,16 @@ def mostly_constant_paths(filtered, offsets, starts, sources, values, constants,
                 weights[:] = filtered[row] * constants
                 for p in range(starts[states[row + 1]], starts[states[row + 1] + 1]):
                     weights[sources[p]] = filtered[row, sources[p]] * values[p]
-            states[row] = _draw(weights, uniforms[row])
+            states[row] = draw(weights, uniforms[row])
             if states[row] < 0:
                 states[offsets[n] : offsets[n + 1]] = -1
                 break
 
 
-@_kernel
+@strict_kernel
 def draw_rows(rows, chosen, uniforms):
     """One draw from ``rows[chosen[t]]`` for each t."""
     draws = np.empty(chosen.shape[0], np.int64)
     for t in range(chosen.shape[0]):
-        draws[t] = _draw(rows[chosen[t]], uniforms[t])
+        draws[t] = draw(rows[chosen[t]], uniforms[t])
     return draws

@@ -14,14 +14,13 @@ import math
 
 import numpy as np
 
-from lightning_hmm.inference.kernels.products import kernel as _kernel
-from lightning_hmm.inference.kernels.products import multiply_add as _multiply_add
-from lightning_hmm.inference.kernels.products import strict_kernel as _strict_kernel
+from lightning_hmm.inference.cpu.cache import kernel, strict_kernel
+from lightning_hmm.inference.kernels.products import multiply_add
 
 _GAIN = 1e-12  # a row's set is changed only for a gain in `_value` above this, which rounding cannot feign
 
 
-@_kernel
+@kernel
 def multiply_rows(first, last, alpha, kappa, partial, out):
     """out[i - first, j] += sum_t alpha_t(i) kappa_t+1(j), in blocks short enough for float32 sums.
 
@@ -35,18 +34,18 @@ def multiply_rows(first, last, alpha, kappa, partial, out):
         for start in range(block, min(block + 2048, steps - 1), panel):
             depth = min(panel, min(block + 2048, steps - 1) - start)
             x_at, y_at = alpha_at + (start * padded + first) * alpha.itemsize, kappa_at + (start + 1) * padded * alpha.itemsize
-            _multiply_add(zero, partial_at, x_at, 1, padded, y_at, padded, last - first, padded, depth)
+            multiply_add(zero, partial_at, x_at, 1, padded, y_at, padded, last - first, padded, depth)
         for i in range(last - first):
             for j in range(out.shape[1]):
                 out[i, j] += np.float64(partial[i, j])
 
 
-@_strict_kernel
+@strict_kernel
 def _entropy_term(p):
     return p * math.log(p) if p > 0 else 0.0
 
 
-@_strict_kernel
+@strict_kernel
 def _value(kept, rest, total, num_others):
     value = _entropy_term(rest / total) - rest / total * math.log(num_others)
     for s in kept:
@@ -54,7 +53,7 @@ def _value(kept, rest, total, num_others):
     return value
 
 
-@_strict_kernel
+@strict_kernel
 def _ordered_sum(values):
     """One after the other: loops that may be put on vectors are so or not as arrays lie in memory, which changes the last bits."""
     total = 0.0
@@ -63,7 +62,7 @@ def _ordered_sum(values):
     return total
 
 
-@_strict_kernel
+@strict_kernel
 def _insert(values, places, filled, value, place):
     """Into a list that falls, behind its equals; what does not fit drops out at the end."""
     k = min(filled, values.shape[0] - 1)
@@ -73,7 +72,7 @@ def _insert(values, places, filled, value, place):
     values[k], places[k] = value, place
 
 
-@_strict_kernel
+@strict_kernel
 def _extremes(row, highest, highest_at, lowest, lowest_at):
     """The K highest, equals by rising place, and the K lowest (negated), equals by falling place: the two ends of one order."""
     size, num_kept = row.shape[0], highest.shape[0]
@@ -87,7 +86,7 @@ def _extremes(row, highest, highest_at, lowest, lowest_at):
                 _insert(lowest, lowest_at, n, -row[j], j)
 
 
-@_strict_kernel
+@strict_kernel
 def _best_window(row, total, highest, highest_at, lowest, lowest_at, chosen):
     """Fills `chosen` with the best set of a highest and K - a lowest; returns its value. Highest only where `lowest` is empty."""
     size, num_kept = row.shape[0], highest.shape[0]
@@ -125,7 +124,7 @@ def _best_window(row, total, highest, highest_at, lowest, lowest_at, chosen):
     return best_value
 
 
-@_strict_kernel
+@strict_kernel
 def choose_rows(pairs, indices, log_values, log_constants, pseudocount, window, new_indices, new_log_values, kept, rest, changes):
     """For each row of `pairs` (S_ij) the entries to keep: the K highest or, `window`, the optimum; the old ones if that gains nothing.
 
@@ -171,7 +170,7 @@ def choose_rows(pairs, indices, log_values, log_constants, pseudocount, window, 
 # Lazily
 
 
-@_kernel
+@kernel
 def large_entries(columns, num_terms, places, counts, limits, small_sums):
     """Of each row of `columns` (states by steps): the steps above its `num_terms`-th largest, that limit, and the sum of the others."""
     for i in range(columns.shape[0]):
@@ -187,7 +186,7 @@ def large_entries(columns, num_terms, places, counts, limits, small_sums):
         small_sums[i] = total
 
 
-@_kernel
+@kernel
 def _exact_product(left, right):
     total = 0.0
     for t in range(left.shape[0]):
@@ -195,7 +194,7 @@ def _exact_product(left, right):
     return total
 
 
-@_kernel
+@kernel
 def _partial_block(first, last, alpha, kappa, kappa_columns, alpha_places, alpha_counts, kappa_places, kappa_counts, small, sums, partial):
     """partial[b, j] = the part of sum_t alpha_t(i) kappa_t(j) where either is large, for the rows i = first + b."""
     width = last - first
@@ -222,7 +221,7 @@ def _partial_block(first, last, alpha, kappa, kappa_columns, alpha_places, alpha
             partial[b, j] += sums[b]
 
 
-@_kernel
+@kernel
 def lazy_rows(first, last, alpha, kappa, alpha_columns, kappa_columns, alpha_places, alpha_counts, alpha_limits, alpha_small, kappa_places,
               kappa_counts, kappa_limits, kappa_small, indices, log_values, log_constants, pseudocount, kept_counts, rest_counts, new_indices,
               new_log_values, kept, rest, changes, products):

@@ -404,7 +404,7 @@ def make_product(*, max_plus: bool, accumulate: bool):
     one_one = _make_block(1, 1, max_plus=max_plus, accumulate=accumulate)
     twelve_one = _make_block(12, 1, max_plus=max_plus, accumulate=accumulate)
 
-    @njit(nogil=True, cache=True)
+    @njit(nogil=True)
     def product(like, c, x, x_row, x_col, y, y_row, rows, columns, depth):
         lanes = lanes_of(like)
         size = _VECTOR_BYTES // lanes

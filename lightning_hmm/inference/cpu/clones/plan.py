@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_hmm.inference.kernels.cloned_loops import _strict_kernel
+from lightning_hmm.inference.cpu.cache import strict_kernel
 
 MESSAGE_BYTES = 1 << 30  # messages of sequences that are worked on together stay below this, except those of a single one
 _ALIGNED = 16  # messages begin at multiples of so many numbers
@@ -14,7 +14,7 @@ _TABLE = 256  # symbols up to which pairs are looked up in a table
 
 
 class Arrays(NamedTuple):
-    """A layout as the loops take it; see `cloned_loops`."""
+    """A layout as the loops take it; see `forward_backward`."""
 
     starts: np.ndarray
     pair_first: np.ndarray
@@ -45,21 +45,24 @@ def layout_arrays(clones: np.ndarray, pairs: np.ndarray, bounds: np.ndarray, col
 
 
 def entries(values: np.ndarray, evidence: np.ndarray | None, num_symbols: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The symbols that are possible at each step: where each step's begin (steps + 1,), and symbol and weight of each."""
+    """The symbols that are possible at each step: where each step's begin (steps + 1,), and symbol and weight of each.
+
+    `num_symbols` stands for a missing symbol. Symbols keep their type, which is the narrowest, until `gathered`.
+    """
     if evidence is None:
-        missing = values < 0
+        missing = values == num_symbols
         if not missing.any():
             return np.arange(values.shape[0] + 1), values, np.ones(values.shape[0])
         size = np.where(missing, num_symbols, 1)
         symbols = np.repeat(values, size)
-        symbols[symbols < 0] = np.tile(np.arange(num_symbols), int(missing.sum()))
+        symbols[symbols == num_symbols] = np.tile(np.arange(num_symbols), int(missing.sum()))
         return np.append(0, np.cumsum(size)), symbols, np.ones(symbols.shape[0])
     weights = np.where(np.isnan(evidence), 1.0, evidence)
     steps, symbols = np.nonzero(weights > 0)
     return np.searchsorted(steps, np.arange(evidence.shape[0] + 1)), symbols, weights[steps, symbols]
 
 
-@_strict_kernel
+@strict_kernel
 def find_pair(u, v, pair_first, pair_target):
     """The number of the stored pair (u, v), or -1."""
     low, high = pair_first[u], pair_first[u + 1]
@@ -72,7 +75,7 @@ def find_pair(u, v, pair_first, pair_target):
     return low if low < pair_first[u + 1] and pair_target[low] == v else -1
 
 
-@_strict_kernel
+@strict_kernel
 def plan_tasks(offsets, first_entry, entry_symbol, pair_first, pair_target):
     """Tasks by the step they lead to: ``first_task`` (steps + 1), and for each its source entry, target entry and pair."""
     num_steps = first_entry.shape[0] - 1
@@ -103,7 +106,7 @@ def plan_tasks(offsets, first_entry, entry_symbol, pair_first, pair_target):
     return first_task, source[:count], target[:count], pair[:count]
 
 
-@_strict_kernel
+@strict_kernel
 def sort_by_pair(pair, num_pairs):
     """Tasks in the order of their pairs: where each pair's begin, (P + 1,), and their numbers."""
     first = np.zeros(num_pairs + 1, np.int64)
@@ -118,7 +121,7 @@ def sort_by_pair(pair, num_pairs):
 
 
 class Plan(NamedTuple):
-    """What `forward_lane` needs to know of the sequences of one go; see `cloned_loops`."""
+    """What `forward_lane` needs to know of the sequences of one go; see `forward_backward`."""
 
     first_entry: np.ndarray
     entry_symbol: np.ndarray
@@ -172,13 +175,13 @@ def goes_of(layout: Arrays, offsets: np.ndarray, first_entry: np.ndarray, symbol
 
 
 def gathered(ids: np.ndarray, offsets: np.ndarray, first_entry: np.ndarray, symbols: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, ...]:
-    """The chosen sequences by themselves: their steps, offsets, and entries."""
+    """The chosen sequences by themselves: their steps, offsets, and entries, whose symbols are int64, as the loops take them."""
     lengths = np.diff(offsets)[ids]
     local = np.append(0, np.cumsum(lengths))
     steps = np.arange(local[-1]) + np.repeat(offsets[ids] - local[:-1], lengths)
     if steps.shape[0] == offsets[-1] and np.array_equal(ids, np.arange(ids.shape[0])):
-        return steps, local, first_entry, symbols, weights
+        return steps, local, first_entry, symbols.astype(np.int64, copy=False), weights
     sizes = np.diff(first_entry)[steps]
     first = np.append(0, np.cumsum(sizes))
     chosen = np.arange(first[-1]) + np.repeat(first_entry[steps] - first[:-1], sizes)
-    return steps, local, first, symbols[chosen], weights[chosen]
+    return steps, local, first, symbols[chosen].astype(np.int64, copy=False), weights[chosen]

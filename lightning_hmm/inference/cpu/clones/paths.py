@@ -1,15 +1,15 @@
-"""The most probable paths of the cloned HMM, and drawn ones, compiled by numba. The names are those of `cloned_loops`."""
+"""The most probable paths of the cloned HMM, and drawn ones, compiled by numba. The names are those of `forward_backward`."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from lightning_hmm.inference.kernels.cloned_loops import _strict_kernel
-from lightning_hmm.inference.kernels.cloned_plan import find_pair
-from lightning_hmm.inference.kernels.sampling_loops import _draw
+from lightning_hmm.inference.cpu.cache import strict_kernel
+from lightning_hmm.inference.cpu.clones.plan import find_pair
+from lightning_hmm.inference.kernels.sampling_loops import draw
 
 
-@_strict_kernel
+@strict_kernel
 def viterbi_lane(lane, lanes, offsets, plan, layout, probs, log_initial, delta, shifts, path, log_probability):
     """Max-product over every `lanes`-th sequence, in log space; of equally probable paths that with the lowest numbers from the end.
 
@@ -85,7 +85,7 @@ def viterbi_lane(lane, lanes, offsets, plan, layout, probs, log_initial, delta, 
             path[s] = starts[state_symbol] + state_clone
 
 
-@_strict_kernel
+@strict_kernel
 def entry_towards(first, last, clone, columns, probs):
     """The probability of the transition to a clone among the stored ones from `first` to `last`; zero where there is none."""
     if columns.shape[0] == 0:
@@ -100,7 +100,7 @@ def entry_towards(first, last, clone, columns, probs):
     return np.float64(probs[first]) if first < end and columns[first] == clone else 0.0
 
 
-@_strict_kernel
+@strict_kernel
 def sample_chains(initial, layout, symbol_of, probs, offsets, uniforms):
     """State paths of the Markov chain, one per sequence, from one uniform number per step; -1 after a state without transitions."""
     starts, pair_first, _, pair_target, bound_base, bounds, columns = layout
@@ -108,14 +108,14 @@ def sample_chains(initial, layout, symbol_of, probs, offsets, uniforms):
     for n in range(offsets.shape[0] - 1):
         for s in range(offsets[n], offsets[n + 1]):
             if s == offsets[n]:
-                states[s] = _draw(initial, uniforms[s])
+                states[s] = draw(initial, uniforms[s])
                 continue
             u = symbol_of[states[s - 1]]
             m = pair_first[u + 1] - pair_first[u]
             place = bound_base[u] + (states[s - 1] - starts[u]) * (m + 1)
             if bounds[place] == bounds[place + m]:
                 break
-            drawn = bounds[place] + _draw(probs[bounds[place] : bounds[place + m]], uniforms[s])
+            drawn = bounds[place] + draw(probs[bounds[place] : bounds[place + m]], uniforms[s])
             k = 0
             while drawn >= bounds[place + k + 1]:
                 k += 1
@@ -124,7 +124,7 @@ def sample_chains(initial, layout, symbol_of, probs, offsets, uniforms):
     return states
 
 
-@_strict_kernel
+@strict_kernel
 def sample_paths(filtered, offsets, layout, symbol_of, probs, uniforms, states):
     """Backward sampling: z_T ~ p(z_T | y), then z_t ~ alpha_t(i) A[i, z_t+1]. Impossible sequences keep -1."""
     starts, pair_first, _, pair_target, bound_base, bounds, columns = layout
@@ -141,6 +141,6 @@ def sample_paths(filtered, offsets, layout, symbol_of, probs, uniforms, states):
                     else:
                         place = bound_base[u] + (i - starts[u]) * (pair_first[u + 1] - pair_first[u] + 1) + p - pair_first[u]
                         weights[i] *= entry_towards(bounds[place], bounds[place + 1], states[s + 1] - starts[v], columns, probs)
-            states[s] = _draw(weights, uniforms[s])
+            states[s] = draw(weights, uniforms[s])
             if states[s] < 0:
                 break

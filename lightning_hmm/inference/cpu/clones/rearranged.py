@@ -2,18 +2,18 @@
 
 Steps are in groups, one after the other; the symbols of a group are known, their order is not. A node is a clone together with what of its group has
 been used so far, a number whose digits count each of the group's symbols. Max-product over nodes is exact, and costs at most 2^n times as much
-as over clones for a group of n. Of a step's nodes at most a given number is kept, the most probable. The other names are those of `cloned_loops`.
+as over clones for a group of n. Of a step's nodes at most a given number is kept, the most probable. The other names are those of `forward_backward`.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from lightning_hmm.inference.kernels.cloned_loops import _strict_kernel
-from lightning_hmm.inference.kernels.cloned_plan import find_pair
+from lightning_hmm.inference.cpu.cache import strict_kernel
+from lightning_hmm.inference.cpu.clones.plan import find_pair
 
 
-@_strict_kernel
+@strict_kernel
 def _digits(symbols):
     """The different symbols of a group, how often each is there, and what one of each counts in a number; and how many numbers there are."""
     letters = np.unique(symbols)
@@ -25,14 +25,14 @@ def _digits(symbols):
     return letters, counts, units, total
 
 
-@_strict_kernel
+@strict_kernel
 def _grown(array, size):
     longer = np.empty(max(size, 2 * array.shape[0]), array.dtype)
     longer[: array.shape[0]] = array
     return longer
 
 
-@_strict_kernel
+@strict_kernel
 def rearranged_path(symbols, group_first, layout, symbol_of, probs, log_initial, most, path):
     """Fills `path` with states, and returns its log-probability; -inf where there is none.
 

@@ -1,53 +1,37 @@
-"""Many updates of online EM in one go, compiled by numba. The names are those of `cloned_loops`."""
+"""Many updates of online EM in one go, compiled by numba. The names are those of `forward_backward`."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from lightning_hmm.inference.kernels.cloned_loops import _kernel, normalise_rows
-from lightning_hmm.inference.kernels.cloned_plan import find_pair
+from lightning_hmm.inference.cpu.cache import kernel
+from lightning_hmm.inference.cpu.clones.plan import Arrays, find_pair
+from lightning_hmm.inference.cpu.updates import Part, update
+
+_MOST_ENTRIES = 1 << 16  # stored transitions of the models that the compiled pass is for
 
 
-@_kernel
-def online_em(
-    batch,
-    batch_first,
-    offsets,
-    symbols,
-    weights,
-    layout,
-    row_first,
-    discount,
-    step,
-    sizes,
-    total_size,
-    pseudocounts,
-    frozen,
-    log_initial,
-    probs,
-    initial_buffer,
-    buffer,
-    log_likelihood,
-):
-    """Online EM for small models: one update a batch, parameters and count buffers changed in place, from batch number `batch` on.
+@kernel
+def online_updates(batch, batch_first, offsets, symbols, weights, layout, parts, discount, step, sizes, data_size, log_likelihood):
+    """Online EM for small models: one update for each batch from number `batch` on; `parts` are changed in place. `step` updates have gone before.
 
-    An update is E-step, ``buffer = discount * buffer + (1 - discount) * counts``, M-step; `step` have gone before. Returns the
-    number of the first batch that it did not do: where a step keeps too little mass for this plain arithmetic, `e_step` has to.
+    Returns the number of the first batch that it did not do: one with a step that keeps too little mass for this plain arithmetic.
     """
+    log_initial, probs = parts[0].values, parts[1].values
+    initial_counts, counts = parts[0].counts, parts[1].counts
     starts, pair_first, _, pair_target, bound_base, bounds, columns = layout
-    num_states, widest, longest = log_initial.shape[0], 0, 0
+    widest, longest = 0, 0
     for v in range(starts.shape[0] - 1):
         widest = max(widest, starts[v + 1] - starts[v])
     for n in range(offsets.shape[0] - 1):
         longest = max(longest, offsets[n + 1] - offsets[n])
     alpha, totals, back, kappa, blocks = np.empty((longest, widest)), np.empty(longest), np.empty(widest), np.empty(widest), np.empty(longest, np.int64)
-    initial_counts, counts = np.empty(num_states), np.empty(probs.shape[0])
     while batch < batch_first.shape[0] - 1:
         initial_counts[:], counts[:] = 0, 0
         for n in range(batch_first[batch], batch_first[batch + 1]):
             first, length, score, product = offsets[n], offsets[n + 1] - offsets[n], 0.0, 1.0
             for t in range(length):
-                v = symbols[first + t]
+                v = np.int64(symbols[first + t])
                 num_clones = starts[v + 1] - starts[v]
                 total = 0.0
                 if t == 0:
@@ -55,7 +39,7 @@ def online_em(
                         alpha[0, c] = np.exp(log_initial[starts[v] + c])
                         total += alpha[0, c]
                 else:
-                    u = symbols[first + t - 1]
+                    u = np.int64(symbols[first + t - 1])
                     p = find_pair(u, v, pair_first, pair_target)
                     if p < 0:
                         return batch
@@ -88,7 +72,7 @@ def online_em(
             for c in range(widest):
                 back[c] = 1.0
             for t in range(length - 1, -1, -1):
-                v = symbols[first + t]
+                v = np.int64(symbols[first + t])
                 num_clones = starts[v + 1] - starts[v]
                 total = 0.0
                 for c in range(num_clones):
@@ -99,7 +83,7 @@ def online_em(
                     break
                 for c in range(num_clones):
                     kappa[c] = back[c] / (total * totals[t]) if alpha[t, c] > 0 else 0.0
-                u = symbols[first + t - 1]
+                u = np.int64(symbols[first + t - 1])
                 stride = pair_first[u + 1] - pair_first[u] + 1
                 for i in range(starts[u + 1] - starts[u]):
                     x, e = alpha[t - 1, i] * weights[n], bounds[blocks[t] + i * stride]
@@ -116,20 +100,32 @@ def online_em(
                             counts[e + c] += x * probs[e + c] * kappa[c]
         batch += 1
         step += 1
-        correction = 1.0 - discount**step
-        sizes[0] = discount * sizes[0] + (1 - discount) * initial_counts.sum()
-        share = sizes[0] / correction / total_size
-        for k in range(probs.shape[0]):
-            buffer[k] = discount * buffer[k] + (1 - discount) * counts[k]
-        total = 0.0
-        for i in range(num_states):
-            initial_buffer[i] = discount * initial_buffer[i] + (1 - discount) * initial_counts[i]
-            if log_initial[i] > -np.inf:
-                total += initial_buffer[i] / correction + pseudocounts[0] * share
-        if not frozen[0] and total > 0:
-            for i in range(num_states):
-                if log_initial[i] > -np.inf:
-                    log_initial[i] = np.log((initial_buffer[i] / correction + pseudocounts[0] * share) / total)
-        if not frozen[1]:
-            normalise_rows(0, num_states, row_first, probs, buffer, 1.0 / correction, pseudocounts[1] * share, 0.0)
+        update(parts, sizes, initial_counts.sum(), step, discount, data_size)
     return batch
+
+
+class ClonesPass:
+    """The compiled pass for the first state and transitions between clones.
+
+    Args:
+        layout: which states are clones of which symbol, and which transitions are stored.
+        num_entries: the number of stored transitions.
+        symbols: (steps,) from 0 to V; V stands for a missing symbol.
+        offsets: (N + 1,) where the sequences begin.
+        weights: (N,) of the sequences.
+        batch_size: sequences of an update.
+    """
+
+    def __init__(self, layout: Arrays, num_entries: int, symbols: np.ndarray, offsets: np.ndarray, weights: np.ndarray, batch_size: int) -> None:
+        num_sequences, num_symbols = offsets.shape[0] - 1, layout.starts.shape[0] - 1
+        self.counts = [np.zeros(int(layout.starts[-1])), np.zeros(num_entries)]
+        self.scores = np.zeros(num_sequences)
+        self._is_plain = num_entries <= _MOST_ENTRIES and not bool((symbols == num_symbols).any())
+        batch_first = np.minimum(np.arange(-(-num_sequences // batch_size) + 1) * batch_size, num_sequences)
+        self._data = batch_first, offsets, np.ascontiguousarray(symbols), weights, layout
+
+    def __call__(self, batch: int, parts: tuple[Part, ...], discount: float, step: int, sizes: np.ndarray, data_size: float) -> int:
+        """Updates from batch number `batch` on; returns the number of the first that it did not do. `step` updates have gone before."""
+        if not self._is_plain:
+            return batch
+        return int(online_updates(batch, *self._data, parts, discount, step, sizes, data_size, self.scores))

@@ -1,4 +1,4 @@
-"""Inference in the cloned HMM on a CPU: hands layouts and sequences, planned by `cloned_plan`, to the compiled loops.
+"""Inference in the cloned HMM on a CPU: hands layouts and sequences, planned by `plan`, to the compiled loops.
 
 Messages are probabilities. Where a step keeps too little mass for that, it is found out whether the sequence is impossible;
 if it is not, it is done again in float64 or, where it was that already, in log space.
@@ -6,19 +6,17 @@ if it is not, it is done again in float64 or, where it was that already, in log 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from lightning_hmm.inference.kernels import cloned_filters as filters
-from lightning_hmm.inference.kernels import cloned_loops as loops
-from lightning_hmm.inference.kernels import cloned_online, cloned_portable
-from lightning_hmm.inference.kernels import cloned_paths as paths
-from lightning_hmm.inference.kernels import cloned_pruned as lists
-from lightning_hmm.inference.kernels.cloned_plan import Arrays, Plan, entries, gathered, goes_of, padded, plan, sort_by_pair
-from lightning_hmm.inference.kernels.lanes import no_subnormals, run_lanes, workspace
+from lightning_hmm.inference import cloned_portable
+from lightning_hmm.inference.cpu.clones import forward_backward, paths, sparse, two_filters
+from lightning_hmm.inference.cpu.clones.plan import Arrays, Plan, entries, gathered, goes_of, padded, plan, sort_by_pair
+from lightning_hmm.inference.cpu.updates import over_rows, run_flushed
+from lightning_hmm.inference.kernels.lanes import no_subnormals, workspace
 
 # A message entry below FLUSH is taken as zero; a step that keeps less than COLLAPSE of its mass is not trusted.
 FLUSH = {np.dtype(np.float32): 1e-30, np.dtype(np.float64): 1e-290}
@@ -58,16 +56,6 @@ class Results(NamedTuple):
     last: np.ndarray
 
 
-def _run(lanes: int, work: Callable[[int], Any]) -> None:
-    """`run_lanes`, with subnormal numbers as zeros: entries that EM is about to end, and messages on their way out, are full of them."""
-
-    def flushed(lane: int) -> None:
-        with no_subnormals():
-            work(lane)
-
-    run_lanes(lanes, flushed, spread=True)
-
-
 def _message_lanes(num_sequences: int, work: int) -> int:
     return 1 if work < 200_000 else max(1, min(num_sequences, torch.get_num_threads()))
 
@@ -85,7 +73,7 @@ def _chunk_length(layout: Arrays, pairs: np.ndarray, warm_up: int) -> int:
 
 
 def _two_filters(layout: Arrays, initial, probs, offsets, symbols: np.ndarray, planned: Plan, size: int, weights, *, smooth: bool, per_step: bool):
-    """Messages by `cloned_filters`: alpha, totals, kappa and smoothed rows; ``None`` where that does not pay or goes wrong."""
+    """Messages by `two_filters`: alpha, totals, kappa and smoothed rows; ``None`` where that does not pay or goes wrong."""
     dtype, at, num_steps, lengths = probs.dtype, planned.entry_at, symbols.shape[0], np.diff(offsets)
     if planned.task_pair.shape[0] != num_steps - np.count_nonzero(lengths):
         return None  # a pair is not stored
@@ -106,9 +94,9 @@ def _two_filters(layout: Arrays, initial, probs, offsets, symbols: np.ndarray, p
 
         def combine(lane: int) -> None:
             here = int(borders[lane]), int(borders[lane + 1])
-            common[lane] = filters.smooth(*here, symbols, pairs, at, layout.starts, step_weights, alpha, totals, kappa, smoothed)
+            common[lane] = two_filters.smooth(*here, symbols, pairs, at, layout.starts, step_weights, alpha, totals, kappa, smoothed)
 
-        _run(8, combine)
+        run_flushed(8, combine)
         if not all(common):
             return None
     return alpha, totals, kappa, smoothed
@@ -127,7 +115,7 @@ def _whole_sequences(layout: Arrays, initial, probs, offsets, symbols, pairs, at
     done = [False] * (len(ways) * sequence_lanes)
 
     def copy(way: int) -> None:
-        filters.copy_blocks(bool(way), tables[way][0], widths, layout, probs, tables[way][1])
+        two_filters.copy_blocks(bool(way), tables[way][0], widths, layout, probs, tables[way][1])
 
     def work(task: int) -> None:
         lane, way = divmod(task, len(ways))
@@ -135,11 +123,11 @@ def _whole_sequences(layout: Arrays, initial, probs, offsets, symbols, pairs, at
             copy(way)
         block_at, blocks = tables[way]
         data = offsets, symbols, pairs, at, block_at, widths, layout.starts, blocks, initial
-        done[task] = filters.follow(bool(way), lane, sequence_lanes, *data, FLUSH[dtype], COLLAPSE[dtype], messages[way], totals)
+        done[task] = two_filters.filter_sequences(bool(way), lane, sequence_lanes, *data, FLUSH[dtype], COLLAPSE[dtype], messages[way], totals)
 
     if sequence_lanes > 1:
-        _run(len(ways), copy)
-    _run(len(done), work)
+        run_flushed(len(ways), copy)
+    run_flushed(len(done), work)
     return messages if all(done) else None
 
 
@@ -154,7 +142,7 @@ def _in_chunks(layout: Arrays, initial, probs, offsets, symbols, pairs, at, size
     warm_up = 1
     with no_subnormals():
         for backward in ways:
-            warm_up = max(warm_up, 1 + filters.memory(backward, positions, _MOST_WARM_UP, same, symbols, pairs, layout, probs, flush))
+            warm_up = max(warm_up, 1 + two_filters.mixing_time(backward, positions, _MOST_WARM_UP, same, symbols, pairs, layout, probs, flush))
     if warm_up > _MOST_WARM_UP:
         return None
     length = _chunk_length(layout, pairs[pairs >= 0], warm_up)
@@ -163,7 +151,7 @@ def _in_chunks(layout: Arrays, initial, probs, offsets, symbols, pairs, at, size
     within = np.arange(sequence.shape[0]) - np.repeat(np.cumsum(num_chunks) - num_chunks, num_chunks)
     firsts = offsets[sequence] + within * length
     lasts = np.minimum(firsts + length, offsets[sequence + 1])
-    messages = [np.empty(size + 2 * firsts.shape[0] * filters.scratch_size(int(layout.clones.max())), dtype) for _ in ways]
+    messages = [np.empty(size + 2 * firsts.shape[0] * two_filters.scratch_size(int(layout.clones.max())), dtype) for _ in ways]
     done = [False for _ in ways]
 
     def work(way: int) -> None:
@@ -174,10 +162,10 @@ def _in_chunks(layout: Arrays, initial, probs, offsets, symbols, pairs, at, size
             first, last, begins = firsts, lasts, np.maximum(firsts - warm_up, offsets[sequence])
         chunks = bool(way), begins, np.ascontiguousarray(first), np.ascontiguousarray(last)
         where = symbols, pairs, at, size, layout, probs
-        if filters.sweep(*chunks, *where, initial, flush, collapse, messages[way], totals):
-            done[way] = filters.mend(*chunks, *where, flush, collapse, same, messages[way], totals) >= 0
+        if two_filters.filter_chunks(*chunks, *where, initial, flush, collapse, messages[way], totals):
+            done[way] = two_filters.repair_chunks(*chunks, *where, flush, collapse, same, messages[way], totals) >= 0
 
-    _run(len(ways), work)
+    run_flushed(len(ways), work)
     return messages if all(done) else None
 
 
@@ -224,13 +212,13 @@ def _messages(layout: Arrays, log_initial, probs, values, evidence, offsets, wei
         arguments = order, local, planned, layout, probs
         lanes = _message_lanes(order.shape[0], work)
         ends = FLUSH[dtype], COLLAPSE[dtype]
-        _run(lanes, lambda lane: loops.forward_lane(lane, lanes, *arguments, initial, *ends, False, alpha, totals, log_likelihood, stopped))  # noqa: B023
+        run_flushed(lanes, lambda lane: forward_backward.forward_lane(lane, lanes, *arguments, initial, *ends, False, alpha, totals, log_likelihood, stopped))  # noqa: B023
         if np.isnan(log_likelihood).any():
             impossible = _impossible_steps(layout, initial, probs, local, step_entries, log_likelihood)
         kappa, smoothed = np.empty(size if smooth else 0, dtype), np.zeros((steps.shape[0] if per_step and smooth else 0, num_states))
         if smooth:
             counted = np.where(np.isnan(log_likelihood), 0.0, weights[ids])
-            _run(lanes, lambda lane: loops.backward_lane(lane, lanes, *arguments, counted, alpha, totals, kappa, smoothed))  # noqa: B023
+            run_flushed(lanes, lambda lane: forward_backward.backward_lane(lane, lanes, *arguments, counted, alpha, totals, kappa, smoothed))  # noqa: B023
         yield _Go(ids, steps, local, order, planned, alpha, kappa, smoothed, log_likelihood, impossible)
 
 
@@ -246,7 +234,7 @@ def e_step(layout: Arrays, log_initial, probs, values, evidence, offsets, weight
         np.zeros((num_steps if per_step else 0, num_states)),
         np.zeros((num_sequences if last else 0, num_states)),
     )
-    if layout.columns.shape[0] and evidence is None and not per_step and not (values < 0).any():
+    if layout.columns.shape[0] and evidence is None and not per_step and not (values == layout.clones.shape[0]).any():
         _fill_from_lists(layout, np.exp(log_initial).astype(dtype), probs, values, offsets, weights, results, smooth=smooth)
     else:
         _fill_from_rows(layout, log_initial, probs, values, evidence, offsets, weights, results, smooth=smooth, per_step=per_step)
@@ -263,50 +251,51 @@ def _fill_from_rows(layout: Arrays, log_initial, probs, values, evidence, offset
         results.impossible_step[go.ids] = go.impossible_step
         if per_step:
             filtered = np.zeros((go.steps.shape[0], results.initial_counts.shape[0]))
-            loops.scatter(np.arange(go.steps.shape[0]), go.plan, layout.starts, go.alpha, filtered)
+            forward_backward.scatter(np.arange(go.steps.shape[0]), go.plan, layout.starts, go.alpha, filtered)
             results.filtered[go.steps] = filtered
         if results.last.shape[0]:
             rows = np.zeros((go.order.shape[0], results.initial_counts.shape[0]))
-            loops.scatter(go.offsets[1:][go.order] - 1, go.plan, layout.starts, go.alpha, rows)
+            forward_backward.scatter(go.offsets[1:][go.order] - 1, go.plan, layout.starts, go.alpha, rows)
             results.last[go.ids[go.order]] = rows
         if not smooth:
             continue
         if per_step:
             results.smoothed[go.steps] = go.smoothed
-        loops.add_initial(go.order, go.offsets, go.plan, layout.starts, go.kappa, results.initial_counts)
+        forward_backward.add_initial(go.order, go.offsets, go.plan, layout.starts, go.kappa, results.initial_counts)
         pair_first, pair_tasks = sort_by_pair(go.plan.task_pair, layout.pair_target.shape[0])
         dealt = _count_lanes(layout, pair_first)
-        _run(len(dealt), lambda lane: loops.counts_lane(dealt[lane], pair_first, pair_tasks, go.plan, layout, probs, go.alpha, go.kappa, results.counts))  # noqa: B023
+        tasks = pair_first, pair_tasks, go.plan, layout, probs, go.alpha, go.kappa, results.counts
+        run_flushed(len(dealt), lambda lane: forward_backward.counts_lane(dealt[lane], *tasks))  # noqa: B023
 
 
 def _fill_from_lists(layout: Arrays, initial, probs, values, offsets, weights, results: Results, *, smooth: bool) -> None:
-    """Fills the results for symbols alone and a pruned layout; see `cloned_pruned`."""
+    """Fills the results for symbols alone and a pruned layout; see `sparse`."""
     data, dtype, starts = entries(values, None, layout.clones.shape[0]), probs.dtype, layout.starts
     num_pairs = layout.pair_target.shape[0]
-    stored = blocks = lists.stored_blocks(layout, probs)
+    stored = blocks = sparse.stored_blocks(layout, probs)
     counts, ends = results.counts, (FLUSH[dtype], COLLAPSE[dtype])
 
-    def forward(of: lists.Blocks, offsets, symbols, planned: Plan, size: int, lanes: int) -> tuple[np.ndarray, ...]:
+    def forward(of: sparse.Blocks, offsets, symbols, planned: Plan, size: int, lanes: int) -> tuple[np.ndarray, ...]:
         """Pairs, log-likelihoods and messages: clones, alpha, how many, totals."""
         num_steps, order = symbols.shape[0], np.flatnonzero(np.diff(offsets))
         pairs = np.full(num_steps, -1)
         pairs[planned.task_target] = planned.task_pair
         messages = np.empty(size, np.int32), np.empty(size, dtype), np.zeros(num_steps, np.int64), np.zeros(num_steps, dtype)
         log_likelihood, data = np.zeros(offsets.shape[0] - 1), (offsets, symbols, pairs, planned.entry_at, starts)
-        _run(lanes, lambda lane: lists.forward(lane, lanes, order, *data, of, initial, *ends, *messages, log_likelihood))
+        run_flushed(lanes, lambda lane: sparse.forward(lane, lanes, order, *data, of, initial, *ends, *messages, log_likelihood))
         return pairs, log_likelihood, *messages
 
     def times_read() -> float:
         """How often a pass would read all entries, by the first steps of the longest sequence."""
         first = int(offsets[np.diff(offsets).argmax()])
-        few = values[first : first + min(_TRIED, int(np.diff(offsets).max()))]
+        few = values[first : first + min(_TRIED, int(np.diff(offsets).max()))].astype(np.int64)
         tried = np.array([0, few.shape[0]])
         planned, size = plan(layout, tried, *entries(few, None, layout.clones.shape[0]), keep=True)
         active = forward(stored, tried, few, planned, size, 1)[4]
         return values.shape[0] / num_pairs * float((active / layout.clones[few]).mean())
 
     if values.shape[0] >= _WORTH_COPYING * num_pairs and times_read() >= _WORTH_COPYING:
-        blocks, counts = lists.copied_blocks(layout, stored), np.zeros_like(counts)
+        blocks, counts = sparse.copied_blocks(layout, stored), np.zeros_like(counts)
     width = dtype.itemsize + 2  # with half the number of a clone
     for ids in goes_of(layout, offsets, *data[:2], width) if smooth else [np.argsort(-np.diff(offsets), kind="stable")]:
         _, local, *step_entries = gathered(ids, offsets, *data)
@@ -318,17 +307,20 @@ def _fill_from_lists(layout: Arrays, initial, probs, values, offsets, weights, r
         if np.isnan(log_likelihood).any():
             results.impossible_step[ids] = _impossible_steps(layout, initial, probs, local, step_entries, log_likelihood)
         if results.last.shape[0]:
-            lists.add_rows(local[1:][order] - 1, ids[order], symbols, at, starts, clones, alpha, active, results.last)
+            sparse.add_rows(local[1:][order] - 1, ids[order], symbols, at, starts, clones, alpha, active, results.last)
         if not smooth:
             continue
         kappa = np.empty(size, dtype)
-        _run(lanes, lambda lane: lists.backward(lane, lanes, order, local, pairs, at, starts, blocks, weights[ids], clones, alpha, active, totals, kappa))  # noqa: B023
-        lists.add_rows(local[:-1][order], np.zeros_like(order), symbols, at, starts, clones, kappa, active, results.initial_counts[None])
+        run_flushed(
+            lanes,
+            lambda lane: sparse.backward(lane, lanes, order, local, pairs, at, starts, blocks, weights[ids], clones, alpha, active, totals, kappa),  # noqa: B023
+        )
+        sparse.add_rows(local[:-1][order], np.zeros_like(order), symbols, at, starts, clones, kappa, active, results.initial_counts[None])
         step_first, tasks = sort_by_pair(planned.task_pair, num_pairs)
         steps, dealt = planned.task_target[tasks], _count_lanes(layout, step_first)
-        _run(len(dealt), lambda lane: lists.count(dealt[lane], step_first, steps, at, starts, blocks, clones, alpha, active, kappa, counts))  # noqa: B023
+        run_flushed(len(dealt), lambda lane: sparse.count(dealt[lane], step_first, steps, at, starts, blocks, clones, alpha, active, kappa, counts))  # noqa: B023
     if smooth and blocks is not stored:
-        lists.put_back(layout, stored, blocks, counts, results.counts)
+        sparse.put_back(layout, stored, blocks, counts, results.counts)
 
 
 def _impossible_steps(layout: Arrays, initial, probs, offsets, step_entries, log_likelihood) -> np.ndarray:
@@ -338,7 +330,9 @@ def _impossible_steps(layout: Arrays, initial, probs, offsets, step_entries, log
     planned, size = plan(layout, local, *chosen, keep=False)
     found, order = np.full(ids.shape[0], -1), np.argsort(-np.diff(local), kind="stable")
     reached, unused = (initial > 0).astype(probs.dtype), np.zeros(0, probs.dtype)
-    loops.forward_lane(0, 1, order, local, planned, layout, probs, reached, 0.0, 0.0, True, np.empty(size, probs.dtype), unused, np.zeros(ids.shape[0]), found)
+    forward_backward.forward_lane(
+        0, 1, order, local, planned, layout, probs, reached, 0.0, 0.0, True, np.empty(size, probs.dtype), unused, np.zeros(ids.shape[0]), found
+    )
     impossible = np.full(log_likelihood.shape[0], -1)
     impossible[ids] = found
     return impossible
@@ -389,7 +383,7 @@ def viterbi(layout: Arrays, log_initial, probs, values, evidence, offsets) -> tu
         delta, shifts = np.empty(size), np.empty(steps.shape[0])
         found, scores = np.full(steps.shape[0], -1), np.zeros(ids.shape[0])
         lanes = min(ids.shape[0], torch.get_num_threads())
-        _run(lanes, lambda lane: paths.viterbi_lane(lane, lanes, local, planned, layout, probs, log_initial, delta, shifts, found, scores))  # noqa: B023
+        run_flushed(lanes, lambda lane: paths.viterbi_lane(lane, lanes, local, planned, layout, probs, log_initial, delta, shifts, found, scores))  # noqa: B023
         path[steps], log_probability[ids] = found, scores
     lost = np.flatnonzero(log_probability == -np.inf)
     if lost.shape[0]:
@@ -420,39 +414,14 @@ def sample(layout: Arrays, initial_probs, probs, offsets, uniforms) -> np.ndarra
     return paths.sample_chains(initial_probs, layout, symbol_of, probs, offsets, uniforms)
 
 
-def _over_rows(row_first: np.ndarray, work: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Runs ``work(first state, last state, row_first, *arguments)`` on stretches of about the same size, and returns what each did."""
-    size = int(row_first[-1])
-    lanes = max(1, min(64, size >> 16))
-    cuts = np.searchsorted(row_first, np.linspace(0, size, lanes + 1))
-    cuts[0], cuts[-1] = 0, row_first.shape[0] - 1
-    results = [None] * lanes
-
-    def run(lane: int) -> None:
-        results[lane] = work(int(cuts[lane]), int(cuts[lane + 1]), row_first, *arguments)
-
-    _run(lanes, run)
-    return results
-
-
-def maximise(row_first: np.ndarray, probs: np.ndarray, counts: np.ndarray, factor: float, pseudocount: float, sparsity: float) -> int:
-    """The M-step, in place; see `cloned_loops.normalise_rows`."""
-    return sum(_over_rows(row_first, loops.normalise_rows, probs, counts, float(factor), float(pseudocount), float(sparsity)))
-
-
 def mark_above(row_first: np.ndarray, probs: np.ndarray, threshold: float, keep: np.ndarray) -> None:
-    """See `cloned_loops.mark_above`."""
-    _over_rows(row_first, loops.mark_above, probs, float(threshold), keep)
-
-
-def online_em(*arguments) -> int:
-    """See `cloned_online.online_em`."""
-    return int(cloned_online.online_em(*arguments))
+    """See `forward_backward.mark_above`."""
+    over_rows(row_first, forward_backward.mark_above, probs, float(threshold), keep)
 
 
 def pruned(layout: Arrays, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Bounds and columns of the entries that are kept."""
-    bounds = loops.kept_before(layout.bounds, keep)
+    bounds = forward_backward.kept_before(layout.bounds, keep)
     if layout.columns.shape[0]:
         return bounds, layout.columns[keep]
-    return bounds, loops.target_clones(layout, np.flatnonzero(keep))
+    return bounds, forward_backward.target_clones(layout, np.flatnonzero(keep))

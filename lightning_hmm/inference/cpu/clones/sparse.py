@@ -5,7 +5,7 @@ A message is a list of the clones that have mass, of thousands often a handful: 
 
 A layout stores the row of a state in one piece, as the M-step wants it. A step needs a block, the rows of one pair of symbols, and of
 these a pruned layout has short pieces far apart, so that most of the time would be spent waiting for memory. Where all of them are read often,
-the entries are therefore copied, pair after pair, and the counts put back. `Blocks` are either of the two; the other names are those of `cloned_loops`.
+the entries are therefore copied, pair after pair, and the counts put back. `Blocks` are either of the two; the other names are those of `forward_backward`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_hmm.inference.kernels.cloned_loops import _kernel, _strict_kernel
+from lightning_hmm.inference.cpu.cache import inner, kernel, strict_kernel
 
 _MANY = 16  # a message with more than one in so many clones is sorted
 
@@ -29,7 +29,7 @@ class Blocks(NamedTuple):
     probs: np.ndarray
 
 
-@_strict_kernel
+@strict_kernel
 def stored_blocks(layout, probs):
     """The blocks as they are stored."""
     _, pair_first, pair_source, pair_target, bound_base, bounds, columns = layout
@@ -40,7 +40,7 @@ def stored_blocks(layout, probs):
     return Blocks(base, stride, bounds, columns, probs)
 
 
-@_strict_kernel
+@strict_kernel
 def copied_blocks(layout, stored):
     """The blocks one after the other."""
     clones = layout.starts[layout.pair_source + 1] - layout.starts[layout.pair_source]
@@ -61,7 +61,7 @@ def copied_blocks(layout, stored):
     return Blocks(base, np.ones_like(base), bounds, columns, probs)
 
 
-@_strict_kernel
+@strict_kernel
 def put_back(layout, stored, copied, values, out):
     """Numbers of the copied entries, in the order of the stored ones."""
     clones = layout.starts[layout.pair_source + 1] - layout.starts[layout.pair_source]
@@ -73,9 +73,9 @@ def put_back(layout, stored, copied, values, out):
                 here += 1
 
 
-@_kernel
+@kernel
 def forward(lane, lanes, order, offsets, symbols, pairs, at, starts, blocks, initial, flush, collapse, ids, alpha, active, totals, log_likelihood):
-    """Filters every `lanes`-th sequence of `order`; see `cloned_loops.forward_lane`. A sequence that is given up has no active clones."""
+    """Filters every `lanes`-th sequence of `order`; see `forward_backward.forward_lane`. A sequence that is given up has no active clones."""
     base, stride, bounds, columns, probs = blocks
     flush = alpha.dtype.type(flush)
     widths = starts[1:] - starts[:-1]
@@ -131,21 +131,21 @@ def forward(lane, lanes, order, offsets, symbols, pairs, at, starts, blocks, ini
         log_likelihood[n] += np.log(product)
 
 
-@_kernel
+@inner
 def _spread(first, last, ids, values, row):
     for k in range(first, last):
         row[ids[k]] = values[k]
 
 
-@_kernel
+@inner
 def _clear(first, last, ids, row):
     for k in range(first, last):
         row[ids[k]] = 0
 
 
-@_kernel
+@kernel
 def backward(lane, lanes, order, offsets, pairs, at, starts, blocks, weights, ids, alpha, active, totals, kappa):
-    """Fills `kappa` from what `forward` filtered; see `cloned_loops.backward_lane`."""
+    """Fills `kappa` from what `forward` filtered; see `forward_backward.backward_lane`."""
     base, stride, bounds, columns, probs = blocks
     zero, one = alpha.dtype.type(0.0), alpha.dtype.type(1.0)
     row = np.zeros(np.max(starts[1:] - starts[:-1]), alpha.dtype)
@@ -176,7 +176,7 @@ def backward(lane, lanes, order, offsets, pairs, at, starts, blocks, weights, id
                     kappa[k] *= scale
 
 
-@_kernel
+@kernel
 def count(pair_numbers, step_first, steps, at, starts, blocks, ids, alpha, active, kappa, counts):
     """counts += A o sum over the steps of each pair of alpha_t-1 kappa_t'; those of pair p are ``steps[step_first[p]:step_first[p + 1]]``."""
     base, stride, bounds, columns, probs = blocks
@@ -192,7 +192,7 @@ def count(pair_numbers, step_first, steps, at, starts, blocks, ids, alpha, activ
             _clear(first, last, ids, row)
 
 
-@_kernel
+@kernel
 def add_rows(steps, rows, symbols, at, starts, ids, values, active, out):
     """Adds the messages of these steps to rows of `out`, (rows, states)."""
     for k in range(steps.shape[0]):

@@ -1,4 +1,4 @@
-"""Messages, counts and the M-step of the cloned HMM, compiled by numba.
+"""Messages and counts of the cloned HMM, compiled by numba.
 
 V symbols; the states of symbol v, its clones, are numbered ``starts[v]`` to ``starts[v + 1]``. Transitions are stored for P
 pairs of symbols, sorted; those of source u are pairs ``pair_first[u]`` to ``pair_first[u + 1]``, m of them. The row of a
@@ -18,25 +18,14 @@ Every sum has an order of its own that threads do not change, so results are the
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
-from lightning_hmm.inference.kernels.blocks import make_dots, make_update
-
-_kernel = njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
-_strict_kernel = njit(nogil=True, cache=True, error_model="numpy")
-
-_GROUP = 4  # messages that share one pass over a block's rows
-_update_41, _update_44 = make_update(4, 1), make_update(4, 4)
-_update_21, _update_24 = make_update(2, 1), make_update(2, 4)
-_update_11, _update_14 = make_update(1, 1), make_update(1, 4)
-_dots_41, _dots_44 = make_dots(4, 1), make_dots(4, 4)
-_dots_21, _dots_24 = make_dots(2, 1), make_dots(2, 4)
-_dots_11, _dots_14 = make_dots(1, 1), make_dots(1, 4)
+from lightning_hmm.inference.cpu.cache import inner, kernel, strict_kernel
+from lightning_hmm.inference.cpu.clones.products import GROUP, add_rows, dot_rows
 
 # Messages
 
 
-@_kernel
+@inner
 def _link(active, starts_at, t, first_task, pair, head, following, touched):
     """Tasks that lead to step t, as a linked list for each pair. Returns how many pairs there are; they are in `touched`, sorted."""
     num_touched, num_tasks = 0, 0
@@ -55,7 +44,7 @@ def _link(active, starts_at, t, first_task, pair, head, following, touched):
     return num_touched
 
 
-@_kernel
+@inner
 def _active_rows(count, base, stride, clones, messages, group, bounds, probs, rows, xs, ids):
     """The rows of a block from which any of the messages comes: addresses, the messages' entries, and clones."""
     probs_at, size, active = probs.ctypes.data, probs.itemsize, 0
@@ -72,7 +61,7 @@ def _active_rows(count, base, stride, clones, messages, group, bounds, probs, ro
     return active
 
 
-@_kernel
+@inner
 def _forward_group(count, sources, targets, base, stride, num_source, num_target, bounds, columns, probs, alpha, rows, xs, ids, outputs):
     """alpha[target] += alpha[source] @ block, for up to four messages."""
     zero = alpha.dtype.type(0.0)
@@ -85,28 +74,12 @@ def _forward_group(count, sources, targets, base, stride, num_source, num_target
                         alpha[targets[r] + columns[e]] += x * probs[e]
         return
     active = _active_rows(count, base, stride, num_source, alpha, sources, bounds, probs, rows, xs, ids)
-    size = alpha.itemsize
     for r in range(count):
-        outputs[r] = alpha.ctypes.data + targets[r] * size
-    c_at, x_at, y_at = outputs.ctypes.data, xs.ctypes.data, rows.ctypes.data
-    fours = active & ~3
-    for d in range(0, fours, 4):
-        if count == 4:
-            _update_44(zero, num_target, c_at, x_at + d * 4 * size, y_at + 8 * d)
-        elif count == 2:
-            _update_24(zero, num_target, c_at, x_at + d * 2 * size, y_at + 8 * d)
-        else:
-            _update_14(zero, num_target, c_at, x_at + d * size, y_at + 8 * d)
-    for d in range(fours, active):
-        if count == 4:
-            _update_41(zero, num_target, c_at, x_at + d * 4 * size, y_at + 8 * d)
-        elif count == 2:
-            _update_21(zero, num_target, c_at, x_at + d * 2 * size, y_at + 8 * d)
-        else:
-            _update_11(zero, num_target, c_at, x_at + d * size, y_at + 8 * d)
+        outputs[r] = alpha.ctypes.data + targets[r] * alpha.itemsize
+    add_rows(count, zero, active, num_target, outputs, xs, rows)
 
 
-@_kernel
+@inner
 def _backward_group(count, sources, targets, base, stride, num_source, num_target, bounds, columns, probs, alpha, kappa, rows, xs, ids, outputs):
     """kappa[source] += block @ kappa[target] where alpha[source] is not zero, for up to four messages."""
     zero = alpha.dtype.type(0.0)
@@ -120,39 +93,20 @@ def _backward_group(count, sources, targets, base, stride, num_source, num_targe
                     kappa[sources[r] + c] += total
         return
     active = _active_rows(count, base, stride, num_source, alpha, sources, bounds, probs, rows, xs, ids)
-    size = alpha.itemsize
     for r in range(count):
-        outputs[r] = kappa.ctypes.data + targets[r] * size
-    out_at, c_at, y_at = xs.ctypes.data, outputs.ctypes.data, rows.ctypes.data
-    fours = active & ~3
-    for d in range(0, active, 4):
-        depth = 4 if d < fours else active - d
-        if depth == 4:
-            if count == 4:
-                _dots_44(zero, num_target, out_at, c_at, y_at + 8 * d)
-            elif count == 2:
-                _dots_24(zero, num_target, out_at, c_at, y_at + 8 * d)
-            else:
-                _dots_14(zero, num_target, out_at, c_at, y_at + 8 * d)
-        else:
-            for k in range(depth):
-                if count == 4:
-                    _dots_41(zero, num_target, out_at + k * 4 * size, c_at, y_at + 8 * (d + k))
-                elif count == 2:
-                    _dots_21(zero, num_target, out_at + k * 2 * size, c_at, y_at + 8 * (d + k))
-                else:
-                    _dots_11(zero, num_target, out_at + k * size, c_at, y_at + 8 * (d + k))
-        for k in range(depth):
-            for r in range(count):
-                if alpha[sources[r] + ids[d + k]] != 0:
-                    kappa[sources[r] + ids[d + k]] += xs[k * count + r]
+        outputs[r] = kappa.ctypes.data + targets[r] * kappa.itemsize
+    dot_rows(count, zero, active, num_target, outputs, xs, rows)
+    for d in range(active):
+        for r in range(count):
+            if alpha[sources[r] + ids[d]] != 0:
+                kappa[sources[r] + ids[d]] += xs[d * count + r]
 
 
-@_kernel
+@inner
 def _take_group(task, following, entry_at, source, target, sources, targets):
     """Up to four tasks of a list, by the addresses of their messages: four, two or one of them, and the task after them."""
     left, probe = 0, task
-    while probe >= 0 and left < _GROUP:
+    while probe >= 0 and left < GROUP:
         left += 1
         probe = following[probe]
     count = left if left != 3 else 2
@@ -162,7 +116,7 @@ def _take_group(task, following, entry_at, source, target, sources, targets):
     return count, task
 
 
-@_kernel
+@kernel
 def forward_lane(lane, lanes, order, offsets, plan, layout, probs, initial, flush, collapse, support, alpha, totals, log_likelihood, stopped):
     """Filters every `lanes`-th sequence of `order` (longest first), side by side. alpha ~ p(z_t | y_1:t), normalised by totals[t].
 
@@ -176,8 +130,8 @@ def forward_lane(lane, lanes, order, offsets, plan, layout, probs, initial, flus
     ids_here = order[lane::lanes]
     members, begins, lengths = ids_here.shape[0], offsets[ids_here], offsets[ids_here + 1] - offsets[ids_here]
     widest = np.max(starts[1:] - starts[:-1])
-    rows, xs, ids = np.empty(widest, np.int64), np.empty(_GROUP * widest, alpha.dtype), np.empty(widest, np.int64)
-    sources, targets, outputs = np.empty(_GROUP, np.int64), np.empty(_GROUP, np.int64), np.empty(_GROUP, np.int64)
+    rows, xs, ids = np.empty(widest, np.int64), np.empty(GROUP * widest, alpha.dtype), np.empty(widest, np.int64)
+    sources, targets, outputs = np.empty(GROUP, np.int64), np.empty(GROUP, np.int64), np.empty(GROUP, np.int64)
     head, touched = np.full(pair_target.shape[0], -1), np.empty(pair_target.shape[0], np.int64)
     product = np.ones(members)  # of the normalisers since their logarithm was last taken
     active = members
@@ -260,7 +214,7 @@ def forward_lane(lane, lanes, order, offsets, plan, layout, probs, initial, flus
         log_likelihood[ids_here[b]] += np.log(product[b])
 
 
-@_kernel
+@kernel
 def backward_lane(lane, lanes, order, offsets, plan, layout, probs, weights, alpha, totals, kappa, smoothed):
     """Smooths what `forward_lane` filtered, and fills `kappa` so that w E[i -> j] = A_ij sum_t alpha_t-1(i) kappa_t(j):
 
@@ -273,8 +227,8 @@ def backward_lane(lane, lanes, order, offsets, plan, layout, probs, weights, alp
     ids_here = order[lane::lanes]
     members, begins, lengths = ids_here.shape[0], offsets[ids_here], offsets[ids_here + 1] - offsets[ids_here]
     widest = np.max(starts[1:] - starts[:-1])
-    rows, xs, ids = np.empty(widest, np.int64), np.empty(_GROUP * max(widest, _GROUP), alpha.dtype), np.empty(widest, np.int64)
-    sources, targets, outputs = np.empty(_GROUP, np.int64), np.empty(_GROUP, np.int64), np.empty(_GROUP, np.int64)
+    rows, xs, ids = np.empty(widest, np.int64), np.empty(GROUP * max(widest, GROUP), alpha.dtype), np.empty(widest, np.int64)
+    sources, targets, outputs = np.empty(GROUP, np.int64), np.empty(GROUP, np.int64), np.empty(GROUP, np.int64)
     head, touched = np.full(pair_target.shape[0], -1), np.empty(pair_target.shape[0], np.int64)
     active = 0
     for t in range(lengths[0] - 1 if members > 0 else -1, -1, -1):
@@ -353,7 +307,7 @@ _TILE = 256  # columns of a block whose sums are made at once
 _OCCURRENCES = 512  # steps whose messages stay in the cache meanwhile
 
 
-@_kernel
+@kernel
 def counts_lane(pairs, pair_task_first, pair_tasks, plan, layout, probs, alpha, kappa, counts):
     """counts += A o sum over the steps of each pair of alpha_t-1 kappa_t', four rows of the block and four steps at a time."""
     entry_at, source, target = plan.entry_at, plan.task_source, plan.task_target
@@ -363,7 +317,6 @@ def counts_lane(pairs, pair_task_first, pair_tasks, plan, layout, probs, alpha, 
     outputs, rows, xs = np.empty(4, np.int64), np.empty(_OCCURRENCES, np.int64), np.empty(4 * _OCCURRENCES, alpha.dtype)
     for r in range(4):
         outputs[r] = sums.ctypes.data + r * _TILE * size
-    c_at, x_at, y_at = outputs.ctypes.data, xs.ctypes.data, rows.ctypes.data
     for p in pairs:
         u, v = pair_source[p], pair_target[p]
         num_source, num_target = starts[u + 1] - starts[u], starts[v + 1] - starts[v]
@@ -399,11 +352,7 @@ def counts_lane(pairs, pair_task_first, pair_tasks, plan, layout, probs, alpha, 
                     if active == 0:
                         continue
                     sums[:height] = zero
-                    fours = active & ~3
-                    for d in range(0, fours, 4):
-                        _update_44(zero, width, c_at, x_at + 4 * d * size, y_at + 8 * d)
-                    for d in range(fours, active):
-                        _update_41(zero, width, c_at, x_at + 4 * d * size, y_at + 8 * d)
+                    add_rows(4, zero, active, width, outputs, xs, rows)
                     for r in range(height):
                         first = bounds[base + (c + r) * stride] + tile
                         added, row, out = sums[r, :width], probs[first : first + width], counts[first : first + width]
@@ -411,33 +360,10 @@ def counts_lane(pairs, pair_task_first, pair_tasks, plan, layout, probs, alpha, 
                             out[j] += row[j] * added[j]
 
 
-# The M-step
-
-
-@_kernel
-def normalise_rows(first_state, last_state, row_first, probs, counts, factor, pseudocount, sparsity):
-    """p = max(factor n + pseudocount - sparsity, 0) over its sum along each row, where p is not zero already. Returns the rows without counts."""
-    kept = 0
-    for state in range(first_state, last_state):
-        row, count = probs[row_first[state] : row_first[state + 1]], counts[row_first[state] : row_first[state + 1]]
-        total = 0.0
-        for j in range(row.shape[0]):
-            if row[j] > 0:
-                total += max(factor * count[j] + pseudocount - sparsity, 0.0)
-        if total > 0:
-            scale = 1.0 / total
-            for j in range(row.shape[0]):
-                if row[j] > 0:
-                    row[j] = max(factor * count[j] + pseudocount - sparsity, 0.0) * scale
-        else:
-            kept += 1
-    return kept
-
-
 # Pruning
 
 
-@_kernel
+@kernel
 def mark_above(first_state, last_state, row_first, probs, threshold, keep):
     """Marks the transitions that are at least so probable, or the most probable of their row."""
     for state in range(first_state, last_state):
@@ -449,7 +375,7 @@ def mark_above(first_state, last_state, row_first, probs, threshold, keep):
             keep[k] |= probs[k] >= threshold or (probs[k] == largest and probs[k] > 0)
 
 
-@_strict_kernel
+@strict_kernel
 def kept_before(bounds, keep):
     """How many entries are kept before each bound."""
     before, total = np.zeros(bounds.shape[0], np.int64), 0
@@ -460,7 +386,7 @@ def kept_before(bounds, keep):
     return before
 
 
-@_strict_kernel
+@strict_kernel
 def target_clones(layout, kept):
     """The target clones of the given entries, in rising order, of a layout of whole blocks."""
     bounds = layout.bounds
@@ -475,7 +401,7 @@ def target_clones(layout, kept):
 # What is read from messages
 
 
-@_kernel
+@kernel
 def scatter(steps, plan, starts, messages, out):
     """Messages of the given steps as rows over all states."""
     first_entry, entry_symbol, entry_at = plan.first_entry, plan.entry_symbol, plan.entry_at
@@ -486,7 +412,7 @@ def scatter(steps, plan, starts, messages, out):
                 out[k, starts[v] + c] = messages[entry_at[e] + c]
 
 
-@_kernel
+@kernel
 def add_initial(order, offsets, plan, starts, kappa, initial_counts):
     """Adds w p(z_1 | y) of the sequences, which `backward_lane` left in `kappa`."""
     first_entry, entry_symbol, entry_at = plan.first_entry, plan.entry_symbol, plan.entry_at

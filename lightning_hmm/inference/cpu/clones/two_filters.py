@@ -10,7 +10,7 @@ What was guessed is checked: where a chunk's first message differs from what the
 entries by more than a rounding, the chunk is done again from there until both agree. So the results are those of whole
 sequences.
 
-Layouts are of whole blocks; the names are those of `cloned_loops`. ``pairs[s]`` is the pair of symbols of steps s - 1 and s, -1 at
+Layouts are of whole blocks; the names are those of `forward_backward`. ``pairs[s]`` is the pair of symbols of steps s - 1 and s, -1 at
 the first step of a sequence, and the message of step s begins at ``at[s]``. Those of the warm-up are in two places in turn
 behind all others, from ``scratch`` on.
 """
@@ -19,31 +19,17 @@ from __future__ import annotations
 
 import numpy as np
 
+from lightning_hmm.inference.cpu.cache import inner, kernel
+from lightning_hmm.inference.cpu.clones.products import GROUP, add_rows, dot_rows
 from lightning_hmm.inference.kernels.blocks import make_message, prefetch
-from lightning_hmm.inference.kernels.cloned_loops import (
-    _GROUP,
-    _dots_11,
-    _dots_14,
-    _dots_21,
-    _dots_24,
-    _dots_41,
-    _dots_44,
-    _kernel,
-    _update_11,
-    _update_14,
-    _update_21,
-    _update_24,
-    _update_41,
-    _update_44,
-)
-from lightning_hmm.inference.kernels.products import multiply as _multiply
+from lightning_hmm.inference.kernels.products import multiply
 from lightning_hmm.inference.kernels.simd import lanes_of
 
 _message_1, _message_2, _message_3, _message_4 = (make_message(vectors) for vectors in range(1, 5))
 
 
-@_kernel
-def _normalise(message, flush):
+@inner
+def _normalize(message, flush):
     """Divides by the sum, which it returns; what is below `flush` then is zero."""
     total = message.dtype.type(0.0)
     for c in range(message.shape[0]):
@@ -55,7 +41,7 @@ def _normalise(message, flush):
     return total
 
 
-@_kernel
+@kernel
 def copy_blocks(transposed, block_at, widths, layout, probs, blocks):
     """Each block by itself at ``block_at[p]``, rows as wide as ``widths`` says of their symbol; zeros beyond the clones, and behind the last block."""
     starts, pair_first, pair_source, pair_target, bound_base, bounds, _ = layout
@@ -80,8 +66,8 @@ def copy_blocks(transposed, block_at, widths, layout, probs, blocks):
                     blocks[first + c * widths[v] + j] = zero
 
 
-@_kernel
-def follow(backward, lane, lanes, offsets, symbols, pairs, at, block_at, widths, starts, blocks, initial, flush, collapse, messages, totals):
+@kernel
+def filter_sequences(backward, lane, lanes, offsets, symbols, pairs, at, block_at, widths, starts, blocks, initial, flush, collapse, messages, totals):
     """Filters every `lanes`-th sequence, or with `backward` smooths it. Returns False where a step keeps too little mass for that."""
     zero, one, size = messages.dtype.type(0.0), messages.dtype.type(1.0), messages.itemsize
     flush = messages.dtype.type(flush)
@@ -102,7 +88,7 @@ def follow(backward, lane, lanes, offsets, symbols, pairs, at, block_at, widths,
                     message[:num_clones] = one
                 else:
                     message[:num_clones] = initial[starts[v] : starts[v + 1]]
-                total = _normalise(message, flush)
+                total = _normalize(message, flush)
             else:
                 before, p = s + 1 if backward else s - 1, pairs[s + 1] if backward else pairs[s]
                 c_at, x_at, y_at = messages.ctypes.data + at[s] * size, messages.ctypes.data + at[before] * size, blocks.ctypes.data + block_at[p] * size
@@ -116,8 +102,8 @@ def follow(backward, lane, lanes, offsets, symbols, pairs, at, block_at, widths,
                 elif vectors == 4:
                     total = _message_4(zero, c_at, x_at, y_at, depth, flush)
                 else:
-                    _multiply(zero, c_at, x_at, 0, 1, y_at, widths[v], 1, widths[v], depth)
-                    total = _normalise(message, flush)
+                    multiply(zero, c_at, x_at, 0, 1, y_at, widths[v], 1, widths[v], depth)
+                    total = _normalize(message, flush)
             if not total > collapse:
                 return False
             if not backward:
@@ -125,13 +111,13 @@ def follow(backward, lane, lanes, offsets, symbols, pairs, at, block_at, widths,
     return True
 
 
-@_kernel
+@kernel
 def scratch_size(widest):
     """Numbers from one place for a message of the warm-up to the next."""
     return -(-widest // 16) * 16
 
 
-@_kernel
+@inner
 def _rows_of_block(p, layout, probs, rows):
     """Addresses of the rows of block p; returns its height and width."""
     starts, pair_first, pair_source, pair_target, bound_base, bounds, _ = layout
@@ -143,72 +129,30 @@ def _rows_of_block(p, layout, probs, rows):
     return starts[u + 1] - starts[u], starts[v + 1] - starts[v]
 
 
-@_kernel
-def _forward_products(count, sources, targets, height, width, messages, rows, xs, outputs):
-    """messages[target] = messages[source] @ block for four, two or one of them."""
-    zero, size = messages.dtype.type(0.0), messages.itemsize
-    for r in range(count):
-        source = messages[sources[r] : sources[r] + height]
-        for c in range(height):
-            xs[c * count + r] = source[c]
-        messages[targets[r] : targets[r] + width] = zero
-        outputs[r] = messages.ctypes.data + targets[r] * size
-    c_at, x_at, y_at = outputs.ctypes.data, xs.ctypes.data, rows.ctypes.data
-    fours = height & ~3
-    for d in range(0, fours, 4):
-        if count == 4:
-            _update_44(zero, width, c_at, x_at + d * 4 * size, y_at + 8 * d)
-        elif count == 2:
-            _update_24(zero, width, c_at, x_at + d * 2 * size, y_at + 8 * d)
-        else:
-            _update_14(zero, width, c_at, x_at + d * size, y_at + 8 * d)
-    for d in range(fours, height):
-        if count == 4:
-            _update_41(zero, width, c_at, x_at + d * 4 * size, y_at + 8 * d)
-        elif count == 2:
-            _update_21(zero, width, c_at, x_at + d * 2 * size, y_at + 8 * d)
-        else:
-            _update_11(zero, width, c_at, x_at + d * size, y_at + 8 * d)
-
-
-@_kernel
-def _backward_products(count, sources, targets, height, width, messages, rows, xs, outputs):
-    """messages[target] = block @ messages[source] for four, two or one of them."""
-    zero, size = messages.dtype.type(0.0), messages.itemsize
-    for r in range(count):
-        outputs[r] = messages.ctypes.data + sources[r] * size
-    out_at, c_at, y_at = xs.ctypes.data, outputs.ctypes.data, rows.ctypes.data
-    fours = height & ~3
-    for d in range(0, fours, 4):
-        if count == 4:
-            _dots_44(zero, width, out_at + d * 4 * size, c_at, y_at + 8 * d)
-        elif count == 2:
-            _dots_24(zero, width, out_at + d * 2 * size, c_at, y_at + 8 * d)
-        else:
-            _dots_14(zero, width, out_at + d * size, c_at, y_at + 8 * d)
-    for d in range(fours, height):
-        if count == 4:
-            _dots_41(zero, width, out_at + d * 4 * size, c_at, y_at + 8 * d)
-        elif count == 2:
-            _dots_21(zero, width, out_at + d * 2 * size, c_at, y_at + 8 * d)
-        else:
-            _dots_11(zero, width, out_at + d * size, c_at, y_at + 8 * d)
-    for r in range(count):
-        target = messages[targets[r] : targets[r] + height]
-        for c in range(height):
-            target[c] = xs[c * count + r]
-
-
-@_kernel
+@inner
 def _products(backward, count, sources, targets, height, width, messages, rows, xs, outputs):
+    """messages[target] = messages[source] @ block for four, two or one of them; with `backward`, block @ messages[source]."""
+    zero, size = messages.dtype.type(0.0), messages.itemsize
     if backward:
-        _backward_products(count, sources, targets, height, width, messages, rows, xs, outputs)
+        for r in range(count):
+            outputs[r] = messages.ctypes.data + sources[r] * size
+        dot_rows(count, zero, height, width, outputs, xs, rows)
+        for r in range(count):
+            target = messages[targets[r] : targets[r] + height]
+            for c in range(height):
+                target[c] = xs[c * count + r]
     else:
-        _forward_products(count, sources, targets, height, width, messages, rows, xs, outputs)
+        for r in range(count):
+            source = messages[sources[r] : sources[r] + height]
+            for c in range(height):
+                xs[c * count + r] = source[c]
+            messages[targets[r] : targets[r] + width] = zero
+            outputs[r] = messages.ctypes.data + targets[r] * size
+        add_rows(count, zero, height, width, outputs, xs, rows)
 
 
-@_kernel
-def sweep(backward, begins, firsts, lasts, symbols, pairs, at, scratch, layout, probs, initial, flush, collapse, messages, totals):
+@kernel
+def filter_chunks(backward, begins, firsts, lasts, symbols, pairs, at, scratch, layout, probs, initial, flush, collapse, messages, totals):
     """Filters all chunks, or with `backward` smooths them. Returns False where a step keeps too little mass for that.
 
     Chunk b has the steps ``firsts[b]`` up to ``lasts[b]`` for its own and starts at ``begins[b]``; backward, all runs the other way:
@@ -221,9 +165,9 @@ def sweep(backward, begins, firsts, lasts, symbols, pairs, at, scratch, layout, 
     one, flush = messages.dtype.type(1.0), messages.dtype.type(flush)
     place = scratch_size(widest)
     step = -1 if backward else 1
-    rows, xs = np.empty(widest, np.int64), np.empty(_GROUP * max(widest, _GROUP), messages.dtype)
-    sources, targets, outputs = np.empty(_GROUP, np.int64), np.empty(_GROUP, np.int64), np.empty(_GROUP, np.int64)
-    group = np.empty(_GROUP, np.int64)
+    rows, xs = np.empty(widest, np.int64), np.empty(GROUP * max(widest, GROUP), messages.dtype)
+    sources, targets, outputs = np.empty(GROUP, np.int64), np.empty(GROUP, np.int64), np.empty(GROUP, np.int64)
+    group = np.empty(GROUP, np.int64)
     head, following = np.full(num_pairs, -1), np.full(num_chunks, -1)
     now, where = begins.copy(), np.empty(num_chunks, np.int64)  # the step whose message is there, and its place
     waiting = 0
@@ -236,7 +180,7 @@ def sweep(backward, begins, firsts, lasts, symbols, pairs, at, scratch, layout, 
             message[:] = one
         else:
             message[:] = initial[starts[symbols[s]] : starts[symbols[s] + 1]]
-        total = _normalise(message, flush)
+        total = _normalize(message, flush)
         if not total > collapse:
             return False
         if not (backward or guessed):
@@ -253,7 +197,7 @@ def sweep(backward, begins, firsts, lasts, symbols, pairs, at, scratch, layout, 
             length = height if backward else width
             while head[p] >= 0:  # those that come back to it meanwhile are served at once
                 count = 0
-                while count < _GROUP and head[p] >= 0:
+                while count < GROUP and head[p] >= 0:
                     group[count] = head[p]
                     head[p] = following[group[count]]
                     count += 1
@@ -271,7 +215,7 @@ def sweep(backward, begins, firsts, lasts, symbols, pairs, at, scratch, layout, 
                     b = group[r]
                     now[b] += step
                     s, where[b] = now[b], targets[r]
-                    total = _normalise(messages[targets[r] : targets[r] + length], flush)
+                    total = _normalize(messages[targets[r] : targets[r] + length], flush)
                     if not total > collapse:
                         return False
                     if not backward and s >= firsts[b]:
@@ -284,8 +228,8 @@ def sweep(backward, begins, firsts, lasts, symbols, pairs, at, scratch, layout, 
     return True
 
 
-@_kernel
-def _differ(one, other):
+@inner
+def _hilbert_distance(one, other):
     """How far the ratio of the entries of two messages is from constant: their distance in Hilbert's metric, roughly; inf if one has other zeros."""
     low, high = np.inf, 0.0
     for c in range(one.shape[0]):
@@ -298,14 +242,14 @@ def _differ(one, other):
     return high / low - 1.0
 
 
-@_kernel
-def mend(backward, begins, firsts, lasts, symbols, pairs, at, scratch, layout, probs, flush, collapse, tolerance, messages, totals):
-    """Checks what `sweep` guessed, chunk after chunk, and does again what was wrong. Returns the steps done again, -1 where mass ran out."""
+@kernel
+def repair_chunks(backward, begins, firsts, lasts, symbols, pairs, at, scratch, layout, probs, flush, collapse, tolerance, messages, totals):
+    """Checks what `filter_chunks` guessed, chunk after chunk, and does again what was wrong. Returns the steps done again, -1 where mass ran out."""
     starts = layout[0]
     widest = np.max(starts[1:] - starts[:-1])
     place, step, again = scratch_size(widest), -1 if backward else 1, 0
     flush = messages.dtype.type(flush)
-    rows, xs = np.empty(widest, np.int64), np.empty(_GROUP * max(widest, _GROUP), messages.dtype)
+    rows, xs = np.empty(widest, np.int64), np.empty(GROUP * max(widest, GROUP), messages.dtype)
     source, target, outputs = np.empty(1, np.int64), np.empty(1, np.int64), np.empty(1, np.int64)
     for b in range(firsts.shape[0]):
         s = firsts[b]
@@ -314,7 +258,7 @@ def mend(backward, begins, firsts, lasts, symbols, pairs, at, scratch, layout, p
         before = s - step
         width = starts[symbols[before] + 1] - starts[symbols[before]]
         guess = scratch + (2 * b + (before & 1)) * place
-        if _differ(messages[guess : guess + width], messages[at[before] : at[before] + width]) <= tolerance:
+        if _hilbert_distance(messages[guess : guess + width], messages[at[before] : at[before] + width]) <= tolerance:
             continue
         while s != lasts[b]:
             height, width = _rows_of_block(pairs[s + 1] if backward else pairs[s], layout, probs, rows)
@@ -322,12 +266,12 @@ def mend(backward, begins, firsts, lasts, symbols, pairs, at, scratch, layout, p
             source[0], target[0] = at[s - step], guess
             _products(backward, 1, source, target, height, width, messages, rows, xs, outputs)
             found, kept = messages[guess : guess + length], messages[at[s] : at[s] + length]
-            total = _normalise(found, flush)
+            total = _normalize(found, flush)
             if not total > collapse:
                 return -1
             if not backward:
                 totals[s] = total
-            agreed = _differ(found, kept) <= tolerance
+            agreed = _hilbert_distance(found, kept) <= tolerance
             kept[:] = found
             again += 1
             if agreed:
@@ -336,13 +280,13 @@ def mend(backward, begins, firsts, lasts, symbols, pairs, at, scratch, layout, p
     return again
 
 
-@_kernel
-def memory(backward, positions, most, tolerance, symbols, pairs, layout, probs, flush):
+@kernel
+def mixing_time(backward, positions, most, tolerance, symbols, pairs, layout, probs, flush):
     """After how many steps two very different messages agree, at worst, when sent off at these positions; `most` + 1 where they do not."""
     starts = layout[0]
     widest = np.max(starts[1:] - starts[:-1])
     flush, step, longest = probs.dtype.type(flush), -1 if backward else 1, 0
-    rows, xs = np.empty(widest, np.int64), np.empty(_GROUP * max(widest, _GROUP), probs.dtype)
+    rows, xs = np.empty(widest, np.int64), np.empty(GROUP * max(widest, GROUP), probs.dtype)
     messages, place = np.empty(4 * widest, probs.dtype), np.arange(4) * widest
     outputs = np.empty(2, np.int64)
     for s in positions:
@@ -357,9 +301,9 @@ def memory(backward, positions, most, tolerance, symbols, pairs, layout, probs, 
             _products(backward, 2, here, there, height, width, messages, rows, xs, outputs)
             s += step
             one, other = messages[there[0] : there[0] + length], messages[there[1] : there[1] + length]
-            _normalise(one, flush)
-            _normalise(other, flush)
-            if _differ(one, other) <= tolerance:
+            _normalize(one, flush)
+            _normalize(other, flush)
+            if _hilbert_distance(one, other) <= tolerance:
                 taken = t
                 break
         longest = max(longest, taken)
@@ -368,9 +312,9 @@ def memory(backward, positions, most, tolerance, symbols, pairs, layout, probs, 
     return longest
 
 
-@_kernel
+@kernel
 def smooth(first, last, symbols, pairs, at, starts, weights, alpha, totals, kappa, smoothed):
-    """Makes backward messages what `cloned_loops.backward_lane` leaves, with weights by step. Returns False where those of a step have no common mass."""
+    """Makes backward messages what `forward_backward.backward_lane` leaves, with weights by step. Returns False where those of a step have no common mass."""
     zero = alpha.dtype.type(0.0)
     for s in range(first, last):
         v = symbols[s]

@@ -52,7 +52,7 @@ def step_rows(layout: Any, values: Tensor, evidence: Tensor | None, dtype: torch
     """(steps, H) the logarithm of what each step says of the states."""
     symbol_of = torch.from_numpy(np.repeat(np.arange(layout.clones.shape[0]), layout.clones)).to(values.device)
     if evidence is None:
-        possible = (values[:, None] == symbol_of) | (values < 0)[:, None]
+        possible = (values[:, None] == symbol_of) | (values == layout.clones.shape[0])[:, None]
         return torch.where(possible, 0.0, -torch.inf).to(dtype)
     return torch.nan_to_num(evidence.to(dtype), nan=1.0).log()[:, symbol_of]
 
@@ -60,11 +60,11 @@ def step_rows(layout: Any, values: Tensor, evidence: Tensor | None, dtype: torch
 def e_step(
     layout: Any, initial: Tensor, probs: Tensor, values: Tensor, evidence: Tensor | None, offsets: Tensor, weights: Tensor, *, single: bool, smooth: bool
 ) -> tuple[Tensor, ...]:
-    """As `cloned_cpu.e_step`: the same results, as tensors on the device of `initial`; all rows of steps where `smooth`."""
+    """As `cpu.clones.run.e_step`: the same results, as tensors on the device of `initial`; all rows of steps where `smooth`."""
     dtype = torch.float32 if single else wide_dtype(initial.device)
     log_probs = probs.to(dtype).log()
-    if evidence is None and not bool((values < 0).any()):
-        return _symbols_e_step(layout, initial.to(dtype), log_probs, values, offsets, weights, smooth=smooth)
+    if evidence is None and not bool((values == layout.clones.shape[0]).any()):
+        return _symbols_e_step(layout, initial.to(dtype), log_probs, values.long(), offsets, weights, smooth=smooth)
     matrix, places = _expanded(layout, log_probs, -torch.inf)
     rows = step_rows(layout, values, evidence, dtype)
     found = log_space.e_step(initial, operators.Dense(matrix), Rows(rows), offsets, weights, smooth=smooth)
