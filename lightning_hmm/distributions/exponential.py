@@ -51,7 +51,7 @@ class ExponentialFamily(Emission):
         if categorical is not None:
             raise ValueError(f"A {type(self).__name__} emission must have real columns, but column {categorical!r} is categorical.")
         self._begin_allocation()
-        self.num_features = len(columns)
+        self.num_features, self.column_names = len(columns), [column.name for column in columns]
         self.weights = nn.Parameter(torch.zeros(restarts, num_states, len(self.products) + 1, self.num_features, dtype=torch.float64))
         self._pairs: dict[bool, Tensor] = {}
 

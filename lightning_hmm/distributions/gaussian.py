@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from lightning_hmm.distributions.exponential import ExponentialFamily, refuse_wh
 from lightning_hmm.inference.evidence import Evidence, Quadratic, Rows
 from lightning_hmm.sequences import Sequences
 
+_FAR = 10.0  # standard deviations from the mean of the data to that of the nearest state
 _LOG_TWO_PI = math.log(2 * math.pi)
 
 
@@ -139,10 +141,7 @@ class Gaussian(ExponentialFamily):
         if "mean" in values and not bool(self.is_located):
             mean = torch.as_tensor(values["mean"], dtype=torch.float64, device=self.center.device)
             if mean.shape[-2:] == (self.weights.shape[1], self.num_features) and bool(mean.isfinite().all()):
-                offset, spread = self._decode(self.weights.detach())
-                offset = offset + self.center - mean.flatten(0, -2).mean(0)
-                self.center.copy_(mean.flatten(0, -2).mean(0))
-                self.weights.copy_(self._encode(offset, spread))
+                self._move_center(mean.flatten(0, -2).mean(0))
         super().set(**values)
 
     def parameter_shape(self, name: str) -> tuple[int, ...]:
@@ -155,11 +154,32 @@ class Gaussian(ExponentialFamily):
     @torch.no_grad()
     def locate(self, sequences: Sequences) -> None:
         """Takes center and scale of the data; means and covariances stay as they are."""
-        center, variance = data_location(sequences)
-        offset, spread = self._decode(self.weights.detach())
-        offset = offset + self.center - center.to(offset.device)
-        self.center.copy_(center)
+        center, variance = (value.to(self.center.device) for value in data_location(sequences))
         self.data_variance.copy_(variance)
+        self._move_center(center)
+        if bool(self.is_set):
+            self._warn_if_far(center, variance)
+
+    def _warn_if_far(self, center: Tensor, variance: Tensor) -> None:
+        """Warns where training starts from means that are far from the data, as after a fit on other data."""
+        mean = self.mean
+        distance = ((mean - center).abs() / torch.maximum(variance, self.variance).sqrt()).amin(0)  # (D,) of the nearest state
+        column = int(distance.argmax())
+        if float(distance[column]) > _FAR:
+            nearest = mean[(mean[:, column] - center[column]).abs().argmin(), column]
+            warnings.warn(
+                f"Training starts from the means that the model has, but they are far from the data: in column {self.column_names[column]!r} the nearest is {float(nearest):g}, and "
+                f"the mean of the data is {float(center[column]):g}. Make a new model to start from the data.",
+                stacklevel=2,
+            )
+
+    def _move_center(self, center: Tensor) -> None:
+        """Changes the center, not the distribution."""
+        if torch.equal(center, self.center):
+            return  # not a bit changes where a model is trained further on the same data
+        offset, spread = self._decode(self.weights.detach())
+        offset = offset + (self.center - center)
+        self.center.copy_(center)
         self.weights.copy_(self._encode(offset, spread))
 
     # Evidence

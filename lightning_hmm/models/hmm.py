@@ -243,7 +243,7 @@ class HMM(BaumWelchTraining, DiscreteHMM):
 
     @property
     def starts_from_data(self) -> bool:
-        return not self.is_allocated or not bool(self.emission.is_located)
+        return not self.is_allocated or self.emission.starts_from_data
 
     def take_sizes(self, parts: Sequence[Sequences]) -> None:
         if not self.is_allocated:
@@ -254,11 +254,11 @@ class HMM(BaumWelchTraining, DiscreteHMM):
 
     @torch.no_grad()
     def initialize(self, sequences: Sequences) -> None:
-        """Takes sizes, center and scale from the data where the model has none, and starts the emissions from them unless they were set."""
+        """Takes center and scale from the data, also sizes where the model has none, and starts the emissions from the data unless they have values."""
         self.take_sizes([sequences])
-        if bool(self.emission.is_located):
-            return
         self.emission.check(sequences)
+        if not self.emission.starts_from_data:
+            return
         generator = torch.Generator().manual_seed(self.seed)
         self.emission.locate(sequences)
         if not bool(self.emission.is_set):
@@ -271,21 +271,40 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         if isinstance(self.emission, TorchEmission):
             self.emission.forget()  # an interrupted run may have left something
 
-    def on_train_start(self) -> None:
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        has_data = hasattr(getattr(self.trainer, "datamodule", None), "train_sequences")
+        if stage == "fit" and self.starts_from_data and self.trainer.ckpt_path is None and not has_data:
+            self._initialize_from_loader()
+
+    def _initialize_from_loader(self) -> None:
         """Starts from the batches of a plain DataLoader, which has no data module. All ranks start from those of the first."""
-        if not self.starts_from_data:
-            return
+        self.trainer.fit_loop.setup_data()  # Lightning would make the loader after the optimizer, which needs the parameters
         batches: Any = self.trainer.train_dataloader
-        limit, seen, steps = self.trainer.num_training_batches, [], 0
+        limit, seen, steps, num_symbols = self.trainer.num_training_batches, [], 0, 0
         for batch in islice(batches, int(limit) if math.isfinite(limit) else None):
             self._require_sequences(batch)
-            seen.append(batch)
-            steps += batch.num_steps
-            if steps >= STEPS_TO_START_FROM:
+            if steps < STEPS_TO_START_FROM:
+                seen.append(batch)
+                steps += batch.num_steps
+            if batch.is_discrete and batch.num_steps:
+                num_symbols = max(num_symbols, int(batch.values.max()) + 1)
+            elif steps >= STEPS_TO_START_FROM:
                 break
-        self.initialize(Sequences.cat(seen).to(self.device))
+        sequences = Sequences.cat(seen)
+        if not self.is_allocated and sequences.is_discrete:
+            strategy = self.trainer.strategy
+            num_symbols = int(strategy.reduce(torch.tensor(num_symbols, device=strategy.root_device), reduce_op="max"))  # type: ignore[arg-type]
+            self.allocate(symbol_column(num_symbols))
+        self.initialize(sequences)
         if self.trainer.world_size > 1:
             self.load_state_dict(self.trainer.strategy.broadcast(self.state_dict()))
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        columns = checkpoint.get("hyper_parameters", {}).get("columns")
+        if not self.is_allocated and columns is not None:
+            self.allocate(as_columns(columns))
+        super().on_load_checkpoint(checkpoint)
 
     # E-step
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from itertools import pairwise
 
 import numpy as np
@@ -341,3 +342,39 @@ def test_a_part_belongs_to_one_model():
     HMM(2, emission, num_features=1)
     with pytest.raises(ValueError, match="A Gaussian can be part of one model only"):
         HMM(3, emission, num_features=1)
+
+
+@pytest.mark.parametrize("kind", ["diagonal", "spherical", "full", "tied"])
+@pytest.mark.filterwarnings("ignore:.*(got no counts|far from the data)")
+def test_a_second_fit_far_away_takes_the_center_of_its_data(rng, kind):
+    """The start and the fit are those at the origin, moved: EM does not depend on where the data are."""
+    first, second = rng.normal(size=(60, 2)), rng.normal(size=(80, 2)) * 3 + 2
+    models = []
+    for offset in (0.0, 1e6):
+        model = fit(HMM(2, Gaussian(kind, 1e-3)), [first + offset], max_epochs=3)
+        models.append(fit(model, [second + offset], max_epochs=5, tolerance=0))
+    torch.testing.assert_close(models[1].emission.mean - 1e6, models[0].emission.mean, rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(models[1].emission.covariance, models[0].emission.covariance, rtol=1e-7, atol=1e-7)
+    model = fit(HMM(1, Gaussian(kind, 0.0)), [first], max_epochs=2)
+    fit(model, [second + 1e6], max_epochs=5)
+    np.testing.assert_allclose(model.emission.mean[0], second.mean(0) + 1e6, rtol=1e-15)
+    if kind in ("full", "tied"):
+        np.testing.assert_allclose(model.emission.covariance[0], np.cov(second.T, bias=True), rtol=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:.*got no counts")
+def test_a_start_far_from_the_data_is_reported(rng):
+    values = rng.normal(size=(60, 2))
+    model = fit(HMM(2, Product([Gaussian(), Gaussian()])), [values], max_epochs=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit(model, [values + 1], max_epochs=2)
+    with pytest.warns(UserWarning, match=r"the means that the model has.* far from the data.* mean of the data is (49|50)"):
+        fit(model, [values + 50], max_epochs=2)
+
+
+def test_training_further_on_the_same_data_is_training_longer(rng):
+    values = [rng.normal(size=(60, 2)) + 100]
+    twice = fit(fit(HMM(2, Gaussian("full")), values, max_epochs=3, tolerance=0), values, max_epochs=4, tolerance=0)
+    once = fit(HMM(2, Gaussian("full")), values, max_epochs=7, tolerance=0)
+    assert torch.equal(twice.emission.weights, once.emission.weights)

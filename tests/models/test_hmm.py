@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import copy
 
 import numpy as np
@@ -113,11 +115,14 @@ def test_a_subclass_is_saved_with_its_parts(rng, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*You defined a `validation_step`", "ignore:.*Trying to infer the `batch_size`")
+@pytest.mark.parametrize("sized", [True, False])
 @pytest.mark.parametrize("emission", ["Gaussian", "Categorical"])
-def test_a_plain_trainer_and_data_loader_work(rng, emission, tmp_path):
+def test_a_plain_trainer_and_data_loader_work(rng, emission, sized, tmp_path):
     symbolic = emission == "Categorical"
     sequences = random_symbols(rng, missing=0.0) if symbolic else random_vectors(rng, missing=0.0)
-    sizes = {"num_symbols": 5} if symbolic else {"num_features": 2}
+    if symbolic:
+        sequences.values[-1] = 4  # the largest symbol, also in the last batch only
+    sizes = ({"num_symbols": 5} if symbolic else {"num_features": 2}) if sized else {}
     loader = DataLoader([row for row in sequences if len(row)], batch_size=4, collate_fn=Sequences.collate)
     model = HMM(2, emission, **sizes)
     options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu", "num_sanity_val_steps": 0}
@@ -128,6 +133,24 @@ def test_a_plain_trainer_and_data_loader_work(rng, emission, tmp_path):
     fit(expected, filled, 6, 0, batch_size=4)
     torch.testing.assert_close(model.score(filled), expected.score(filled), rtol=1e-9, atol=1e-9)
     assert torch.equal(HMM.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True).score(filled), model.score(filled))
+    resumed = HMM(2, emission, **sizes)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*callbacks used to create the checkpoint")
+        Trainer(max_epochs=8, enable_checkpointing=False, **options).fit(resumed, loader, ckpt_path=tmp_path / "last.ckpt", weights_only=True)
+    longer = HMM(2, emission, **sizes)
+    Trainer(max_epochs=8, enable_checkpointing=False, **options).fit(longer, loader)
+    assert torch.equal(resumed.score(filled), longer.score(filled))
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*Trying to infer the `batch_size`")
+def test_symbols_are_those_of_all_batches_of_a_plain_loader():
+    loader = DataLoader([[0, 1, 0], [1, 1], [2, 0], [0, 6]], batch_size=1, collate_fn=Sequences.collate)
+    options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False, "accelerator": "cpu"}
+    model = HMM(2)
+    Trainer(max_epochs=2, **options).fit(model, loader)
+    assert model.num_symbols == 7
+    with pytest.raises(TypeError, match="collate_fn=Sequences.collate"):
+        Trainer(max_epochs=2, **options).fit(HMM(2), DataLoader(torch.zeros(8, 3)))
 
 
 @pytest.mark.parametrize("options", [{"num_symbols": 5}, {"num_symbols": 5, "restarts": 2}, {"num_features": 2}])
