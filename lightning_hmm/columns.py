@@ -89,6 +89,11 @@ def feature_columns(num_features: int, names: Sequence[str] | None = None) -> li
     return [Column(name) for name in (names or [f"feature_{number}" for number in range(num_features)])]
 
 
+def are_named(columns: Sequence[Column]) -> bool:
+    """Whether the columns have names of their own, not those of `feature_columns`."""
+    return [column.name for column in columns] != [column.name for column in feature_columns(len(columns))]
+
+
 def _repeated(names: Sequence[str]) -> str | None:
     """The first name that occurs more than once, if there is one."""
     return next((name for name, count in Counter(names).items() if count > 1), None)

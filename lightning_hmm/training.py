@@ -144,6 +144,8 @@ def fit(
     checkpoint = None if ckpt_path is None else require_local_file(ckpt_path)
     train = model.as_sequences(sequences, lengths)
     require_observations(train)
+    if train.columns is not None:
+        model.take_sizes([train])  # the names of columns and categories in validation data are those of training
     validation = None if val_sequences is None else model.as_sequences(val_sequences)
     given = [part for part in (train, validation) if part is not None]
     model.take_sizes(given)

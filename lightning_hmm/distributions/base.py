@@ -9,6 +9,7 @@ sufficient statistics, and `maximize` turns these into parameters. That is all t
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -114,6 +115,7 @@ class Distribution(nn.Module, ABC):
 class Emission(Distribution):
     """The distribution of an observation given the state."""
 
+    reads_symbols: ClassVar[bool] = False  # whether an observation is a symbol, not a vector
     is_closed: ClassVar[bool] = True  # whether the M-step is a function of expected statistics
     starts_from_data: bool = True  # whether starting values, or a center, come from the data
     is_located: Tensor  # whether `locate` has been called
@@ -286,7 +288,9 @@ def _path(family: type) -> str:
 
 
 def check_not_negative(**options: float) -> None:
-    """Refuses options of a prior that are negative or no number."""
+    """Refuses options of a prior that are negative, infinite or no number."""
     for name, value in options.items():
-        if not value >= 0:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise ValueError(f"`{name}` must be a finite number, but is {value!r} instead.")
+        if value < 0:
             raise ValueError(f"`{name}` must not be negative, but is {value} instead.")

@@ -184,3 +184,10 @@ def refuse_where(wrong: Tensor, name: str, rule: str, value: Tensor) -> None:
     if bool(wrong.any()):
         where = tuple(torch.nonzero(wrong)[0].tolist())
         raise ValueError(f"`{name}` must {rule}, but that of state {where[1]}, column {where[2]} is {float(value[where]):g}.")
+
+
+def require_observed(weights: Tensor, names: Sequence[str]) -> None:
+    """Raises an error that names the first column without an observed value; `weights` (D,) are those of the observed values of each column."""
+    missing = torch.nonzero(weights == 0).flatten()
+    if len(missing):
+        raise ValueError(f"Every column must be observed somewhere, but {names[int(missing[0])]!r} is missing at every step. Leave the column out.")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_hmm.columns import Column
 from lightning_hmm.distributions.base import Emission
+from lightning_hmm.distributions.exponential import require_observed
 from lightning_hmm.inference.evidence import Evidence, Quadratic, Rows
 from lightning_hmm.sequences import Sequences
 from lightning_hmm.vocabulary import MISSING
@@ -56,6 +57,18 @@ class Product(Emission):
         for part, place in zip(self.parts, places, strict=True):
             part.allocate(restarts, num_states, [columns[number] for number in place])
 
+    def columns_of(self, columns: Sequence[Column], parts: Sequence[Sequences]) -> list[Column]:
+        """The columns of data without a description: those of parts that read symbols have as many categories as occur in `parts`."""
+        found = list(columns)
+        for part, place in zip(self.parts, self._places(columns), strict=True):
+            for number in place if part.reads_symbols else ():
+                if not found[number].is_categorical:
+                    entries = torch.cat([data.values[:, number] for data in parts])
+                    entries = entries[~entries.isnan()]
+                    require_observed(torch.tensor([len(entries)]), [found[number].name])
+                    found[number] = Column(found[number].name, "categorical", max(int(entries.max()) + 1, 1))
+        return found
+
     def _places(self, columns: Sequence[Column]) -> list[list[int]]:
         """The columns of each part, by number."""
         names = [column.name for column in columns]
@@ -81,7 +94,7 @@ class Product(Emission):
         """The parts, each with its columns of the batch."""
         for part, place in zip(self.parts, self.places, strict=True):
             values = batch.values[:, place]
-            if getattr(part, "num_symbols", None) is not None:
+            if part.reads_symbols:
                 values = torch.where(values[:, 0].isnan(), MISSING, values[:, 0]).long()
             yield part, batch.with_values(values)
 

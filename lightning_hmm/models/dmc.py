@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_hmm import inference
 from lightning_hmm.distributions import Categorical, DenseMostlyConstant, Emission, Initial
-from lightning_hmm.distributions.base import make_part
+from lightning_hmm.distributions.base import check_not_negative, make_part
 from lightning_hmm.inference import selection
 from lightning_hmm.inference.cpu import prefers_dense
 from lightning_hmm.inference.operators import MostlyConstant
@@ -107,6 +107,12 @@ class DMCHMM(HMM):
             "symbol_names": symbol_names,
             "unknown_symbol": unknown_symbol,
         }
+        check_not_negative(
+            initial_pseudocount=initial_pseudocount,
+            transition_pseudocount=transition_pseudocount,
+            emission_pseudocount=emission_pseudocount,
+            variance_prior=variance_prior,
+        )
         part = standard_emission(emission, num_symbols, num_features, emission_pseudocount, variance_prior)
         symbolic = isinstance(part, Categorical)
         super().__init__(

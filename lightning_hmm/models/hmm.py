@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import islice
 from typing import Any, Literal, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_hmm import inference
-from lightning_hmm.columns import Column, as_columns, feature_columns, symbol_column
-from lightning_hmm.distributions import Categorical, Distribution, Emission, Full, Initial, TorchEmission, Transition
+from lightning_hmm.columns import Column, are_named, as_columns, feature_columns, symbol_column
+from lightning_hmm.conversion import as_reals, frame_columns, frame_values, frames_of
+from lightning_hmm.distributions import Categorical, Distribution, Emission, Full, Initial, Poisson, Product, TorchEmission, Transition
 from lightning_hmm.distributions.base import make_part, pull_back
 from lightning_hmm.distributions.exponential import ExponentialFamily
 from lightning_hmm.distributions.starting import STEPS_TO_START_FROM, excerpt, guess_states
@@ -246,8 +248,36 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         return not self.is_allocated or self.emission.starts_from_data
 
     def take_sizes(self, parts: Sequence[Sequences]) -> None:
+        named = parts[0].columns
         if not self.is_allocated:
-            self.allocate(columns_of(parts))
+            columns = columns_of(parts) if named is None else list(named)
+            self.allocate(self.emission.columns_of(columns, parts) if isinstance(self.emission, Product) else columns)
+        elif named is not None and self.columns is not None and len(named) == len(self.columns) and not are_named(self.columns):
+            self.columns = [replace(column, name=other.name) for column, other in zip(self.columns, named, strict=True)]
+            self._save_options()
+
+    def as_sequences(self, data: Any, lengths: Any = None) -> Sequences:
+        """As `SequenceModel.as_sequences`. For an emission of real columns, those of a DataFrame are found by name, and whole numbers are real ones."""
+        if self.emission is None or self.emission.reads_symbols:
+            return super().as_sequences(data, lengths)
+        frames = frames_of(data)
+        if frames is not None:
+            columns = self.columns if self.columns is not None and are_named(self.columns) else frame_columns(frames)
+            if self.columns is not None and len(columns) != len(self.columns):
+                raise ValueError(f"The data must have {len(self.columns)} columns, but have {len(columns)}: {', '.join(column.name for column in columns)}.")
+            arrays = [frame_values(frame, columns, n) for n, frame in enumerate(frames)]
+            return super().as_sequences(arrays if lengths is None else np.concatenate(arrays), lengths).with_columns(columns)
+        if not isinstance(data, Sequences):
+            return super().as_sequences(as_reals(data), lengths)
+        data = super().as_sequences(data, lengths)
+        if data.is_discrete and isinstance(self.emission, Poisson):  # a count is not negative, so -1 is a missing one
+            return data.with_values(torch.where(data.observed, data.values.double(), torch.nan))
+        if data.columns is None or self.columns is None or not are_named(self.columns) or data.columns == tuple(self.columns):
+            return data
+        names, wanted = [column.name for column in data.columns], [column.name for column in self.columns]
+        if sorted(names) != sorted(wanted):
+            raise ValueError(f"The data must have the columns {', '.join(wanted)}, but have {', '.join(names)}.")
+        return data.with_values(data.values[:, [names.index(name) for name in wanted]]).with_columns(self.columns)
 
     def check(self, sequences: Sequences) -> None:
         self.emission.check(sequences)
@@ -272,8 +302,11 @@ class HMM(BaumWelchTraining, DiscreteHMM):
             self.emission.forget()  # an interrupted run may have left something
 
     def setup(self, stage: str) -> None:
+        datamodule: Any = getattr(self.trainer, "datamodule", None)
+        has_data = hasattr(datamodule, "train_sequences")
+        if stage == "fit" and not self.is_allocated and self.trainer.ckpt_path is None and getattr(datamodule, "columns", None):
+            self.allocate(datamodule.columns)
         super().setup(stage)
-        has_data = hasattr(getattr(self.trainer, "datamodule", None), "train_sequences")
         if stage == "fit" and self.starts_from_data and self.trainer.ckpt_path is None and not has_data:
             self._initialize_from_loader()
 

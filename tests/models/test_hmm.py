@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
-import copy
-
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from lightning.pytorch import Trainer
@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
 import lightning_hmm
-from lightning_hmm import HMM, Categorical, Column, Full, Gaussian, Initial, Poisson, Product, Sequences, StandardHMM, fit
+from lightning_hmm import HMM, Categorical, Column, Full, Gaussian, Initial, Poisson, Product, Sequences, StandardHMM, fit, load
 from lightning_hmm.callbacks import Convergence
 from tests.helpers import random_symbols, random_vectors
 
@@ -149,7 +149,7 @@ def test_symbols_are_those_of_all_batches_of_a_plain_loader():
     model = HMM(2)
     Trainer(max_epochs=2, **options).fit(model, loader)
     assert model.num_symbols == 7
-    with pytest.raises(TypeError, match="collate_fn=Sequences.collate"):
+    with pytest.raises(TypeError, match=r"collate_fn=Sequences\.collate"):
         Trainer(max_epochs=2, **options).fit(HMM(2), DataLoader(torch.zeros(8, 3)))
 
 
@@ -191,3 +191,69 @@ def test_several_iterations_need_one_batch(rng):
         fit(HMM(2, num_symbols=5, iterations_per_epoch=3), random_symbols(rng, num_sequences=8), 2, batch_size=2)
     with pytest.raises(ValueError, match="`iterations_per_epoch` is for batch EM"):
         HMM(2, num_symbols=5, iterations_per_epoch=3, discount=0.9)
+
+
+def table(rng) -> pd.DataFrame:
+    """Numbers, counts and names that differ between two states; some are missing."""
+    states = np.repeat(rng.integers(0, 2, 40), 5)
+    frame = pd.DataFrame({"x": rng.normal(size=200) + 4 * states, "visits": rng.poisson(2 + 5 * states)})
+    frame["weather"] = np.where(rng.random(200) < 0.1 + 0.8 * states, "sun", "rain")
+    frame.loc[3, "weather"], frame.loc[5, "x"] = None, np.nan
+    return frame
+
+
+def mixed() -> Product:
+    return Product({"x": Gaussian(), "visits": Poisson(), "weather": Categorical(0.1)})
+
+
+def test_columns_of_a_data_frame_are_found_by_name(rng, tmp_path):
+    frame = table(rng)
+    model = fit(HMM(2, mixed()), frame, max_epochs=5, val_sequences=frame[["visits", "weather", "x"]])
+    assert model.columns == [Column("x"), Column("visits"), Column("weather", "categorical", ("rain", "sun"))]
+    expected = model.score(frame)
+    coded = np.column_stack([frame.x, frame.visits, frame.weather.map({"rain": 0.0, "sun": 1.0})])
+    model.trainer.save_checkpoint(tmp_path / "mixed.ckpt")
+    for same in (model, load(tmp_path / "mixed.ckpt")):
+        for data in (frame[["weather", "x", "visits"]], [frame[["weather", "x", "visits"]]], coded):
+            assert torch.equal(same.score(data), expected)
+    for data, message in (
+        (frame[["x", "visits"]], "columns 'x', 'visits', 'weather', but sequence 0 has no column 'weather'"),
+        (frame.assign(y=1.0), r"but sequence 0 also has 'y'. Select the columns, as in `df\[\['x', 'visits', 'weather'\]\]`"),
+        (frame.assign(weather="snow"), "Column 'weather' must hold the categories of training, 'rain', 'sun', but sequence 0 holds 'snow'"),
+        (frame.assign(x="a"), "Column 'x' must hold numbers"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.score(data)
+
+
+@pytest.mark.parametrize("make", [lambda: HMM(2, Gaussian("full")), lambda: StandardHMM(2, emission="gaussian", num_features=2)])
+def test_permuted_columns_are_put_in_order(rng, make):
+    frame = table(rng)[["x", "visits"]]
+    model = fit(make(), frame, max_epochs=3)
+    assert torch.equal(model.score(frame[["visits", "x"]]), model.score(frame))
+    assert torch.equal(model.score(Sequences.from_list(frame[["visits", "x"]])), model.score(frame))
+    for data in (frame.rename(columns={"x": "y"}), Sequences.from_list(frame.rename(columns={"x": "y"}))):
+        with pytest.raises(ValueError, match=r"must have the columns '?x'?, '?visits'?"):
+            model.score(data)
+
+
+def test_categories_of_a_product_are_those_of_the_data(rng):
+    values = np.column_stack([rng.normal(size=50), rng.integers(0, 3, 50)])
+    model = fit(HMM(2, Product([Gaussian(), Categorical()])), values, max_epochs=2)
+    assert model.columns == [Column("feature_0"), Column("feature_1", "categorical", 3)]
+
+
+def test_whole_numbers_are_counts_for_poisson(rng):
+    counts = rng.poisson(3, 60)
+    model = fit(HMM(2, "Poisson"), [counts], max_epochs=5)
+    expected = model.score([counts.astype(float)])
+    forms = counts, counts[:, None], torch.as_tensor(counts), [counts.tolist()], [torch.as_tensor(counts)], pd.Series(counts), [pd.Series(counts)]
+    for data in (*forms, Sequences.from_list([counts]), pd.DataFrame({"count": counts})):
+        assert torch.equal(model.score(data), expected)
+    pairs = rng.poisson(3, (60, 2))
+    model = fit(HMM(2, "Poisson"), pairs, lengths=[20, 40], max_epochs=5)
+    assert torch.equal(model.score([pairs]), model.score([pairs.astype(float)]))
+    assert model.score([[[1, 2], [3, 4]], [[1, 2]]]).shape == (2,)
+    assert torch.equal(model.score([[None, [1, 2]]]), model.score([[[np.nan, np.nan], [1.0, 2.0]]]))
+    whole = fit(HMM(2, Gaussian()), [np.arange(10), np.arange(5) - 3], max_epochs=2)  # -1 is a number
+    assert torch.equal(whole.score([[-1, 0]]), whole.score([[-1.0, 0.0]]))
