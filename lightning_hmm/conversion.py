@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,9 @@ def as_tensor(values: Tensor | np.ndarray) -> Tensor:
 def as_list(data: Any) -> Sequence[Any]:
     """The single sequences in what a user gave for several: a list, or one array, tensor, DataFrame or Series (see `Sequences.from_list`)."""
     refuse_one_string(data)
+    if isinstance(data, Mapping) or not isinstance(data, Iterable):
+        shown = repr(data)
+        raise ValueError(f"`sequences` must be a list of sequences, but is {shown if len(shown) <= 60 else shown[:57] + '...'} instead.")
     given, data = data, from_pandas(data)
     if data is not given and data.dtype.kind != "O":
         return [data]
@@ -96,6 +99,8 @@ def frame_columns(frames: Sequence[Any]) -> list[Column]:
         if all(pandas.api.types.is_numeric_dtype(part.dtype) for part in entries):
             columns.append(Column(str(name)))
             continue
+        if any(pandas.api.types.is_datetime64_any_dtype(part.dtype) for part in entries):
+            raise ValueError(f"The columns of a DataFrame must hold numbers or names, but {name!r} holds dates. Leave it out, or convert it into numbers.")
         names = tuple(sorted({str(entry) for part in entries for entry in part.dropna()}))
         if not names:
             raise ValueError(f"Every column must be observed somewhere, but {name!r} is missing at every step. Leave the column out.")
@@ -217,6 +222,8 @@ def as_array(sequence: Any, index: int, name: str = "sequences") -> np.ndarray:
         array = _without_none(list(sequence), index)
     if array.dtype.kind not in "iubf":
         what = f"sequence {index} holds {array.dtype} instead"
+        if array.dtype.kind not in "USO":
+            raise ValueError(f"`{name}` must hold real numbers, but {what}.")
         remedy = "For names of symbols use `Sequences.from_strings` with a vocabulary." if name == "sequences" else "Convert names into numbers first."
         raise ValueError(f"`{name}` must hold numbers, but {what}. {remedy}")
     if array.ndim == 0:

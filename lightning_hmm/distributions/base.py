@@ -53,6 +53,12 @@ class Distribution(nn.Module, ABC):
 
     # Sizes and values
 
+    def __getattr__(self, name: str) -> Any:
+        # Python calls this, too, where a property has no value.
+        if isinstance(getattr(type(self), name, None), property) and not self.is_allocated:
+            raise AttributeError(f"A {type(self).__name__} has no `{name}` before it has sizes. Train its model, or give the sizes to the model.")
+        return super().__getattr__(name)
+
     @property
     def is_allocated(self) -> bool:
         return "is_set" in self._buffers
@@ -264,8 +270,14 @@ def make_part(given: Any, kind: Any, option: str) -> Any:
         family = known.get(name) or lower.get(name.lower()) or known.get(name.rsplit(".", 1)[-1])
         if family is not None:
             options = {key: _make_nested(value, option) for key, value in dict(given.get("init_args") or {}).items()}
+            known_options = list(inspect.signature(family).parameters)
+            strange = next((key for key in options if key not in known_options), None)
+            if strange is not None:
+                raise ValueError(f"`{option}`: {family.__name__} has the options {', '.join(known_options)}, but {strange!r} was given.")
             return family(**options)
     names = ", ".join(sorted({family.__name__ for family in known.values()}))
+    if isinstance(given, type) and issubclass(given, kind):
+        raise ValueError(f"`{option}` must be an object, but is the class {given.__name__} instead. Give `{given.__name__}(...)`, with its options.")
     what = given["class_path"] if isinstance(given, Mapping) and "class_path" in given else given
     raise ValueError(f"`{option}` must be {'an' if kind.__name__[0] in 'EI' else 'a'} {kind.__name__}, or the name of one ({names}), but is {what!r} instead.")
 
@@ -285,6 +297,15 @@ def _path(family: type) -> str:
     package = sys.modules[__name__.split(".")[0]]
     exported = getattr(package, family.__name__, None) is family
     return f"{package.__name__ if exported else family.__module__}.{family.__qualname__}"
+
+
+def as_numbers(name: str, value: Any, device: torch.device) -> Tensor:
+    """What a user gave for a parameter as a float64 tensor."""
+    try:
+        return torch.as_tensor(value, dtype=torch.float64, device=device)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        shown = repr(value)
+        raise ValueError(f"`{name}` must be an array of real numbers, but is {shown if len(shown) <= 60 else shown[:57] + '...'} instead.") from None
 
 
 def check_not_negative(**options: float) -> None:

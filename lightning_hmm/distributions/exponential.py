@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hmm.columns import Column
-from lightning_hmm.distributions.base import Emission
+from lightning_hmm.distributions.base import Emission, as_numbers
 from lightning_hmm.inference.evidence import Evidence, Quadratic
 from lightning_hmm.sequences import Sequences
 
@@ -159,7 +159,7 @@ class ExponentialFamily(Emission):
         restarts, parameters = len(self.weights), []
         for name in self.names:
             shape = self.parameter_shape(name)
-            value = torch.as_tensor(values.get(name, getattr(self, name)), dtype=torch.float64, device=self.weights.device)
+            value = as_numbers(name, values.get(name, getattr(self, name)), self.weights.device)
             if value.shape not in (shape, (restarts, *shape)):
                 raise ValueError(f"`{name}` must have shape {shape}, but has {tuple(value.shape)} instead.")
             self.check_parameter(name, value.expand(restarts, *shape))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hmm.columns import Column, feature_columns
-from lightning_hmm.distributions.base import check_not_negative, pull_back
+from lightning_hmm.distributions.base import as_numbers, check_not_negative, pull_back
 from lightning_hmm.distributions.exponential import ExponentialFamily, refuse_where, require_observed
 from lightning_hmm.inference.evidence import Evidence, Quadratic, Rows
 from lightning_hmm.sequences import Sequences
@@ -133,6 +133,7 @@ class Gaussian(ExponentialFamily):
         super().check_parameter(name, value)
         if name == "variance":
             refuse_where(value <= 0, name, "be positive", value)
+            refuse_where(value < _SMALLEST_VARIANCE, name, f"be at least {_SMALLEST_VARIANCE:g}", value)
             if self.kind == "spherical" and bool((value != value[..., :1]).any()):
                 raise ValueError("`variance` must be the same for all columns of a spherical Gaussian, but they differ.")
 
@@ -140,7 +141,7 @@ class Gaussian(ExponentialFamily):
     def set(self, **values: Any) -> None:
         """As `ExponentialFamily.set`. Until the center is that of data, it is put at the given means, far from which digits would be lost."""
         if "mean" in values and not bool(self.is_located):
-            mean = torch.as_tensor(values["mean"], dtype=torch.float64, device=self.center.device)
+            mean = as_numbers("mean", values["mean"], self.center.device)
             if mean.shape[-2:] == (self.weights.shape[1], self.num_features) and bool(mean.isfinite().all()):
                 self._move_center(mean.flatten(0, -2).mean(0))
         super().set(**values)

@@ -28,8 +28,13 @@ class Product(Emission):
 
     def __init__(self, parts: list[Emission] | dict[str, Emission]) -> None:
         super().__init__()
+        if not isinstance(parts, (list, tuple, Mapping)):
+            raise ValueError(f"`parts` must be a list of emissions, or a dictionary of them by the names of their columns, but is {parts!r} instead.")
         if not parts:
             raise ValueError("`parts` must hold at least one emission, but is empty.")
+        strange = next((name for name in parts if not isinstance(name, str)), None) if isinstance(parts, Mapping) else None
+        if strange is not None:
+            raise ValueError(f"The keys of `parts` must be names of columns, but one is {strange!r}. Give a list to take the columns in order.")
         self.names = [[name.strip() for name in names.split(",")] for names in parts] if isinstance(parts, Mapping) else None
         given = list(parts.values() if isinstance(parts, Mapping) else parts)
         for part in given:

@@ -16,6 +16,7 @@ from lightning_hmm.inference.cpu import prefers_dense
 from lightning_hmm.inference.operators import MostlyConstant
 from lightning_hmm.inference.selection import Choice, Pairs, PairSums, factored_pairs
 from lightning_hmm.models.hmm import HMM
+from lightning_hmm.models.sequence_model import as_names
 from lightning_hmm.models.standard import StandardHMM, standard_emission
 from lightning_hmm.sequences import Sequences
 
@@ -102,7 +103,7 @@ class DMCHMM(HMM):
             "transition_pseudocount": transition_pseudocount,
             "emission_pseudocount": emission_pseudocount,
             "variance_prior": variance_prior,
-            "frozen": list(frozen),
+            "frozen": as_names("frozen", frozen),
             "arithmetic": arithmetic,
             "symbol_names": symbol_names,
             "unknown_symbol": unknown_symbol,

@@ -22,10 +22,12 @@ from lightning_hmm.distributions.starting import STEPS_TO_START_FROM, excerpt, g
 from lightning_hmm.inference.evidence import Evidence
 from lightning_hmm.inference.operators import Dense, Operator
 from lightning_hmm.models.discrete import DiscreteHMM
+from lightning_hmm.models.sequence_model import as_names, check_counts, check_seed
 from lightning_hmm.models.training_loop import BaumWelchTraining
 from lightning_hmm.optim.online import categorical_pass
 from lightning_hmm.sequences import Sequences
 
+_NO_SIZES = "The model has no sizes yet. Train it, or give `num_symbols`, `num_features` or `columns`."
 _CHUNK = 1 << 22  # numbers that a temporary array of an E-step holds at most: larger ones are given back to the system after each use
 
 
@@ -83,6 +85,8 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         symbol_names: list[str] | None = None,
         unknown_symbol: str | None = None,
     ) -> None:
+        check_counts(num_states=num_states, num_symbols=num_symbols, num_features=num_features)
+        check_seed(seed)
         self._records_parts = not hasattr(self, "_given_options")  # a subclass may record options of its own instead
         if self._records_parts:
             self._given_options: dict[str, Any] = {
@@ -93,7 +97,7 @@ class HMM(BaumWelchTraining, DiscreteHMM):
                 "discount": discount,
                 "sequences_per_update": sequences_per_update,
                 "iterations_per_epoch": iterations_per_epoch,
-                "frozen": list(frozen),
+                "frozen": as_names("frozen", frozen),
                 "arithmetic": arithmetic,
                 "symbol_names": symbol_names,
                 "unknown_symbol": unknown_symbol,
@@ -166,7 +170,15 @@ class HMM(BaumWelchTraining, DiscreteHMM):
 
     def _require_allocated(self) -> None:
         if not self.is_allocated:
-            raise ValueError("The model has no sizes yet. Train it, or give `num_symbols`, `num_features` or `columns`.")
+            raise ValueError(_NO_SIZES)
+
+    def _require_values(self) -> None:
+        """Raises where an emission that starts from data has no values yet."""
+        self._require_allocated()
+        for part in getattr(self.emission, "parts", [self.emission]):
+            if isinstance(part, ExponentialFamily) and not bool(part.is_set):
+                names = " and ".join(f"`{name}`" for name in part.names)
+                raise ValueError(f"The {type(part).__name__} emission has no values yet. Train the model, or set {names} with `set_parameters`.")
 
     # Parameters
 
@@ -195,6 +207,8 @@ class HMM(BaumWelchTraining, DiscreteHMM):
 
     def __getattr__(self, name: str) -> Any:
         # Python calls this, too, where one of the properties above has no value.
+        if name in ("initial_probs", "transition_probs", "emission_probs") and self.__dict__.get("columns") is None:
+            raise AttributeError(_NO_SIZES)
         if name == "transition_probs":
             raise AttributeError(f"`transition_probs` is a matrix, but {type(self.transition).__name__} transitions are not one matrix.")
         if name == "emission_probs":
@@ -232,10 +246,13 @@ class HMM(BaumWelchTraining, DiscreteHMM):
     def evidence(self, restart: int, sequences: Sequences) -> Evidence:
         self._require_allocated()
         self.emission.check(sequences)
+        if not torch.is_grad_enabled():
+            self._require_values()
         found: Evidence = self.emission.evidence(self.emission.natural(restart), sequences)
         return found if self.transition.classes is None else found.shared(self.transition.classes)
 
     def emit(self, states: Sequences, generator: torch.Generator) -> Sequences:
+        self._require_values()
         return states.with_values(self.emission.sample(states.values, generator))
 
     def predict_emission(self, state_probs: Tensor) -> Any:
@@ -268,7 +285,10 @@ class HMM(BaumWelchTraining, DiscreteHMM):
             arrays = [frame_values(frame, columns, n) for n, frame in enumerate(frames)]
             return super().as_sequences(arrays if lengths is None else np.concatenate(arrays), lengths).with_columns(columns)
         if not isinstance(data, Sequences):
-            return super().as_sequences(as_reals(data), lengths)
+            found = super().as_sequences(as_reals(data), lengths)
+            if found.is_discrete and not found.num_steps and self.num_features is not None:  # empty sequences have no kind of their own
+                return found.with_values(found.values.new_zeros(0, self.num_features, dtype=torch.float64))
+            return found
         data = super().as_sequences(data, lengths)
         if data.is_discrete and isinstance(self.emission, Poisson):  # a count is not negative, so -1 is a missing one
             return data.with_values(torch.where(data.observed, data.values.double(), torch.nan))
@@ -327,7 +347,7 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         sequences = Sequences.cat(seen)
         if not self.is_allocated and sequences.is_discrete:
             strategy = self.trainer.strategy
-            num_symbols = int(strategy.reduce(torch.tensor(num_symbols, device=strategy.root_device), reduce_op="max"))  # type: ignore[arg-type]
+            num_symbols = int(strategy.reduce(torch.tensor(num_symbols, device=strategy.root_device), reduce_op="max"))
             self.allocate(symbol_column(num_symbols))
         self.initialize(sequences)
         if self.trainer.world_size > 1:
@@ -423,6 +443,11 @@ def _columns(
     """The observed columns, from whichever option gives them."""
     if columns is not None:
         return as_columns(columns)
+    if num_symbols is not None and num_features is not None:
+        raise ValueError(
+            "`num_symbols` is for sequences of symbols and `num_features` for real vectors, but both are given. "
+            "Give one of them, or `columns` for columns of both kinds."
+        )
     if num_symbols is not None:
         if names is not None and len(names) != num_symbols:
             raise ValueError(f"`symbol_names` must name {num_symbols} symbols, but names {len(names)} instead.")
@@ -448,6 +473,9 @@ def _set_emission(emission: Any, values: Any) -> None:
         if all(bool(part.is_set) for part in emission.parts):
             emission.is_set.fill_(True)
     elif isinstance(values, Mapping):
+        strange = next((name for name in values if name != "probs"), None) if isinstance(emission, Categorical) else None
+        if strange is not None:
+            raise ValueError(f"A Categorical emission has the parameter probs, but {strange!r} was given.")
         emission.set(**values)
     elif isinstance(emission, Categorical):
         emission.set(values)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from lightning_hmm.distributions import Categorical, Emission, Full, Gaussian, Initial
 from lightning_hmm.distributions.base import check_not_negative, make_part
 from lightning_hmm.models.hmm import HMM
+from lightning_hmm.models.sequence_model import as_names
 
 
 class StandardHMM(HMM):
@@ -73,7 +74,7 @@ class StandardHMM(HMM):
             "emission_pseudocount": emission_pseudocount,
             "variance_prior": variance_prior,
             "iterations_per_epoch": iterations_per_epoch,
-            "frozen": list(frozen),
+            "frozen": as_names("frozen", frozen),
             "arithmetic": arithmetic,
             "symbol_names": symbol_names,
             "unknown_symbol": unknown_symbol,
