@@ -50,7 +50,9 @@ class FileDataModule(ScaledDataModule):
             model, are matched by name. Columns that you choose for new data replace those of training in the given order.
         categorical_columns: those of `columns` that hold categories, as names or as whole numbers from 0, among columns of numbers. In the
             vectors, a category is its number. To choose the numbers, give a dictionary from each column to the names of its
-            categories in the order of their numbers; otherwise they are the names in the training part, sorted.
+            categories in the order of their numbers; otherwise they are the names in the training part, sorted. For a column of
+            whole numbers the dictionary has the number of categories, which otherwise is one more than the largest. If a
+            trained model is used, categories that are not given are those of training.
         label_column: the column of the known states, as names or as whole numbers from 0. An empty cell, or -1, is an unknown state.
         input_columns: the columns of numbers that emissions or transitions may depend on. No input may be missing.
         time_column: the column of times, as seconds or as dates, which become seconds since 1970. None may be missing, and they must not
@@ -88,7 +90,7 @@ class FileDataModule(ScaledDataModule):
         delimiter: str | None = None,
         sequence_column: str | None = None,
         columns: list[str] | None = None,
-        categorical_columns: list[str] | dict[str, list[str]] | None = None,
+        categorical_columns: list[str] | dict[str, list[str] | int] | None = None,
         label_column: str | None = None,
         input_columns: list[str] | None = None,
         time_column: str | None = None,
@@ -129,7 +131,7 @@ class FileDataModule(ScaledDataModule):
         if time_format is not None and time_column is None:
             raise ValueError("`time_format` is for the column of times, but there is no `time_column`. Set it, or leave `time_format` out.")
         categories = categorical_columns if isinstance(categorical_columns, dict) else {}
-        listed = dict.fromkeys(categorical_columns or [], False) | dict.fromkeys(categories, True)
+        listed = dict.fromkeys(categorical_columns or [], False) | {name: not isinstance(given, int) for name, given in categories.items()}
         kind = "symbols" if named else kind
         layout = (sequence_column, columns, kind, named, unit, per, missing_token, listed, others, time_format)
         self._reader = Reader(next(iter(formats.values())), delimiter, *layout)
@@ -153,9 +155,11 @@ class FileDataModule(ScaledDataModule):
         if values.is_discrete:
             if self.standardize:
                 raise ValueError(f"`standardize` is for vectors, but {files['train'][0]} holds symbols. Leave it out, or set `kind` to 'vectors'.")
-            if vocabulary is None and categories:
-                vocabulary = next(iter(categories.values()))
-            found = self._symbols(values, vocabulary, self._num_symbols_given)
+            chosen = next(iter(categories.values()), None)
+            vocabulary = chosen if vocabulary is None and isinstance(chosen, list) else vocabulary
+            num_symbols = self._num_symbols_given
+            num_symbols = chosen if num_symbols is None and isinstance(chosen, int) else num_symbols
+            found = self._symbols(values, vocabulary, num_symbols)
         else:
             found = [self._column(number, categories) for number in range(len(self._read))]
         if self._read[0]["name"] is None:  # a text, whose symbols are not matched by the name of a column
@@ -175,14 +179,20 @@ class FileDataModule(ScaledDataModule):
         categories = num_symbols or needed if self.vocabulary is None else tuple(self.vocabulary.names)
         return [Column(self._read[0]["name"] or "symbol", "categorical", categories)]
 
-    def _column(self, number: int, categories: dict[str, list[str]]) -> Column:
-        """One column of vectors; `categories` are the names that were given for some columns."""
+    def _column(self, number: int, categories: dict[str, list[str] | int]) -> Column:
+        """One column of vectors; `categories` are the names, or the numbers of categories, that were given for some columns."""
         read = self._read[number]
         if read["kind"] == "real":
             return Column(read["name"])
+        given = categories.get(read["name"])
         if read["names"] is None:
-            return Column(read["name"], "categorical", int(_numbers(self._values(), number).max()) + 1)
-        return Column(read["name"], "categorical", tuple(categories.get(read["name"]) or self._seen(number)))
+            needed = int(_numbers(self._values(), number).max()) + 1
+            if isinstance(given, int) and needed > given:
+                raise ValueError(f"Column {read['name']!r} must hold {given} categories, the whole numbers 0 to {given - 1}, but holds {needed - 1}.")
+            return Column(read["name"], "categorical", given if isinstance(given, int) else needed)
+        if isinstance(given, int):
+            raise ValueError(f"`categorical_columns` has a number for column {read['name']!r}, which holds names. Give the names of its categories.")
+        return Column(read["name"], "categorical", tuple(given or self._seen(number)))
 
     # The sequences as they were read, and with the numbers of names
 

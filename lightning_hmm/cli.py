@@ -6,12 +6,13 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import pkgutil
 import shlex
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
@@ -27,6 +28,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_hmm.callbacks import BestCheckpoint, Convergence, Figures, LastCheckpoint, PredictionWriter, Retraining
+from lightning_hmm.columns import Column
 from lightning_hmm.models import SequenceModel
 from lightning_hmm.runs import claim_version, find_checkpoint, require_local_file, run_folder
 from lightning_hmm.training import quiet_lightning
@@ -97,14 +99,23 @@ _LINKED = ("num_symbols", "num_features", "symbol_names", "unknown_symbol", "col
 class CommandLine(LightningCLI):
     """See the module's docstring."""
 
+    _trained_columns: tuple[str, ...] = ()  # the names of the checkpoint's columns, in their order
+
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         for name in _LINKED:
-            parser.link_arguments(f"data.{name}", f"model.init_args.{name}", apply_on="instantiate")
+            how = self._in_order if name == "columns" else None
+            parser.link_arguments(f"data.{name}", f"model.init_args.{name}", compute_fn=how, apply_on="instantiate")
         parser.add_lightning_class_args(BestCheckpoint, "checkpoint")
         parser.add_lightning_class_args(LastCheckpoint, "last_checkpoint")
         parser.add_lightning_class_args(Convergence, "convergence")
         parser.add_lightning_class_args(Figures, "figures")
         parser.add_lightning_class_args(PredictionWriter, "predictions")
+
+    def _in_order(self, columns: list[Column]) -> list[Column]:
+        """The columns of the data in the order of the checkpoint's, in which a data module returns them once it has loaded the checkpoint."""
+        own = {column.name: column for column in columns}
+        same = sorted(own) == sorted(self._trained_columns)
+        return [own[name] for name in self._trained_columns] if same else columns
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         super().parse_arguments(parser, args)
@@ -133,6 +144,8 @@ class CommandLine(LightningCLI):
             family, trained = content["lightning_hmm"]["model"], content["hyper_parameters"]
         except (OSError, RuntimeError, EOFError, KeyError, TypeError, UnpicklingError) as error:
             raise ValueError(f"`--ckpt_path` must be a checkpoint, but {checkpoint} cannot be read as one ({type(error).__name__}).") from error
+        columns = copy.deepcopy(trained.get("columns"))  # the parser changes what it is given
+        self._trained_columns = tuple(column["name"] for column in columns or ())
         self._take_options(trained, family, checkpoint)
         # Other data than in training must still mean the same by a symbol.
         options = self.config[self.config.subcommand].data.init_args
@@ -140,6 +153,13 @@ class CommandLine(LightningCLI):
         for option, name in handed_on.items():
             if option in options and options[option] is None and trained.get(name) is not None:
                 options[option] = trained[name]
+        listed = options.get("categorical_columns")
+        if isinstance(listed, list) and columns:
+            # Columns that were chosen for new data replace those of training in their order; otherwise names say which is which.
+            names = options.get("columns") or [column["name"] for column in columns]
+            categories = {name: column["categories"] for name, column in zip(names, columns, strict=False)}
+            if all(categories.get(name) is not None for name in listed):
+                options["categorical_columns"] = {name: categories[name] for name in listed}
 
     def _take_options(self, trained: dict[str, Any], family: str, checkpoint: Path) -> None:
         """Takes the options of the model from a checkpoint. Options that were given must agree with them; defaults need not."""
@@ -153,9 +173,10 @@ class CommandLine(LightningCLI):
         taken = self.config[self.config.subcommand].model.init_args
         # Sizes and parts that are None follow from the data or are the default ones.
         follows = [name for name, value in vars(given).items() if value is None and (name in _LINKED or isinstance(taken.get(name), Namespace))]
-        others = [name for name, value in vars(given).items() if name in taken and not _agrees(value, taken[name]) and name not in follows]
+        pairs = [(name, value) for name, value in vars(given).items() if name in taken and name not in follows]
+        others = [found for name, value in pairs for found in _differences(f"model.init_args.{name}", value, taken[name])]
         if others:
-            listing = "; ".join(f"`model.init_args.{name}` is {given[name]!r}, but {taken[name]!r} in the checkpoint" for name in others)
+            listing = "; ".join(f"`{path}` is {value!r}, but {other!r} in the checkpoint" for path, value, other in others)
             raise ValueError(f"The options of the model must be those of the checkpoint {checkpoint}: {listing}. {remedy}")
 
     def before_instantiate_classes(self) -> None:
@@ -256,11 +277,17 @@ def _say(*lines: str) -> None:
     print(*lines, sep="\n", flush=True)
 
 
-def _agrees(given: Any, taken: Any) -> bool:
-    """Whether an option that was given is that of a checkpoint. The options of a part that were not given have their defaults, and may differ."""
-    if isinstance(given, Namespace) and isinstance(taken, Namespace):
-        return all(name in taken and _agrees(value, taken[name]) for name, value in vars(given).items())
-    return bool(given == taken)
+def _differences(path: str, given: Any, taken: Any) -> Iterator[tuple[str, Any, Any]]:
+    """The options that were given and are not those of a checkpoint, each with both values. Options of a part that were not given may differ."""
+    given, taken = (vars(value) if isinstance(value, Namespace) else value for value in (given, taken))
+    if isinstance(given, dict) and isinstance(taken, dict):
+        for name, value in given.items():
+            yield from _differences(f"{path}.{name}", value, taken.get(name))
+    elif isinstance(given, list) and isinstance(taken, list) and len(given) == len(taken):
+        for number, (value, other) in enumerate(zip(given, taken, strict=True)):
+            yield from _differences(f"{path}.{number}", value, other)
+    elif given != taken:
+        yield path, given, taken
 
 
 def main(args: ArgsType = None) -> CommandLine:

@@ -31,6 +31,8 @@ class Column:
     categories: tuple[str, ...] | int | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise ValueError(f"`name` of a column must be a string, but is {self.name!r} instead.")
         if self.kind not in ("categorical", "real"):
             raise ValueError(f"`kind` of column {self.name!r} must be categorical or real, but is {self.kind!r} instead.")
         if self.kind == "real":
@@ -61,6 +63,8 @@ class Column:
 
 def as_columns(columns: Iterable[Column | Mapping[str, Any]]) -> list[Column]:
     """Columns with different names, given as `Column` or as dictionaries of its fields."""
+    if isinstance(columns, str) or not isinstance(columns, Iterable):
+        raise ValueError(f"`columns` must be a list of `Column`, but is {columns!r} instead.")
     found = []
     for number, column in enumerate(columns):
         if not isinstance(column, (Column, Mapping)):
@@ -70,6 +74,8 @@ def as_columns(columns: Iterable[Column | Mapping[str, Any]]) -> list[Column]:
         if isinstance(column, Mapping) and "name" not in column:
             raise ValueError(f"`columns` must have names, but item {number} has none.")
         found.append(column if isinstance(column, Column) else Column(**column))
+    if not found:
+        raise ValueError("`columns` must hold at least one column, but is empty.")
     if (twice := _repeated([column.name for column in found])) is not None:
         raise ValueError(f"`columns` must have different names, but {twice!r} occurs more than once.")
     return found
@@ -87,6 +93,11 @@ def feature_columns(num_features: int, names: Sequence[str] | None = None) -> li
     if names is not None and len(names) != num_features:
         raise ValueError(f"`names` must be those of {num_features} features, but are {len(names)}.")
     return [Column(name) for name in (names or [f"feature_{number}" for number in range(num_features)])]
+
+
+def are_named(columns: Sequence[Column]) -> bool:
+    """Whether the columns have names of their own, not those of `feature_columns`."""
+    return [column.name for column in columns] != [column.name for column in feature_columns(len(columns))]
 
 
 def _repeated(names: Sequence[str]) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
+from lightning_hmm.columns import Column, as_columns
 from lightning_hmm.vocabulary import MISSING
 
 
@@ -27,6 +28,9 @@ def as_tensor(values: Tensor | np.ndarray) -> Tensor:
 def as_list(data: Any) -> Sequence[Any]:
     """The single sequences in what a user gave for several: a list, or one array, tensor, DataFrame or Series (see `Sequences.from_list`)."""
     refuse_one_string(data)
+    if isinstance(data, Mapping) or not isinstance(data, Iterable):
+        shown = repr(data)
+        raise ValueError(f"`sequences` must be a list of sequences, but is {shown if len(shown) <= 60 else shown[:57] + '...'} instead.")
     given, data = data, from_pandas(data)
     if data is not given and data.dtype.kind != "O":
         return [data]
@@ -76,6 +80,124 @@ def from_pandas(data: Any) -> Any:
     return table.to_numpy(np.float64, na_value=np.nan)
 
 
+def frames_of(data: Any) -> list[Any] | None:
+    """The DataFrames in what a user gave: one, or a list of them; ``None`` where it is anything else."""
+    pandas = sys.modules.get("pandas")  # where it is not imported, nothing can be of its types
+    if pandas is None:
+        return None
+    frames = [data] if isinstance(data, pandas.DataFrame) else data if isinstance(data, (list, tuple)) else []
+    return list(frames) if frames and all(isinstance(frame, pandas.DataFrame) for frame in frames) else None
+
+
+def frame_columns(frames: Sequence[Any]) -> list[Column]:
+    """The columns of DataFrames: real ones of numbers, and categorical ones of names, whose categories are the names that occur, sorted."""
+    import pandas
+
+    columns = []
+    for name in frames[0].columns:
+        entries = [frame[name] for frame in frames if name in frame.columns]
+        if all(pandas.api.types.is_numeric_dtype(part.dtype) for part in entries):
+            columns.append(Column(str(name)))
+            continue
+        if any(pandas.api.types.is_datetime64_any_dtype(part.dtype) for part in entries):
+            raise ValueError(f"The columns of a DataFrame must hold numbers or names, but {name!r} holds dates. Leave it out, or convert it into numbers.")
+        names = tuple(sorted({str(entry) for part in entries for entry in part.dropna()}))
+        if not names:
+            raise ValueError(f"Every column must be observed somewhere, but {name!r} is missing at every step. Leave the column out.")
+        columns.append(Column(str(name), "categorical", names))
+    return as_columns(columns)
+
+
+def frame_values(frame: Any, columns: Sequence[Column], index: int) -> np.ndarray:
+    """(steps, columns) the values of a DataFrame in the order of `columns`, found by name: numbers, and the numbers of categories.
+
+    Args:
+        frame: the DataFrame.
+        columns: of the model or the training data.
+        index: the number of the sequence, for errors.
+    """
+    import pandas
+
+    given, wanted = [str(name) for name in frame.columns], [column.name for column in columns]
+    listing = f"columns {', '.join(map(repr, wanted))}"
+    if len(set(given)) < len(given):
+        twice = next(name for name in given if given.count(name) > 1)
+        raise ValueError(f"The columns of a DataFrame must have different names, but {twice!r} occurs more than once.")
+    for name in wanted:
+        if name not in given:
+            raise ValueError(f"The data must have the {listing}, but sequence {index} has no column {name!r}. Its columns are {', '.join(map(repr, given))}.")
+    for name in given:
+        if name not in wanted:
+            raise ValueError(f"The data must have the {listing}, but sequence {index} also has {name!r}. Select the columns, as in `df[{wanted!r}]`.")
+    found = []
+    for column in columns:
+        entries = frame.iloc[:, given.index(column.name)]
+        names, numeric = column.category_names, pandas.api.types.is_numeric_dtype(entries.dtype)
+        if names is None and not numeric:
+            raise ValueError(f"Column {column.name!r} must hold numbers, but holds {entries.dtype} in sequence {index}.")
+        if names is None or (numeric and bool(entries.isna().all())):
+            found.append(entries.to_numpy(np.float64, na_value=np.nan))
+            continue
+        places = {name: number for number, name in enumerate(names)}
+        strange = next((entry for entry in entries.dropna() if str(entry) not in places), None)
+        if strange is not None:
+            known = ", ".join(map(repr, names[:6])) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+            raise ValueError(f"Column {column.name!r} must hold the categories of training, {known}, but sequence {index} holds {strange!r}.")
+        found.append(np.array([np.nan if missing else places[str(entry)] for entry, missing in zip(entries, entries.isna(), strict=True)], np.float64))
+    return np.column_stack(found) if len(frame) else np.zeros((0, len(columns)))
+
+
+def as_reals(data: Any) -> Any:
+    """Whole numbers as real ones, in a tensor, an array, or a list of sequences, for models of real columns; a single array of numbers is one column.
+
+    Anything else is left as it is.
+    """
+    data = _real_series(data)
+    if isinstance(data, (Tensor, np.ndarray)) and data.ndim and _is_whole(data):
+        data = data.double() if isinstance(data, Tensor) else data.astype(np.float64)
+    if isinstance(data, (Tensor, np.ndarray)) and data.ndim == 1 and _is_number(data):
+        return data[:, None]
+    if isinstance(data, (list, tuple)):
+        return [_real_sequence(sequence) for sequence in data]
+    return data
+
+
+def _real_series(data: Any) -> Any:
+    """A Series of numbers as an array of real ones; anything else unchanged."""
+    pandas = sys.modules.get("pandas")
+    is_series = pandas is not None and isinstance(data, pandas.Series) and pandas.api.types.is_numeric_dtype(data.dtype)
+    return data.to_numpy(np.float64, na_value=np.nan) if is_series else data
+
+
+def _real_sequence(sequence: Any) -> Any:
+    sequence = _real_series(sequence)
+    if isinstance(sequence, (Tensor, np.ndarray)):
+        if not _is_whole(sequence):
+            return sequence
+        real: Any = sequence.double() if isinstance(sequence, Tensor) else np.ma.filled(sequence.astype(np.float64), np.nan)
+        return real
+    if isinstance(sequence, (list, tuple)) and len(sequence):
+        array = np.asarray(sequence, object) if any(entry is None for entry in sequence) else None
+        if array is None:
+            try:
+                array = np.asarray(sequence)
+            except ValueError:  # steps of different shapes, which an error names later
+                return sequence
+        if array.dtype.kind in "iub":
+            return array.astype(np.float64)
+        if array.dtype.kind == "O" and all(entry is None or isinstance(entry, (int, float)) for entry in array.flat):
+            return np.array([np.nan if entry is None else float(entry) for entry in array])
+    return sequence
+
+
+def _is_whole(values: Tensor | np.ndarray) -> bool:
+    return not values.is_floating_point() and not values.is_complex() if isinstance(values, Tensor) else values.dtype.kind in "iub"
+
+
+def _is_number(values: Tensor | np.ndarray) -> bool:
+    return not values.is_complex() if isinstance(values, Tensor) else values.dtype.kind in "iubf"
+
+
 def filled(array: np.ndarray) -> np.ndarray:
     """Without a mask: -1 or NaN where an entry is masked."""
     whole: np.ndarray = np.ma.filled(array, np.nan if array.dtype.kind == "f" else MISSING)
@@ -100,6 +222,8 @@ def as_array(sequence: Any, index: int, name: str = "sequences") -> np.ndarray:
         array = _without_none(list(sequence), index)
     if array.dtype.kind not in "iubf":
         what = f"sequence {index} holds {array.dtype} instead"
+        if array.dtype.kind not in "USO":
+            raise ValueError(f"`{name}` must hold real numbers, but {what}.")
         remedy = "For names of symbols use `Sequences.from_strings` with a vocabulary." if name == "sequences" else "Convert names into numbers first."
         raise ValueError(f"`{name}` must hold numbers, but {what}. {remedy}")
     if array.ndim == 0:

@@ -36,7 +36,7 @@ class SequenceData(LightningDataModule):
         emission_probs: (K, V) symbol probabilities of the model that the data were drawn from, if they are known.
     """
 
-    columns: Any
+    columns: Any = ()
     batch_size: int | None
     transition_probs: Tensor | None = None
     emission_probs: Tensor | None = None

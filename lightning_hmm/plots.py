@@ -20,6 +20,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.patches import Ellipse
 from matplotlib.ticker import LogLocator, MaxNLocator, StrMethodFormatter
+from scipy import stats
 from torch import Tensor
 
 Array = Tensor | np.ndarray | Sequence[Any]
@@ -130,32 +131,81 @@ def gaussian_emissions(
     variance: Array | None = None,
     points: Array | None = None,
     max_labels: int = 40,
+    names: Sequence[str] | None = None,
 ) -> Figure:
     """Gaussian emissions: densities for one feature, ellipses for two, a heat map of the means for more.
 
     Args:
-        means, variances: (K, D) of the states.
+        means: (K, D) of the states.
+        variances: (K, D) of the states, or (K, D, D) covariances, with which ellipses are rotated.
         share: (K,) share of time spent in each state. It weights the densities and appears next to each state's name. If it is not given, the
             densities have equal weights and no share is printed.
         centre, variance: (D,) mean and variance of the data, the units of the heat map; 0 and 1 if not given.
         points: (steps, D) some of the data, drawn behind one or two features.
         max_labels: of states and features.
+        names: of the features; their numbers if not given.
     """
-    centres, spreads = _numpy(means), np.sqrt(_numpy(variances))
+    centres, moments = _numpy(means), _numpy(variances)
+    covariances = moments if moments.ndim == 3 else moments[:, :, None] * np.eye(moments.shape[1])
     num_states, num_features = centres.shape
     weights = np.full(num_states, 1 / num_states) if share is None else _numpy(share)
-    names = [f"state {state}" if share is None else f"state {state} ({weight:.0%})" for state, weight in enumerate(weights)]
+    states = [f"state {state}" if share is None else f"state {state} ({weight:.0%})" for state, weight in enumerate(weights)]
     data = np.empty((0, num_features)) if points is None else _numpy(points)
     data = data[np.isfinite(data).all(1)]
     if num_features == 1:
-        figure = _densities(centres[:, 0], spreads[:, 0], weights, names, data[:, 0])
+        figure = _densities(centres[:, 0], np.sqrt(covariances[:, 0, 0]), weights, states, data[:, 0])
         figure.axes[0].set_ylabel("density, equal weight for each state" if share is None else "density times share of time")
+        if names is not None:
+            figure.axes[0].set_xlabel(_shown(names[0]), parse_math=False)
         return figure
     if num_features == 2:
-        return _ellipses(centres, spreads, weights, names, data, max_labels)
+        figure = _ellipses(centres, covariances, weights, states, data, max_labels)
+        if names is not None:
+            figure.axes[0].set_xlabel(_shown(names[0]), parse_math=False)
+            figure.axes[0].set_ylabel(_shown(names[1]), parse_math=False)
+        return figure
     offset = np.zeros(num_features) if centre is None else _numpy(centre)
     unit = np.ones(num_features) if variance is None else np.sqrt(_numpy(variance))
-    return _means((centres - offset) / unit, max_labels, known_units=variance is not None)
+    return _means((centres - offset) / unit, max_labels, known_units=variance is not None, names=names)
+
+
+def count_emissions(rates: Array, share: Array | None = None, points: Array | None = None, name: str | None = None) -> Figure:
+    """Poisson emissions of one column: the probability of each count, times the share of time in each state.
+
+    Args:
+        rates: (K,) of the states.
+        share: (K,) share of time spent in each state; equal weights if not given.
+        points: (steps,) some of the data, drawn behind.
+        name: of the column.
+    """
+    means = _numpy(rates)
+    weights = np.full(len(means), 1 / len(means)) if share is None else _numpy(share)
+    data = np.empty(0) if points is None else _numpy(points)
+    data = data[np.isfinite(data)]
+    visited = weights >= min(1e-3, weights.max())
+    highest = int(np.ceil((means + 4 * np.sqrt(means))[visited].max()))
+    highest = max(highest, int(np.quantile(data, 0.995))) if len(data) else highest
+    counts = np.unique(np.linspace(0, highest, min(highest + 1, 400)).round().astype(int))
+    figure, (axes,) = _figure()
+    if len(data):
+        width = -(-(highest + 1) // 100)  # of a bar, in counts
+        axes.hist(data, bins=np.arange(-0.5, highest + width, width).tolist(), density=True, color="#E4E4E4", rwidth=0.9, label="data")
+    colours, few = _state_colours(len(means))
+    mark = "o" if len(counts) <= 60 else None
+    for state, (rate, weight) in enumerate(zip(means, weights, strict=True)):
+        label = f"state {state}" if share is None else f"state {state} ({weight:.0%})"
+        values = weight * stats.poisson.pmf(counts, rate)
+        axes.plot(counts, values, color=colours(state), linewidth=1.8 if few else 1, marker=mark, markersize=3, label=label if few else None)
+    if len(means) > 1:
+        total = (weights * stats.poisson.pmf(counts[:, None], means)).sum(1)
+        axes.plot(counts, total, color=_INK, linewidth=1, linestyle=(0, (4, 2)), zorder=1.5, label="all states")
+    weighted = "probability, equal weight for each state" if share is None else "probability times share of time"
+    axes.set(xlim=(-0.6, highest + 0.6), ylim=(0, None), ylabel=weighted)
+    axes.set_xlabel("count" if name is None else _shown(name), parse_math=False)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _title(axes, "Emission probabilities")
+    _name_states(figure, axes, len(means), few)
+    return figure
 
 
 def state_usage(share: Array | None, dwell: Array | None = None, source: str = "") -> Figure:
@@ -330,21 +380,26 @@ def _density(grid: np.ndarray, mean: Any, spread: Any) -> np.ndarray:
     return density
 
 
-def _ellipses(means: np.ndarray, spreads: np.ndarray, share: np.ndarray, names: list[str], data: np.ndarray, max_labels: int) -> Figure:
+def _ellipses(means: np.ndarray, covariances: np.ndarray, share: np.ndarray, names: list[str], data: np.ndarray, max_labels: int) -> Figure:
     figure, (axes,) = _figure()
     if len(data):
         shown = data[:: -(-len(data) // 2000)]
         axes.plot(shown[:, 0], shown[:, 1], linestyle="", marker=".", markersize=2.5, color=_FAINT, markeredgewidth=0, zorder=0.5, label="data")
     colours, few = _state_colours(len(means))
     labelled = len(means) <= max_labels
-    for state, (mean, spread, weight) in enumerate(zip(means, spreads, share, strict=True)):
+    for state, (mean, covariance, weight) in enumerate(zip(means, covariances, share, strict=True)):
         colour = colours(state)[:3]
+        # The first axis is that of the first feature where the features are not correlated.
+        widths, axes_of_ellipse = np.linalg.eigh(covariance)
+        first = int(np.abs(axes_of_ellipse[0]).argmax())
+        spread = np.sqrt(widths.clip(min=0))[[first, 1 - first]]
+        angle = float(np.degrees(np.arctan2(axes_of_ellipse[1, first], axes_of_ellipse[0, first])))
         # Of many states, those that are seldom visited step back.
         strength = 1.0 if few else 0.2 + 0.8 * (weight / share.max())  # the quotient is at most 1, and so is the sum
         for radius, shade in ((2, 0.1), (1, 0.2)):
             width, height = 2 * radius * spread
             fill = (colour, shade * strength) if labelled else "none"
-            axes.add_patch(Ellipse(tuple(mean), width, height, facecolor=fill, edgecolor=(colour, strength), linewidth=1.2 if few else 0.7))
+            axes.add_patch(Ellipse(tuple(mean), width, height, angle=angle, facecolor=fill, edgecolor=(colour, strength), linewidth=1.2 if few else 0.7))
         label = names[state] if few else None
         axes.plot(*mean, linestyle="", marker="o", markersize=4 if few else 2.5, color=(colour, strength), label=label)
         if not few and labelled:
@@ -355,11 +410,11 @@ def _ellipses(means: np.ndarray, spreads: np.ndarray, share: np.ndarray, names: 
     return figure
 
 
-def _means(means: np.ndarray, max_labels: int, known_units: bool) -> Figure:
+def _means(means: np.ndarray, max_labels: int, known_units: bool, names: Sequence[str] | None) -> Figure:
     figure, (axes,) = _figure()
     limit = max(float(np.abs(means).max()), 1e-12)
     image, blocks = _heat_map(axes, means, _SIGNED, Normalize(-limit, limit))
-    _label_ticks(axes.xaxis, means.shape[1], max_labels=max_labels)
+    _label_ticks(axes.xaxis, means.shape[1], names, max_labels=max_labels)
     _label_ticks(axes.yaxis, means.shape[0], max_labels=max_labels)
     axes.set(xlabel="feature", ylabel="state")
     _title(axes, f"Emission means{blocks}")

@@ -9,6 +9,7 @@ actions. They follow the values wherever these go.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -16,12 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_hmm.columns import STEP_COLUMNS, Column, as_step_column, check_categories, check_step_column
-from lightning_hmm.conversion import arrow_steps, as_array, as_list, as_vectors, brief, filled, packed_column, packed_steps, refuse_one_string
+from lightning_hmm.columns import STEP_COLUMNS, Column, as_columns, as_step_column, check_categories, check_step_column
+from lightning_hmm.conversion import arrow_steps, as_array, as_list, as_vectors, brief, filled, frames_of, packed_column, packed_steps, refuse_one_string
 from lightning_hmm.vocabulary import MISSING, Vocabulary
 
 # The narrowest type that holds the symbols and the number after the last one, which stands for a missing symbol.
 _SYMBOL_TYPES = ((torch.uint8, 2**8), (torch.int16, 2**15), (torch.int32, 2**31))
+_LARGEST = 1e140  # of real values: the sum of 10^28 squares is finite
 # Types in which -1 cannot be written, and the narrowest that can hold it and all of their numbers.
 _SIGNED = {torch.bool: torch.int8, torch.uint8: torch.int16, torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
 
@@ -30,15 +32,19 @@ class Sequences:
     """A ragged batch: sequence n is ``values[offsets[n]:offsets[n + 1]]``.
 
     Args:
-        values: (steps,) int8, int16, int32 or int64 symbols, or (steps, features) real vectors.
+        values: (steps,) int8, int16, int32 or int64 symbols, or (steps, features) real vectors. Whole numbers with two features or more are vectors, too.
         offsets: (N + 1,) int64, from 0 to steps, never falling. Kept on the CPU: loops are planned from it.
         weights: (N,) how often each sequence counts in training; all ones if not given.
         labels: (steps,) whole numbers, the known state of each step; -1 where it is unknown.
         inputs: (steps, M) finite numbers that emissions or transitions may depend on.
         times: (steps,) finite numbers that do not decrease within a sequence; kept as float64.
         actions: (steps,) whole numbers from 0, what was done at each step.
+
+    Attributes:
+        columns: the names and kinds of the columns of `values`, where they come from DataFrames; otherwise ``None``.
     """
 
+    columns: tuple[Column, ...] | None
     labels: Tensor | None
     inputs: Tensor | None
     times: Tensor | None
@@ -61,6 +67,8 @@ class Sequences:
                 raise ValueError(f"`values` must be (steps, features) for real vectors, but has shape {tuple(values.shape)} instead.")
             if values.dtype not in (torch.float32, torch.float64):
                 values = values.double()
+        elif values.dim() == 2 and values.shape[1] > 1:
+            values = values.double()
         elif values.dim() != 1:
             raise ValueError(f"`values` must be (steps,) for symbols, but has shape {tuple(values.shape)} instead. Give vectors as floating-point numbers.")
         else:
@@ -79,6 +87,7 @@ class Sequences:
                 bad = int(torch.nonzero(~(torch.isfinite(weights) & (weights >= 0)))[0, 0])
                 raise ValueError(f"`weights` must be finite and not negative, but the weight of sequence {bad} is {float(weights[bad])} instead.")
         self.values, self.offsets, self.weights = values, offsets, weights
+        self.columns = None
         self._checked: object = None
         self._num_observed: Tensor | None = None
         self._is_complete: bool | None = None
@@ -106,9 +115,10 @@ class Sequences:
         `labels`, `inputs`, `times` and `actions` are given in the same form: for each sequence a list, array or tensor with one
         number for each step or, as inputs, one vector for each step. ``None`` is an unknown label.
         """
+        described = _described(sequences)
         arrays = [as_array(sequence, index) for index, sequence in enumerate(as_list(sequences))]
         given = [array for array in arrays if len(array)]
-        if any(array.dtype.kind == "f" for array in given):
+        if any(array.dtype.kind == "f" or (array.ndim == 2 and array.shape[1] > 1) for array in given):
             arrays = [as_vectors(array) for array in arrays]
             widths = [array.shape[1] for array in arrays if len(array)]
             if len(set(widths)) > 1:
@@ -118,14 +128,17 @@ class Sequences:
         elif given or not any(array.ndim == 2 for array in arrays):
             for n, array in enumerate(arrays):
                 if len(array) and array.ndim != 1:
-                    raise ValueError(f"`sequences` of whole numbers must hold symbols, but sequence {n} holds vectors. Give vectors as floating-point numbers.")
+                    raise ValueError(
+                        f"`sequences` of whole numbers must hold symbols, but sequence {n} has shape {array.shape}. Give vectors as floating-point numbers."
+                    )
             values = np.concatenate([np.zeros(0, np.int64), *map(filled, given)])
         else:
             values = next(array for array in arrays if array.ndim == 2)  # no steps, but a number of features
         lengths = [len(array) for array in arrays]
         columns = zip(STEP_COLUMNS, (labels, inputs, times, actions), strict=True)
         packed = {name: packed_column(column, lengths, name) for name, column in columns if column is not None}
-        return cls.from_lengths(torch.from_numpy(np.ascontiguousarray(values)), torch.tensor(lengths, dtype=torch.int64), weights, **packed)
+        found = cls.from_lengths(torch.from_numpy(np.ascontiguousarray(values)), torch.tensor(lengths, dtype=torch.int64), weights, **packed)
+        return found.with_columns(None if found.is_discrete else described)
 
     @classmethod
     def from_lengths(
@@ -148,6 +161,7 @@ class Sequences:
             weights: (N,) how often each sequence counts in training; all ones if not given.
             labels, inputs, times, actions: (steps,) or, as inputs, (steps, M) numbers, packed as the values are; see `Sequences`.
         """
+        described = _described(values)
         values = packed_steps(values)
         if not values.is_floating_point() and values.dim() == 2 and values.shape[1] == 1:
             values = values.squeeze(1)
@@ -164,7 +178,8 @@ class Sequences:
         offsets = torch.from_numpy(np.append(0, np.cumsum(sizes)).astype(np.int64))
         columns = zip(STEP_COLUMNS, (labels, inputs, times, actions), strict=True)
         packed = {name: packed_steps(column, name) for name, column in columns if column is not None}
-        return cls(values, offsets, None if weights is None else torch.as_tensor(weights, dtype=torch.float64), **packed)
+        found = cls(values, offsets, None if weights is None else torch.as_tensor(weights, dtype=torch.float64), **packed)
+        return found.with_columns(None if found.is_discrete else described)
 
     @classmethod
     def from_arrow(cls, column: Any, weights: Any = None, *, labels: Any = None, inputs: Any = None, times: Any = None, actions: Any = None) -> Sequences:
@@ -229,6 +244,7 @@ class Sequences:
             )
         lengths = torch.cat([batch.lengths for batch in batches])
         joined = cls.from_lengths(torch.cat([batch.values for batch in given]), lengths, weights)
+        joined.columns = given[0].columns if all(batch.columns == given[0].columns for batch in given) else None
         return joined._with_columns({name: _joined(name, given, batches) for name in STEP_COLUMNS})
 
     @staticmethod
@@ -318,7 +334,12 @@ class Sequences:
 
     def replaced(self, **changes: Tensor | None) -> Sequences:
         """The same values with other `weights`, `labels`, `inputs`, `times` or `actions`; ``None`` removes what there was."""
-        return Sequences(self.values, self.offsets, **{"weights": self.weights, **self._columns(), **changes})
+        return Sequences(self.values, self.offsets, **{"weights": self.weights, **self._columns(), **changes}).with_columns(self.columns)
+
+    def with_columns(self, columns: Sequence[Column] | None) -> Sequences:
+        """Sets `columns`, and returns this batch."""
+        self.columns = None if columns is None else tuple(columns)
+        return self
 
     def with_steps(self, steps: Tensor | slice, offsets: Tensor, weights: Tensor | None = None) -> Sequences:
         """A batch of some of the steps, with everything that comes with them.
@@ -330,7 +351,7 @@ class Sequences:
         """
         steps = steps.to(self.device) if isinstance(steps, Tensor) else steps
         columns = {name: column[steps] for name, column in self._columns().items() if column is not None}
-        return Sequences(self.values[steps], offsets, weights, **columns)
+        return Sequences(self.values[steps], offsets, weights, **columns).with_columns(self.columns)
 
     def _columns(self) -> dict[str, Tensor | None]:
         """The columns that come with each step, by name."""
@@ -373,7 +394,9 @@ class Sequences:
             offsets = self.offsets[first : last + 1]
             begin, end = int(offsets[0]), int(offsets[-1])
             part = Sequences(self.values[begin:end], offsets - begin, None if self.weights is None else self.weights[first:last])
-            return part._with_columns({name: None if column is None else column[begin:end] for name, column in self._columns().items()})
+            return part.with_columns(self.columns)._with_columns(
+                {name: None if column is None else column[begin:end] for name, column in self._columns().items()}
+            )
         if isinstance(index, slice):
             chosen = torch.tensor(range(*index.indices(len(self))), dtype=torch.int64)
         else:
@@ -384,7 +407,7 @@ class Sequences:
         rows = (torch.arange(int(lengths.sum())) + starts.repeat_interleave(lengths)).to(self.device)
         weights = None if self.weights is None else self.weights[chosen.to(self.device)]
         gathered = Sequences.from_lengths(self.values[rows], lengths, weights)
-        return gathered._with_columns({name: None if column is None else column[rows] for name, column in self._columns().items()})
+        return gathered.with_columns(self.columns)._with_columns({name: None if column is None else column[rows] for name, column in self._columns().items()})
 
     def __iter__(self) -> Iterator[Tensor]:
         return (self[n] for n in range(len(self)))
@@ -404,7 +427,7 @@ class Sequences:
         if values is self.values and columns["inputs"] is self.inputs:
             return self  # as with tensors: where nothing is to be done, the same comes back, and what was counted stays known
         moved = Sequences.__new__(Sequences)
-        moved.values, moved.offsets = values, self.offsets
+        moved.values, moved.offsets, moved.columns = values, self.offsets, self.columns
         moved.weights = None if self.weights is None else self.weights.to(device, non_blocking=non_blocking)
         moved._checked = self._checked if values.dtype == self.values.dtype else None  # what fits float64 may be infinite in float32
         moved._num_observed = moved._symbols = moved._is_complete = None
@@ -413,7 +436,9 @@ class Sequences:
     def pin_memory(self, device: Any = None) -> Sequences:
         pinned = Sequences(self.values.pin_memory(), self.offsets, None if self.weights is None else self.weights.pin_memory())
         pinned._checked = self._checked
-        return pinned._with_columns({name: None if column is None else column.pin_memory() for name, column in self._columns().items()})
+        return pinned.with_columns(self.columns)._with_columns(
+            {name: None if column is None else column.pin_memory() for name, column in self._columns().items()}
+        )
 
     def tolist(self) -> list[Any]:
         return [sequence.tolist() for sequence in self]
@@ -442,12 +467,15 @@ class Sequences:
                 )
             if self.num_features != num_features:
                 raise ValueError(f"Each step must have {num_features} features, but has {self.num_features} instead.")
-            if self.device.type == "cpu" and self.num_steps and bool(self.values.isinf().any()):
-                row, column = torch.nonzero(self.values.isinf())[0].tolist()
+            largest = min(_LARGEST, torch.finfo(self.values.dtype).max)
+            if self.device.type == "cpu" and self.num_steps and bool((self.values.abs() > largest).any()):
+                row, column = torch.nonzero(self.values.abs() > largest)[0].tolist()
                 n, t = self.locate(row)
+                where, value = f"feature {column} at position {t} of sequence {n}", float(self.values[row, column])
+                if math.isinf(value):
+                    raise ValueError(f"Values must be finite, or NaN for a missing one, but {where} is {value} instead.")
                 raise ValueError(
-                    f"Values must be finite, or NaN for a missing one, "
-                    f"but feature {column} at position {t} of sequence {n} is {float(self.values[row, column])} instead."
+                    f"Values must be between -{_LARGEST:g} and {_LARGEST:g}, so that sums of squares are finite, but {where} is {value:g}. Rescale it."
                 )
         if self.device.type == "cpu":
             self._checked = wanted
@@ -494,6 +522,18 @@ class Sequences:
         what = "symbols" if self.is_discrete else f"vectors of {self.num_features}"
         columns = "".join(f", {name}" for name, column in self._columns().items() if column is not None)
         return f"Sequences({len(self)} sequences, {self.num_steps} {what}{'' if self.weights is None else ', weighted'}{columns})"
+
+
+def _described(data: Any) -> list[Column] | None:
+    """The columns of what a user gave, if they are DataFrames, which must all have the same columns in the same order."""
+    frames = frames_of(data)
+    if frames is None:
+        return None
+    names = [str(name) for name in frames[0].columns]
+    for n, frame in enumerate(frames):
+        if (others := [str(name) for name in frame.columns]) != names:
+            raise ValueError(f"`sequences` must all have the columns {', '.join(names)} like the first, but sequence {n} has {', '.join(others)}.")
+    return as_columns([Column(name) for name in names])
 
 
 def _joined(name: str, given: Sequence[Sequences], batches: Sequence[Sequences]) -> Tensor | None:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from lightning.pytorch import Callback, Trainer
 
 from lightning_hmm.callbacks import Convergence
 from lightning_hmm.data import InMemoryData
 from lightning_hmm.models.hmm import HMM
-from lightning_hmm.models.sequence_model import SequenceModel
+from lightning_hmm.models.sequence_model import SequenceModel, check_seed
 from lightning_hmm.runs import require_local_file
 from lightning_hmm.sequences import Sequences
 
@@ -104,14 +106,23 @@ def fit(
         ckpt_path: Path of a checkpoint file from which training continues. Web addresses and other remote locations are refused.
         callbacks, logger, enable_checkpointing, enable_progress_bar, trainer_options: as `lightning.Trainer` takes them.
     """
-    if hasattr(max_epochs, "__len__"):
+    if not isinstance(model, SequenceModel):
+        raise ValueError(f"`model` must be a model, such as `HMM(3)`, but is {_short(model)} instead.")
+    if hasattr(max_epochs, "__len__") and not isinstance(max_epochs, str):
         raise ValueError(f"`max_epochs` must be a number, but is {_short(max_epochs)} instead. Give lengths by name: `fit(model, X, lengths=...)`.")
-    if int(max_epochs) != max_epochs:
-        raise ValueError(f"`max_epochs` must be a whole number, but is {max_epochs} instead.")
+    if not _is_number(max_epochs) or max_epochs % 1 or max_epochs < -1:
+        raise ValueError(f"`max_epochs` must be a whole number, but is {max_epochs!r} instead. (-1 is no limit.)")
+    if not _is_number(tolerance):
+        raise ValueError(f"`tolerance` must be a finite number, but is {tolerance!r} instead.")
+    if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int)):
+        raise ValueError(f"`batch_size` must be a whole number, or None for everything in one batch, but is {batch_size!r} instead.")
+    check_seed(seed)
     arithmetic = _arithmetic(precision, model.arithmetic)
     checkpoint = None if ckpt_path is None else require_local_file(ckpt_path)
     train = model.as_sequences(sequences, lengths)
     require_observations(train)
+    if train.columns is not None:
+        model.take_sizes([train])  # the names of columns and categories in validation data are those of training
     validation = None if val_sequences is None else model.as_sequences(val_sequences)
     given = [part for part in (train, validation) if part is not None]
     model.take_sizes(given)
@@ -159,6 +170,10 @@ def _iterations_per_epoch(model: SequenceModel, train: Sequences, max_epochs: in
     if train.num_steps * model.num_states**2 * model.restarts > _SMALL_WORK:
         return 1
     return next(number for number in range(min(10, max_epochs), 0, -1) if max_epochs % number == 0)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, np.number)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _short(value: Any) -> str:

@@ -20,7 +20,7 @@ from lightning.pytorch import LightningDataModule, Trainer
 from torch.utils.data import DataLoader
 
 from datamodules import SyntheticDataModule
-from lightning_hmm import ClonedHMM, Sequences, StandardHMM
+from lightning_hmm import HMM, ClonedHMM, Sequences, StandardHMM
 from lightning_hmm.callbacks import CooccurrenceReport, Retraining
 from lightning_hmm.data import loader, sequence_numbers
 from lightning_hmm.training import quiet_lightning
@@ -125,8 +125,16 @@ def retraining(**ranks: Any) -> dict[str, Any]:
     return {"state": state(model), "metrics": {"best epochs": callback.best_epochs, **dict(enumerate(callback.validated))}}
 
 
+def plain_loader(**ranks: Any) -> dict[str, Any]:
+    """A model without sizes and a loader without a data module. The largest symbol is on the last rank only."""
+    sequences = Sequences.from_list([[0, 1, 0, 2], [1, 1], [2, 0, 1], [0, 6]])
+    trainer, model = Trainer(max_epochs=2, use_distributed_sampler=False, **QUIET, **ranks), HMM(2, restarts=2)
+    trainer.fit(model, loader(sequences, 4, rank=trainer.global_rank, world_size=trainer.world_size))
+    return {"state": state(model), "metrics": {"num_symbols": model.num_symbols}}
+
+
 # What there is besides the rows of the table.
-OTHERS: dict[str, Callable[..., dict[str, Any]]] = {"co-occurrence report": report, "retraining": retraining}
+OTHERS: dict[str, Callable[..., dict[str, Any]]] = {"co-occurrence report": report, "retraining": retraining, "plain loader": plain_loader}
 
 
 def main(job: str, path: Path) -> None:

@@ -670,3 +670,53 @@ run()
     assert "Traceback" not in printed
     assert "KeyboardInterrupt" not in printed.replace("Detected KeyboardInterrupt, attempting graceful shutdown", "")
     assert process.returncode != 0
+
+
+MIXED = """
+model:
+  class_path: lightning_hmm.HMM
+  init_args:
+    num_states: 2
+    emission:
+      class_path: lightning_hmm.Product
+      init_args:
+        parts:
+          x: {class_path: lightning_hmm.Gaussian}
+          visits: {class_path: lightning_hmm.Poisson}
+          weather: {class_path: lightning_hmm.Categorical, init_args: {pseudocount: 0.1}}
+          code: {class_path: lightning_hmm.Categorical, init_args: {pseudocount: 0.1}}
+data:
+  class_path: datamodules.FileDataModule
+  init_args: {path: train.csv, sequence_column: id, categorical_columns: [weather, code], data_dir: data, val_fraction: 0.0, test_fraction: 0.5}
+trainer: {max_epochs: 2, enable_progress_bar: false, accelerator: cpu}
+"""
+
+
+def test_a_product_is_used_on_files_with_fewer_categories_in_another_order(tmp_path, monkeypatch, rng):
+    monkeypatch.chdir(tmp_path)
+    Path("mixed.yaml").write_text(MIXED)
+    rows = [f"{n % 4},{rng.normal():.3f},{rng.poisson(3)},{['rain', 'snow', 'sun'][n % 3]},{n % 5}" for n in range(60)]
+    Path("train.csv").write_text("id,x,visits,weather,code\n" + "\n".join(rows) + "\n")
+    main(["fit", "--config=mixed.yaml"])
+    checkpoint = next(tmp_path.glob("logs/hmm/files/version_0/checkpoints/last.ckpt"))
+    model = lightning_hmm.load(checkpoint)
+    Path("few.csv").write_text("id,x,visits,weather,code\n7,0.5,2,snow,1\n7,1.5,,sun,0\n8,0.1,4,snow,\n")
+    Path("permuted.csv").write_text("code,weather,id,visits,x\n1,snow,7,2,0.5\n0,sun,7,,1.5\n,snow,8,4,0.1\n")
+    nan = float("nan")
+    expected = model.score([[[0.5, 2, 1, 1], [1.5, nan, 2, 0]], [[0.1, 4, 1, nan]]])
+    for path in ("few.csv", "permuted.csv"):
+        common = ["--config=mixed.yaml", f"--data.init_args.path={path}", f"--ckpt_path={checkpoint}"]
+        tested = main(["test", *common])
+        assert float(tested.trainer.callback_metrics["test/log_likelihood"]) == pytest.approx(float(expected.sum()) / 3, rel=1e-10)
+        main(["predict", *common, f"--predictions.path={path}.jsonl"])
+        found = [json.loads(line)["log_likelihood"] for line in Path(f"{path}.jsonl").read_text().splitlines()]
+        assert found == pytest.approx(expected.tolist(), rel=1e-10)
+    Path("other.csv").write_text("id,x,visits,weather,code\n7,0.5,2,fog,1\n")
+    with pytest.raises(ValueError, match=r"Categories of column 'weather' must be in .*, but 'fog' in row 1 of other\.csv is not"):
+        main(["test", "--config=mixed.yaml", "--data.init_args.path=other.csv", f"--ckpt_path={checkpoint}"])
+    Path("other.csv").write_text("id,x,visits,weather,code\n7,0.5,2,sun,5\n")
+    with pytest.raises(ValueError, match="Column 'code' must hold 5 categories, the whole numbers 0 to 4, but holds 5"):
+        main(["test", "--config=mixed.yaml", "--data.init_args.path=other.csv", f"--ckpt_path={checkpoint}"])
+    Path("mixed.yaml").write_text(MIXED.replace("class_path: lightning_hmm.Gaussian}", "class_path: lightning_hmm.Gaussian, init_args: {covariance: full}}"))
+    with pytest.raises(ValueError, match=r"parts\.x\.init_args\.covariance` is 'full', but 'diagonal' in the checkpoint"):
+        main(["test", *common])

@@ -40,6 +40,36 @@ def labels(axis) -> list[str]:
     return [text.get_text() for text in axis.get_ticklabels()]
 
 
+def test_ellipses_follow_the_correlation():
+    """The ends of the axes of an ellipse are at two standard deviations along the eigenvectors."""
+    covariances = np.array([[[4.0, 1.9], [1.9, 1.0]], [[1.0, -0.5], [-0.5, 9.0]], [[4.0, 0.0], [0.0, 1.0]]])
+    axes = plots.gaussian_emissions(np.zeros((3, 2)), covariances, names=["width", "height"]).axes[0]
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("width", "height")
+    outer = [patch for patch in axes.patches if isinstance(patch, Ellipse)][::2]
+    for ellipse, covariance in zip(outer, covariances, strict=True):
+        for end in ellipse.get_co_vertices() + ellipse.get_vertices():
+            np.testing.assert_allclose(np.array(end) @ np.linalg.solve(covariance, end), 4.0, rtol=1e-9)
+    assert outer[2].angle % 180 == pytest.approx(0)
+    assert outer[2].width == pytest.approx(8)
+
+
+def test_counts_are_drawn_with_their_probabilities(rng):
+    axes = plots.count_emissions([1.0, 6.0], [0.25, 0.75], rng.poisson(4, 500), "visits").axes[0]
+    lines = {line.get_label(): line for line in axes.lines}
+    assert set(lines) == {"state 0 (25%)", "state 1 (75%)", "all states"}
+    counts, values = lines["state 0 (25%)"].get_data()
+    assert values[list(counts).index(0)] == pytest.approx(0.25 * np.exp(-1))
+    assert lines["all states"].get_ydata().sum() == pytest.approx(1, abs=1e-3)
+    assert sum(bar.get_height() for bar in axes.patches) == pytest.approx(1)
+    assert axes.get_xlabel() == "visits"
+
+
+@pytest.mark.parametrize("rates", [[1e-3], [5.0, 4000.0], list(np.linspace(1, 50, 30))])
+def test_counts_of_all_sizes_can_be_drawn(rng, rates):
+    render(plots.count_emissions(rates, points=rng.poisson(rates[-1], 100)))
+    render(plots.count_emissions(rates))
+
+
 # Heat maps
 
 

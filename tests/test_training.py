@@ -393,8 +393,8 @@ def test_bad_data_are_named(data, message):
     [
         ([[[0.0, 1.0, 2.0]]], "Each step must have 2 features, but has 3"),
         ([[[0.0, 1.0], [float("inf"), 2.0]]], "feature 0 at position 1 of sequence 0 is inf"),
-        ([[0, 1]], "hold symbols instead"),
-        ([[[float("nan"), 1.0], [float("nan"), 2.0]]], "feature 0 is missing at every step"),
+        ([[0, 1]], "Each step must have 2 features, but has 1"),
+        ([[[float("nan"), 1.0], [float("nan"), 2.0]]], "'feature_0' is missing at every step"),
     ],
 )
 def test_bad_vectors_are_named(data, message):

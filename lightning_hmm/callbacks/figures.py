@@ -15,7 +15,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from lightning_hmm import latent_plots, plots
-from lightning_hmm.distributions import Product
+from lightning_hmm.columns import are_named
+from lightning_hmm.distributions import Poisson, Product
 from lightning_hmm.observing import reporting
 from lightning_hmm.sequences import Sequences
 
@@ -162,34 +163,47 @@ class Figures(Callback):
         """One figure for each part of a product of emissions, and one for all other emissions."""
         emission = getattr(model, "emission", None)
         if not isinstance(emission, Product):
-            yield "emissions", lambda: self._emissions(model, emission, share()[0], slice(None))
+            yield "emissions", lambda: self._emissions(model, emission, share, None)
             return
         for number, (part, place) in enumerate(zip(emission.parts, emission.places, strict=True)):
-            yield f"emissions_{number}", functools.partial(self._part_emissions, part, place, share)
+            yield f"emissions_{number}", functools.partial(self._emissions, model, part, share, place)
 
-    def _part_emissions(self, part: Any, place: list[int], share: Callable[[], tuple[np.ndarray | None, str]]) -> Figure | None:
-        return self._emissions(None, part, share()[0], place)
+    def _emissions(self, model: Any, emission: Any, share: Callable[[], tuple[np.ndarray | None, str]], place: list[int] | None) -> Figure | None:
+        """The probabilities of symbols, or means and covariances; ``None`` where there are neither.
 
-    def _emissions(self, model: Any, emission: Any, share: np.ndarray | None, columns: Any) -> Figure | None:
-        """The probabilities of symbols, or means and variances of the given columns; ``None`` where there are neither."""
-        probs = _matrix(model, "emission_probs") if model is not None else _matrix(emission, "probs")
+        Args:
+            model: the model.
+            emission: its emission, or a part of it.
+            share: returns the share of time in each state, and what it is of.
+            place: of a part of a product, the numbers of its columns.
+        """
+        columns: Any = getattr(model, "columns", None)
+        if place is not None:
+            columns = [model.columns[number] for number in place]
+        probs = _matrix(model, "emission_probs") if place is None else _matrix(emission, "probs")
         if probs is not None:
-            return plots.emission_matrix(probs, _symbol_names(model) if model is not None else None, self.max_labels)
+            return plots.emission_matrix(probs, _symbol_names(model) if place is None else columns[0].category_names, self.max_labels)
         if hasattr(emission, "moments"):
             means, variances = (moment.numpy(force=True) for moment in emission.moments())
+            variances = getattr(emission, "covariance", variances)
         else:
             means, variances = _matrix(model, "means"), _matrix(model, "variances")
         if means is None or variances is None:
             return None
         excerpt = self._excerpts.get("validation", self._excerpts.get("training"))
+        points = None if excerpt is None else excerpt.values if place is None else excerpt.values[:, place]
+        names = [column.name for column in columns] if columns is not None and are_named(columns) else None
+        if isinstance(emission, Poisson) and means.shape[1] == 1:
+            return plots.count_emissions(means[:, 0], share()[0], None if points is None else points[:, 0], None if names is None else names[0])
         return plots.gaussian_emissions(
             means,
             variances,
-            share,
+            share()[0],
             centre=getattr(emission, "center", None),
             variance=getattr(emission, "data_variance", None),
-            points=None if excerpt is None else excerpt.values[:, columns],
+            points=points,
             max_labels=self.max_labels,
+            names=names,
         )
 
     def _share(self, model: Any, transition: np.ndarray | None) -> tuple[np.ndarray | None, str]:

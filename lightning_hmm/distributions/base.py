@@ -9,6 +9,7 @@ sufficient statistics, and `maximize` turns these into parameters. That is all t
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,6 +56,12 @@ class Distribution(nn.Module, ABC):
         return {"class_path": _path(type(self)), "init_args": options}
 
     # Sizes and values
+
+    def __getattr__(self, name: str) -> Any:
+        # Python calls this, too, where a property has no value.
+        if isinstance(getattr(type(self), name, None), property) and not self.is_allocated:
+            raise AttributeError(f"A {type(self).__name__} has no `{name}` before it has sizes. Train its model, or give the sizes to the model.")
+        return super().__getattr__(name)
 
     @property
     def is_allocated(self) -> bool:
@@ -127,6 +134,8 @@ class Distribution(nn.Module, ABC):
 class Emission(Distribution):
     """The distribution of an observation given the state."""
 
+    reads_symbols: ClassVar[bool] = False  # whether an observation is a symbol, not a vector
+    reads_counts: ClassVar[bool] = False  # whether sequences of whole numbers are one column of counts, with -1 where one is missing
     starts_from_data: bool = True  # whether starting values, or a center, come from the data
     is_located: Tensor  # whether `locate` has been called
 
@@ -137,6 +146,10 @@ class Emission(Distribution):
     @abstractmethod
     def allocate(self, restarts: int, num_states: int, columns: Sequence[Column]) -> None:
         """Makes the parameters for observations with the given columns."""
+
+    def columns_of(self, columns: list[Column], parts: Sequence[Sequences]) -> list[Column]:
+        """The columns of data that come without a description, with the kinds that the emission gives them."""
+        return columns
 
     @abstractmethod
     def evidence(self, natural: Sequence[Tensor], batch: Sequences) -> Evidence:
@@ -294,8 +307,14 @@ def make_part(given: Any, kind: Any, option: str) -> Any:
         family = known.get(name) or lower.get(name.lower()) or known.get(name.rsplit(".", 1)[-1])
         if family is not None:
             options = {key: _make_nested(value, option) for key, value in dict(given.get("init_args") or {}).items()}
+            known_options = list(inspect.signature(family).parameters)
+            strange = next((key for key in options if key not in known_options), None)
+            if strange is not None:
+                raise ValueError(f"`{option}`: {family.__name__} has the options {', '.join(known_options)}, but {strange!r} was given.")
             return family(**options)
     names = ", ".join(sorted({family.__name__ for family in known.values()}))
+    if isinstance(given, type) and issubclass(given, kind):
+        raise ValueError(f"`{option}` must be an object, but is the class {given.__name__} instead. Give `{given.__name__}(...)`, with its options.")
     what = given["class_path"] if isinstance(given, Mapping) and "class_path" in given else given
     raise ValueError(f"`{option}` must be {'an' if kind.__name__[0] in 'EI' else 'a'} {kind.__name__}, or the name of one ({names}), but is {what!r} instead.")
 
@@ -317,8 +336,19 @@ def _path(family: type) -> str:
     return f"{package.__name__ if exported else family.__module__}.{family.__qualname__}"
 
 
+def as_numbers(name: str, value: Any, device: torch.device) -> Tensor:
+    """What a user gave for a parameter as a float64 tensor."""
+    try:
+        return torch.as_tensor(value, dtype=torch.float64, device=device)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        shown = repr(value)
+        raise ValueError(f"`{name}` must be an array of real numbers, but is {shown if len(shown) <= 60 else shown[:57] + '...'} instead.") from None
+
+
 def check_not_negative(**options: float) -> None:
-    """Refuses options of a prior that are negative or no number."""
+    """Refuses options of a prior that are negative, infinite or no number."""
     for name, value in options.items():
-        if not value >= 0:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise ValueError(f"`{name}` must be a finite number, but is {value!r} instead.")
+        if value < 0:
             raise ValueError(f"`{name}` must not be negative, but is {value} instead.")

@@ -24,6 +24,7 @@ class Categorical(CategoricalRows, Emission):
     """
 
     option = "emission"
+    reads_symbols = True
     starts_from_data = False
 
     def allocate(self, restarts: int, num_states: int, columns: Sequence[Column]) -> None:

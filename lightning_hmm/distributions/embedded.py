@@ -254,7 +254,9 @@ class EmbeddedGaussian(Embedded, Gaussian):
 
     @torch.no_grad()
     def locate(self, sequences: Sequences) -> None:
-        """Takes center and scale of the data. Means and variances are in these units."""
+        """Takes center and scale of the first data. Means and variances are in these units."""
+        if bool(self.is_located):
+            return
         for buffer, value in zip((self.center, self.data_variance), data_location(sequences), strict=True):
             buffer.copy_(value)
 

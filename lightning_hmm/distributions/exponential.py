@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hmm.columns import Column
-from lightning_hmm.distributions.base import Emission
+from lightning_hmm.distributions.base import Emission, as_numbers
 from lightning_hmm.inference.evidence import Evidence, Quadratic
 from lightning_hmm.sequences import Sequences
 
@@ -51,7 +51,7 @@ class ExponentialFamily(Emission):
         if categorical is not None:
             raise ValueError(f"A {type(self).__name__} emission must have real columns, but column {categorical!r} is categorical.")
         self._begin_allocation()
-        self.num_features = len(columns)
+        self.num_features, self.column_names = len(columns), [column.name for column in columns]
         self.weights = nn.Parameter(torch.zeros(restarts, num_states, len(self.products) + 1, self.num_features, dtype=torch.float64))
         self._pairs: dict[bool, Tensor] = {}
 
@@ -159,7 +159,7 @@ class ExponentialFamily(Emission):
         restarts, parameters = len(self.weights), []
         for name in self.names:
             shape = self.parameter_shape(name)
-            value = torch.as_tensor(values.get(name, getattr(self, name)), dtype=torch.float64, device=self.weights.device)
+            value = as_numbers(name, values.get(name, getattr(self, name)), self.weights.device)
             if value.shape not in (shape, (restarts, *shape)):
                 raise ValueError(f"`{name}` must have shape {shape}, but has {tuple(value.shape)} instead.")
             self.check_parameter(name, value.expand(restarts, *shape))
@@ -184,3 +184,10 @@ def refuse_where(wrong: Tensor, name: str, rule: str, value: Tensor) -> None:
     if bool(wrong.any()):
         where = tuple(torch.nonzero(wrong)[0].tolist())
         raise ValueError(f"`{name}` must {rule}, but that of state {where[1]}, column {where[2]} is {float(value[where]):g}.")
+
+
+def require_observed(weights: Tensor, names: Sequence[str]) -> None:
+    """Raises an error that names the first column without an observed value; `weights` (D,) are those of the observed values of each column."""
+    missing = torch.nonzero(weights == 0).flatten()
+    if len(missing):
+        raise ValueError(f"Every column must be observed somewhere, but {names[int(missing[0])]!r} is missing at every step. Leave the column out.")

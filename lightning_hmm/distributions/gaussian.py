@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from lightning_hmm.columns import Column
-from lightning_hmm.distributions.base import check_not_negative, pull_back
-from lightning_hmm.distributions.exponential import ExponentialFamily, refuse_where
+from lightning_hmm.columns import Column, feature_columns
+from lightning_hmm.distributions.base import as_numbers, check_not_negative, pull_back
+from lightning_hmm.distributions.exponential import ExponentialFamily, refuse_where, require_observed
 from lightning_hmm.inference.evidence import Evidence, Quadratic, Rows
 from lightning_hmm.sequences import Sequences
 
+_SMALLEST_VARIANCE = 1e-280  # below it, variances of states would leave the range of normal numbers
+_FAR = 10.0  # standard deviations from the mean of the data to that of the nearest state
 _LOG_TWO_PI = math.log(2 * math.pi)
 
 
@@ -130,6 +133,7 @@ class Gaussian(ExponentialFamily):
         super().check_parameter(name, value)
         if name == "variance":
             refuse_where(value <= 0, name, "be positive", value)
+            refuse_where(value < _SMALLEST_VARIANCE, name, f"be at least {_SMALLEST_VARIANCE:g}", value)
             if self.kind == "spherical" and bool((value != value[..., :1]).any()):
                 raise ValueError("`variance` must be the same for all columns of a spherical Gaussian, but they differ.")
 
@@ -137,12 +141,9 @@ class Gaussian(ExponentialFamily):
     def set(self, **values: Any) -> None:
         """As `ExponentialFamily.set`. Until the center is that of data, it is put at the given means, far from which digits would be lost."""
         if "mean" in values and not bool(self.is_located):
-            mean = torch.as_tensor(values["mean"], dtype=torch.float64, device=self.center.device)
+            mean = as_numbers("mean", values["mean"], self.center.device)
             if mean.shape[-2:] == (self.weights.shape[1], self.num_features) and bool(mean.isfinite().all()):
-                offset, spread = self._decode(self.weights.detach())
-                offset = offset + self.center - mean.flatten(0, -2).mean(0)
-                self.center.copy_(mean.flatten(0, -2).mean(0))
-                self.weights.copy_(self._encode(offset, spread))
+                self._move_center(mean.flatten(0, -2).mean(0))
         super().set(**values)
 
     def parameter_shape(self, name: str) -> tuple[int, ...]:
@@ -155,12 +156,41 @@ class Gaussian(ExponentialFamily):
     @torch.no_grad()
     def locate(self, sequences: Sequences) -> None:
         """Takes center and scale of the data; means and covariances stay as they are."""
-        center, variance = data_location(sequences)
-        offset, spread = self._decode(self.weights.detach())
-        offset = offset + self.center - center.to(offset.device)
-        self.center.copy_(center)
+        center, variance = (value.to(self.center.device) for value in data_location(sequences, self.column_names))
         self.data_variance.copy_(variance)
+        self._move_center(center)
+        if bool(self.is_set):
+            self._warn_if_far(center, variance)
+
+    def _warn_if_far(self, center: Tensor, variance: Tensor) -> None:
+        """Warns where training starts from means that are far from the data, as after a fit on other data."""
+        mean = self.mean
+        distance = ((mean - center).abs() / torch.maximum(variance, self.variance).sqrt()).amin(0)  # (D,) of the nearest state
+        column = int(distance.argmax())
+        if float(distance[column]) > _FAR:
+            nearest = mean[(mean[:, column] - center[column]).abs().argmin(), column]
+            warnings.warn(
+                "Training starts from the means that the model has, but they are far from the data: in column "
+                f"{self.column_names[column]!r} the nearest is {float(nearest):g}, and the mean of the data is {float(center[column]):g}. "
+                "Make a new model to start from the data.",
+                stacklevel=2,
+            )
+
+    def _move_center(self, center: Tensor) -> None:
+        """Changes the center, not the distribution."""
+        if torch.equal(center, self.center):
+            return  # not a bit changes where a model is trained further on the same data
+        offset, spread = self._decode(self.weights.detach())
+        offset = offset + (self.center - center)
+        self.center.copy_(center)
         self.weights.copy_(self._encode(offset, spread))
+
+    @torch.no_grad()
+    def start(self, sequences: Sequences, responsibilities: Sequence[Tensor]) -> None:
+        """As `Emission.start`. Missing values are completed by the moments of the data."""
+        spread = self.data_variance.expand(self.weights.shape[0], self.weights.shape[1], -1)
+        self.weights.copy_(self._encode(torch.zeros_like(spread), spread.diag_embed() if self.has_matrices else spread))
+        super().start(sequences, responsibilities)
 
     # Evidence
 
@@ -278,16 +308,24 @@ class Gaussian(ExponentialFamily):
         return self.mean[states] + (factor[states] @ noise.unsqueeze(-1)).squeeze(-1)
 
 
-def data_location(sequences: Sequences) -> tuple[Tensor, Tensor]:
-    """(D,) means and variances of the columns, each step with its sequence's weight; a variance of 1 where nothing varies."""
+def data_location(sequences: Sequences, names: Sequence[str] | None = None) -> tuple[Tensor, Tensor]:
+    """(D,) means and variances of the columns, each step with its sequence's weight; a variance of 1 where nothing varies. `names` are for errors."""
     values = sequences.values.double()
+    names = [column.name for column in feature_columns(values.shape[1])] if names is None else names
     observed = ~values.isnan()
     share = observed * sequences.step_weights()[:, None]
     total = share.sum(0)
-    if bool((total == 0).any()):
-        raise ValueError(f"Every feature must be observed somewhere, but feature {int((total == 0).nonzero()[0, 0])} is missing at every step.")
+    require_observed(total, names)
     center = (torch.where(observed, values, 0.0) * share).sum(0) / total
-    variance = (torch.where(observed, values - center, 0.0) ** 2 * share).sum(0) / total
+    offsets = torch.where(observed & (share > 0), values - center, 0.0)
+    variance = (offsets**2 * share).sum(0) / total
     # A feature that never changes has no scale of its own, and the rounding of its mean is none.
     rounding = (8 * torch.finfo(torch.float64).eps * center.abs()) ** 2
+    tiny = torch.nonzero((variance < _SMALLEST_VARIANCE) & (offsets.abs().amax(0) > rounding.sqrt())).flatten()
+    if len(tiny):
+        column = int(tiny[0])
+        raise ValueError(
+            f"The values of a column must differ by more than {_SMALLEST_VARIANCE**0.5:g}, but those of {names[column]!r} differ by "
+            f"{float(offsets[:, column].abs().max()):g} at most, and squares of such numbers are rounded to zero. Rescale the column."
+        )
     return center, torch.where(variance > rounding, variance, torch.ones_like(variance))

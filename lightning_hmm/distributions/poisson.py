@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_hmm.columns import Column
-from lightning_hmm.distributions.exponential import ExponentialFamily, refuse_where
+from lightning_hmm.distributions.base import check_not_negative
+from lightning_hmm.distributions.exponential import ExponentialFamily, refuse_where, require_observed
 from lightning_hmm.sequences import Sequences
 
 
@@ -25,11 +26,13 @@ class Poisson(ExponentialFamily):
 
     products = ((0, None),)
     names = ("rate",)
+    reads_counts = True
     data_mean: Tensor
 
     def __init__(self, rate_prior: float = 1e-3) -> None:
         super().__init__()
-        if not rate_prior > 0:
+        check_not_negative(rate_prior=rate_prior)
+        if rate_prior == 0:
             raise ValueError(f"`rate_prior` must be positive, but is {rate_prior} instead.")
         self.prior = {"rate_prior": rate_prior}
 
@@ -63,6 +66,7 @@ class Poisson(ExponentialFamily):
     def locate(self, sequences: Sequences) -> None:
         observed, values = sequences.observed, sequences.values.double()
         weights = sequences.step_weights()[:, None] * observed
+        require_observed(weights.sum(0), self.column_names)
         # Half a count more keeps the mean positive where a column holds zeros only.
         self.data_mean.copy_((torch.where(observed, values, 0.0) * weights).sum(0).add(0.5) / weights.sum(0).add(0.5))
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_hmm.columns import Column
 from lightning_hmm.distributions.base import Emission
+from lightning_hmm.distributions.exponential import require_observed
 from lightning_hmm.inference.evidence import Evidence, Quadratic, Rows
 from lightning_hmm.sequences import Sequences
 from lightning_hmm.vocabulary import MISSING
@@ -27,8 +28,13 @@ class Product(Emission):
 
     def __init__(self, parts: list[Emission] | dict[str, Emission]) -> None:
         super().__init__()
+        if not isinstance(parts, (list, tuple, Mapping)):
+            raise ValueError(f"`parts` must be a list of emissions, or a dictionary of them by the names of their columns, but is {parts!r} instead.")
         if not parts:
             raise ValueError("`parts` must hold at least one emission, but is empty.")
+        strange = next((name for name in parts if not isinstance(name, str)), None) if isinstance(parts, Mapping) else None
+        if strange is not None:
+            raise ValueError(f"The keys of `parts` must be names of columns, but one is {strange!r}. Give a list to take the columns in order.")
         self.names = [[name.strip() for name in names.split(",")] for names in parts] if isinstance(parts, Mapping) else None
         given = list(parts.values() if isinstance(parts, Mapping) else parts)
         for part in given:
@@ -56,6 +62,18 @@ class Product(Emission):
         for part, place in zip(self.parts, places, strict=True):
             part.allocate(restarts, num_states, [columns[number] for number in place])
 
+    def columns_of(self, columns: list[Column], parts: Sequence[Sequences]) -> list[Column]:
+        """The columns of data without a description: those of parts that read symbols have as many categories as occur in `parts`."""
+        found = list(columns)
+        for part, place in zip(self.parts, self._places(columns), strict=True):
+            for number in place if part.reads_symbols else ():
+                if not found[number].is_categorical:
+                    entries = torch.cat([data.values[:, number] for data in parts])
+                    entries = entries[~entries.isnan()]
+                    require_observed(torch.tensor([len(entries)]), [found[number].name])
+                    found[number] = Column(found[number].name, "categorical", max(int(entries.max()) + 1, 1))
+        return found
+
     def _places(self, columns: Sequence[Column]) -> list[list[int]]:
         """The columns of each part, by number."""
         names = [column.name for column in columns]
@@ -81,7 +99,7 @@ class Product(Emission):
         """The parts, each with its columns of the batch."""
         for part, place in zip(self.parts, self.places, strict=True):
             values = batch.values[:, place]
-            if getattr(part, "num_symbols", None) is not None:
+            if part.reads_symbols:
                 values = torch.where(values[:, 0].isnan(), MISSING, values[:, 0]).long()
             yield part, batch.with_values(values)
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_hmm.distributions.base import Distribution, check_not_negative
+from lightning_hmm.distributions.base import Distribution, as_numbers, check_not_negative
 
 
 class CategoricalRows(Distribution):
@@ -52,7 +52,7 @@ class CategoricalRows(Distribution):
     @torch.no_grad()
     def set(self, probs: Any) -> None:
         """Sets rows that sum to one; zeros become structural."""
-        probs = torch.as_tensor(probs, dtype=torch.float64, device=self.log_probs.device)
+        probs = as_numbers(self.option, probs, self.log_probs.device)
         shape = self.log_probs.shape
         if probs.shape not in (shape, shape[1:]):
             raise ValueError(f"`{self.option}` must have shape {tuple(shape[1:])}, but has {tuple(probs.shape)} instead.")

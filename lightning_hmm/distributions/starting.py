@@ -23,7 +23,10 @@ def excerpt(sequences: Sequences, generator: torch.Generator) -> Sequences:
 
 
 def guess_states(sequences: Sequences, num_states: int, restarts: int, generator: torch.Generator, method: str) -> list[Tensor]:
-    """(steps, K) guessed posteriors times the weight of the step, for each restart. Steps with a missing value have none.
+    """(steps, K) guessed posteriors times the weight of the step, for each restart.
+
+    Steps with a missing value have no guess, unless more than half of the steps have one. Then their distances are those in the columns that
+    they have, and only steps without any value have no guess.
 
     Args:
         sequences: real vectors.
@@ -34,21 +37,43 @@ def guess_states(sequences: Sequences, num_states: int, restarts: int, generator
             K random ones.
     """
     values, weights = sequences.values.double().cpu(), sequences.step_weights().cpu()
-    complete = torch.nonzero((~values.isnan()).all(1)).flatten()
-    if len(complete) < num_states:
-        raise ValueError(f"{num_states} states need at least as many steps without missing features to start from, but there are {len(complete)}.")
-    points, weights = values[complete], weights[complete]
-    mean = (points * weights[:, None]).sum(0) / weights.sum()
-    spread = ((points - mean) ** 2 * weights[:, None]).sum(0).div(weights.sum()).sqrt()
-    points = (points - mean) / torch.where(spread > 0, spread, 1.0)
+    observed = ~values.isnan()
+    used = observed.all(1)
+    if 2 * int(used.sum()) < int(observed.any(1).sum()) or int(used.sum()) < num_states:
+        used = observed.any(1)
+    chosen = torch.nonzero(used).flatten()
+    if len(chosen) < num_states:
+        raise ValueError(f"{num_states} states need at least as many observed steps to start from, but there are {len(chosen)}. Use fewer states.")
+    points, weights, observed = values[chosen], weights[chosen], observed[chosen]
+    share = observed * weights[:, None]
+    total = share.sum(0).clamp(min=torch.finfo(torch.float64).tiny)
+    mean = (points.nan_to_num() * share).sum(0) / total
+    spread = ((points - mean).nan_to_num() ** 2 * share).sum(0).div(total).sqrt()
+    points = ((points - mean) / torch.where(spread > 0, spread, 1.0)).nan_to_num()  # the mean in the place of missing values
     guesses = []
     for _ in range(restarts):
         seed = int(torch.randint(2**31 - 1, (), generator=generator))
         labels = _clusters(points, weights, num_states, seed) if method == "kmeans" else _nearest(points, weights, num_states, seed)
+        if not bool(observed.all()):
+            labels = _refined(points, share, labels, num_states)
         guess = torch.zeros(len(values), num_states, dtype=torch.float64)
-        guess[complete] = (torch.nn.functional.one_hot(labels, num_states) * (1 - _UNSURE) + _UNSURE / num_states) * weights[:, None]
+        guess[chosen] = (torch.nn.functional.one_hot(labels, num_states) * (1 - _UNSURE) + _UNSURE / num_states) * weights[:, None]
         guesses.append(guess.to(sequences.device))
     return guesses
+
+
+def _refined(points: Tensor, share: Tensor, labels: Tensor, num_states: int, iterations: int = 20) -> Tensor:
+    """Clusters after some iterations of k-means in which only observed entries count; `share` holds the weights of the entries, 0 for a missing one."""
+    observed = (share > 0).double()
+    for _ in range(iterations):
+        members = torch.nn.functional.one_hot(labels, num_states).double().T
+        totals = members @ share
+        centers = torch.where(totals > 0, members @ (points * share) / totals.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
+        distances = observed @ (centers**2).T - 2 * (points * observed) @ centers.T  # the squares of the points are the same for all centers
+        labels, before = distances.argmin(1), labels
+        if torch.equal(labels, before):
+            break
+    return labels
 
 
 def _clusters(points: Tensor, weights: Tensor, num_states: int, seed: int) -> Tensor:

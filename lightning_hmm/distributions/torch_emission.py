@@ -45,8 +45,8 @@ class TorchEmission(Emission):
     ) -> None:
         super().__init__()
         for name, value in {"m_steps": m_steps, "most_held": most_held, "learning_rate": learning_rate}.items():
-            if not value > 0:
-                raise ValueError(f"`{name}` must be positive, but is {value} instead.")
+            if not isinstance(value, (int, float)) or not value > 0:
+                raise ValueError(f"`{name}` must be a positive number, but is {value!r} instead.")
         self.family, self.options = _imported(module), dict(options or {})
         self.m_steps, self.most_held, self.learning_rate = m_steps, most_held, learning_rate
         self._held: list[tuple[int, Tensor, Tensor]] = []
@@ -202,6 +202,8 @@ class TorchEmission(Emission):
 def _imported(module: str | type) -> Any:
     """The class, looked up among the imported modules if it is given by its path."""
     if not isinstance(module, str):
+        if not isinstance(module, type) or not issubclass(module, nn.Module):
+            raise ValueError(f"`module` must be an nn.Module class, or the path of one, but is {module!r} instead. Its options are given as `options`.")
         return module
     package, _, name = module.rpartition(".")
     found = getattr(sys.modules.get(package), name, None)

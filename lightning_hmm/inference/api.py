@@ -131,8 +131,8 @@ def predict(initial: Tensor, operator: Operator, evidence: Evidence, offsets: Te
 
     The transitions after the end of a sequence are those of its last step.
     """
-    if steps < 1:
-        raise ValueError(f"`steps` must be at least 1, but is {steps} instead.")
+    if not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"`steps` must be a whole number and at least 1, but is {steps!r} instead.")
     own = backends.choose(operator, evidence, initial.device).predict
     if own is not None:
         return own(initial, operator, evidence, offsets, steps=steps)

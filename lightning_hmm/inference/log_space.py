@@ -2,7 +2,8 @@
 
 It is right for every input and slow: each step needs (sequences x states x states) entries. `reference` runs it for sequences that
 leave the range of scaled probabilities, and tests compare everything else with it. Sequences are padded to the longest of a chunk, and
-chunks hold at most `_PAIR_ENTRIES` entries. No branch depends on a tensor's value, so the host never waits for a device.
+chunks hold at most `_PAIR_ENTRIES` entries. Viterbi reads one value on the host, whether there are NaN, after everything is queued; nothing else waits for a
+device.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_hmm.inference.evidence import Evidence
+from lightning_hmm.inference.evidence import Evidence, Quadratic, Rows
 from lightning_hmm.inference.operators import Operator
-from lightning_hmm.inference.results import EStep
+from lightning_hmm.inference.results import EStep, refuse_nan
 
 _PAIR_ENTRIES = 1 << 24
 
@@ -47,6 +48,29 @@ def _chunks(offsets: Tensor, num_states: int, device: torch.device) -> list[_Chu
         tensors = (torch.from_numpy(array).to(device, non_blocking=True) for array in (rows, running, part[1:].copy()))
         chunks.append(_Chunk(first, first + len(part) - 1, *tensors))
     return chunks
+
+
+def is_spoiled(initial: Tensor, operator: Operator, evidence: Evidence) -> Tensor:
+    """Whether a parameter or the log-likelihood of a step is NaN, or such a log-likelihood infinite, as a tensor: it is not read here."""
+    spoiled = [value.isnan().any() for value in (initial, *operator.natural, evidence.live)]
+    if isinstance(evidence, Rows):
+        spoiled.append((evidence.live == torch.inf).any())
+    return torch.stack(spoiled).any()
+
+
+def refuse_spoiled(initial: Tensor, operator: Operator, evidence: Evidence) -> None:
+    """Raises an error that names the first parameter, or the first step, that is no number."""
+    if isinstance(evidence, Rows):
+        rows = evidence.live.detach()
+        wrong = torch.nonzero((rows.isnan() | (rows == torch.inf)).any(1)).flatten()
+        if len(wrong):
+            raise ValueError(f"`log_likelihoods` must be numbers below infinity, but those of step {int(wrong[0])} are not.")
+    given = [("initial", initial), *(("transition", value) for value in operator.natural)]
+    given += [] if isinstance(evidence, Rows) else [("emission", evidence.live)]
+    given += [("columns", evidence.columns)] if isinstance(evidence, Quadratic) else []
+    for name, value in given:
+        if bool(value.isnan().any()):
+            refuse_nan(name, value.detach().cpu().numpy())
 
 
 def _safe(total: Tensor) -> Tensor:
@@ -123,6 +147,7 @@ def e_step(initial: Tensor, operator: Operator, evidence: Evidence, offsets: Ten
 @torch.no_grad()
 def viterbi(initial: Tensor, operator: Operator, evidence: Evidence, offsets: Tensor) -> tuple[Tensor, Tensor]:
     """(steps,) the most probable states, -1 in impossible sequences; and (N,) their log-probabilities."""
+    given = initial, operator, evidence
     device, dtype = initial.device, wide_dtype(initial.device)
     initial, emissions, operator = initial.to(dtype), evidence.rows().to(dtype), operator.to(dtype)
     path = torch.zeros(len(emissions) + 1, dtype=torch.int64, device=device)  # one place more, for what padding writes
@@ -147,4 +172,6 @@ def viterbi(initial: Tensor, operator: Operator, evidence: Evidence, offsets: Te
             if t > 0:
                 earlier = pointers[t - 1].gather(1, state[:, None]).squeeze(1)
                 state = torch.where(running, earlier, state)
+    if bool(is_spoiled(*given) | log_probability.isnan().any()):
+        refuse_spoiled(*given)
     return path[:-1], log_probability

@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -136,6 +137,52 @@ class Dense(Operator):
         return self.log_probs
 
 
+_SUMMED_AT_ONCE = 1024  # messages whose sums over what is not kept are computed at once
+
+
+class _Complements(NamedTuple):
+    """Sums over all of S numbers but some, for each of S groups, without a subtraction, in which digits would be lost.
+
+    What a group does not leave out are the gaps between the members of it. Level k of a table has, for each block of 2^k numbers, the sums from each
+    number to the middle of the block. The sum over a gap is two entries of the level in whose blocks its ends are on different sides of the middle.
+
+    group, first, second: (gaps,) the group of each gap and the places of the two entries in the table. The last entry of the table is zero.
+    num_levels: of the table, in addition to the numbers themselves.
+    """
+
+    group: Tensor
+    first: Tensor
+    second: Tensor
+    num_levels: int
+
+    @classmethod
+    def of(cls, groups: Tensor, members: Tensor, size: int) -> _Complements:
+        """From the group and the number of each member, in the same order. A group has no member twice."""
+        every = torch.arange(size, device=groups.device) * (size + 1)  # each group begins with a member before all numbers
+        keys = torch.cat([every, groups.flatten() * (size + 1) + members.flatten() + 1]).sort().values
+        group, begin = keys // (size + 1), keys % (size + 1)
+        following = torch.cat([keys[1:], keys.new_full((1,), size * (size + 1))])
+        last = torch.where(following // (size + 1) == group, following % (size + 1) - 1, size) - 1
+        levels = (size - 1).bit_length()
+        padded, nothing = 1 << levels, (levels + 1) << levels
+        level = torch.frexp((begin ^ last).double()).exponent.long()  # the number of bits up to the highest in which both ends differ
+        empty = last < begin
+        first = torch.where(empty, nothing, level * padded + begin)
+        second = torch.where(empty | (begin == last), nothing, level * padded + last)
+        return cls(group, first, second, levels)
+
+    def sums(self, numbers: Tensor) -> Tensor:
+        """(n, S) for each row of numbers (n, S)."""
+        padded = torch.nn.functional.pad(numbers, (0, (1 << self.num_levels) - numbers.shape[1]))
+        table = [padded]
+        for level in range(1, self.num_levels + 1):
+            halves = padded.reshape(len(numbers), -1, 2, 1 << (level - 1))
+            left, right = halves[:, :, 0].flip(-1).cumsum(-1).flip(-1), halves[:, :, 1].cumsum(-1)
+            table.append(torch.stack([left, right], 2).flatten(1))
+        entries = torch.cat([*table, numbers.new_zeros(len(numbers), 1)], 1)
+        return torch.zeros_like(numbers).index_add(1, self.group, entries[:, self.first] + entries[:, self.second])
+
+
 @dataclass(frozen=True)
 class MostlyConstant(Operator):
     """Rows of which M entries are kept and all others share a constant.
@@ -153,18 +200,29 @@ class MostlyConstant(Operator):
         return self.log_constants.shape[0]
 
     def predict(self, alpha: Tensor, at: Tensor) -> Tensor:
-        constants = self.log_constants.exp()
-        above = alpha[:, :, None] * (self.log_values.exp() - constants[:, None])  # (n, S, M)
-        rest = (alpha @ constants)[:, None].expand(-1, self.num_states)
-        return rest.scatter_add(1, self.indices.reshape(1, -1).expand(len(alpha), -1), above.flatten(1))
+        rest = self._keepers.sums(alpha * self.log_constants.exp())
+        kept = alpha[:, :, None] * self.log_values.exp()  # (n, S, M)
+        return rest.scatter_add(1, self.indices.reshape(1, -1).expand(len(alpha), -1), kept.flatten(1))
+
+    @cached_property
+    def _keepers(self) -> _Complements:
+        """For each column, the rows that keep it."""
+        rows = torch.arange(self.num_states, device=self.indices.device)[:, None].expand_as(self.indices)
+        return _Complements.of(self.indices, rows, self.num_states)
+
+    @cached_property
+    def _kept(self) -> _Complements:
+        """For each row, the columns that it keeps."""
+        rows = torch.arange(self.num_states, device=self.indices.device)[:, None].expand_as(self.indices)
+        return _Complements.of(rows, self.indices, self.num_states)
 
     def prepare(self, dtype: torch.dtype) -> Prepared:
         operator = self.to(dtype)
         assert isinstance(operator, MostlyConstant)
-        above, constants = operator.log_values.exp() - operator.log_constants.exp()[:, None], operator.log_constants.exp()
+        values, constants = operator.log_values.exp(), operator.log_constants.exp()
 
         def retract(kappa: Tensor, at: Tensor) -> Tensor:
-            return kappa.sum(1, keepdim=True) * constants + (kappa[:, self.indices] * above).sum(2)
+            return operator._kept.sums(kappa) * constants + (kappa[:, self.indices] * values).sum(2)
 
         return Prepared(operator.predict, retract)
 
@@ -172,8 +230,10 @@ class MostlyConstant(Operator):
         kept = torch.empty_like(self.log_values, dtype=alpha.dtype)
         for n, column in enumerate(self.indices.T):
             kept[:, n] = (alpha * kappa[:, column]).sum(0)
-        every = alpha.T @ kappa.sum(1)
-        return kept * self.log_values.detach().exp().to(kept.dtype), (every - kept.sum(1)) * self.log_constants.detach().exp().to(kept.dtype)
+        rest = torch.zeros_like(self.log_constants, dtype=alpha.dtype)
+        for mine, theirs in zip(alpha.split(_SUMMED_AT_ONCE), kappa.split(_SUMMED_AT_ONCE), strict=True):
+            rest += (mine * self._kept.sums(theirs)).sum(0)
+        return kept * self.log_values.detach().exp().to(kept.dtype), rest * self.log_constants.detach().exp().to(kept.dtype)
 
     def counts_of_pairs(self, pairs: Tensor, at: Tensor) -> tuple[Tensor, ...]:
         total = pairs.sum(0)

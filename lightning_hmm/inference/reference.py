@@ -11,7 +11,7 @@ The expected counts of the operator are one vector-Jacobian product over all ste
 Two kinds of sequences leave the range of floating-point numbers: those in which a step collapses, and those in which a state
 that was rounded to zero would matter later. The second kind is found by a pass in which every prediction leaks a tiny probability into all
 states: where that changes the likelihood, a lost path could have as well. Both kinds run again in log space
-(`log_space`). That decision is the only value that the host reads, after all steps have been queued.
+(`log_space`). Whether there are any, or a parameter that is NaN, is the only value that the host reads, after all steps have been queued.
 """
 
 from __future__ import annotations
@@ -154,7 +154,8 @@ def e_step(
     last[plan.order] = torch.where(log_likelihood[plan.order].isnan()[:, None], 0.0, alpha[plan.ends].to(wide))
     impossible = torch.full((num_sequences,), -1, dtype=torch.int64, device=device)
     found = EStep(log_likelihood, impossible, initial_counts, counts, pulled, smoothed, filtered, last)
-    if bool(log_likelihood.isnan().any()):
+    if bool(log_likelihood.isnan().any() | log_space.is_spoiled(initial, operator, evidence)):
+        log_space.refuse_spoiled(initial, operator, evidence)
         found = with_lost_sequences(found, initial, operator, evidence, offsets, weights, smooth)
     return found if per_step else found._replace(smoothed=found.smoothed[:0], filtered=found.filtered[:0])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from lightning_hmm.sequences import Sequences
@@ -62,3 +63,12 @@ def impossible_message(sequences: Sequences, n: int, t: int) -> str:
     """Names the step of a sequence that has probability zero."""
     value = sequences[n][t].tolist()
     return f"Sequence {n} has probability zero under the model: step {t} ({value}) cannot follow what is before it."
+
+
+def refuse_nan(name: str, array: np.ndarray) -> float:
+    """Refuses NaN, which would be lost in a comparison somewhere; returns the largest number. (Log-probabilities above zero are allowed.)"""
+    largest = float(array.max(initial=-np.inf))
+    if np.isnan(largest):
+        where = tuple(map(int, np.argwhere(np.isnan(array))[0]))
+        raise ValueError(f"`{name}` must hold numbers, but the entry at {where} is nan instead.")
+    return largest

@@ -12,6 +12,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
@@ -22,7 +23,7 @@ from lightning_hmm.inference.evidence import Evidence
 from lightning_hmm.inference.operators import Operator
 from lightning_hmm.inference.results import impossible_message
 from lightning_hmm.metrics import LogLikelihoodPerSymbol, MatchedStateAccuracy
-from lightning_hmm.models.sequence_model import SequenceModel, check_counts
+from lightning_hmm.models.sequence_model import SequenceModel, check_counts, check_seed
 from lightning_hmm.sequences import Sequences
 
 
@@ -150,9 +151,17 @@ class DiscreteHMM(SequenceModel):
     @torch.no_grad()
     def sample(self, num_sequences: int = 1, length: int | Sequence[int] = 100, seed: int = 0, return_states: bool = False) -> Any:
         """Draws sequences of one length or of the given lengths; with `return_states`, also the hidden paths."""
-        lengths = torch.as_tensor(length)
+        check_seed(seed)
+        if not isinstance(num_sequences, int):
+            raise ValueError(f"`num_sequences` must be a whole number, but is {num_sequences!r} instead.")
+        sizes = np.asarray(length.cpu() if isinstance(length, Tensor) else length)
+        if sizes.dtype.kind not in "iu" or sizes.ndim > 1:
+            raise ValueError(f"`length` must be a whole number, or a list with one for each sequence, but is {length!r} instead.")
+        lengths = torch.from_numpy(sizes.astype(np.int64))
         if num_sequences < 0 or bool((lengths < 0).any()):
             raise ValueError(f"`num_sequences` and `length` must not be negative, but are {num_sequences} and {length} instead.")
+        if lengths.dim() == 1 and len(lengths) != num_sequences:
+            raise ValueError(f"`length` must have one number for each of the {num_sequences} sequences, but has {len(lengths)}. Give `num_sequences`, too.")
         generator = torch.Generator().manual_seed(seed)
         states = Sequences(*inference.sample(*self.chain(int(self.chosen)), lengths.expand(num_sequences), generator))
         observations = self.emit(states, generator)
@@ -161,6 +170,7 @@ class DiscreteHMM(SequenceModel):
     @torch.no_grad()
     def sample_posterior(self, sequences: Any, seed: int = 0) -> Sequences:
         """One path of hidden states for each sequence, drawn from p(states | sequence)."""
+        check_seed(seed)
         sequences = self.as_sequences(sequences)
         return sequences.with_values(inference.sample_posterior(*self.problem(sequences), torch.Generator().manual_seed(seed)))
 
@@ -177,12 +187,18 @@ class DiscreteHMM(SequenceModel):
 
     def aic(self, sequences: Any) -> float:
         """Akaike's criterion, 2 k - 2 log L, with weights where the sequences have some; lower is better."""
-        return 2 * self.num_free_parameters - 2 * self._total_score(self.as_sequences(sequences))
+        return 2 * self.num_free_parameters - 2 * self._total_score(self._with_observations(sequences))
 
     def bic(self, sequences: Any) -> float:
         """Schwarz's criterion, k log n - 2 log L with n the observed steps, both weighted likewise; lower is better."""
-        sequences = self.as_sequences(sequences)
+        sequences = self._with_observations(sequences)
         return self.num_free_parameters * math.log(max(float(sequences.num_observed()), 1.0)) - 2 * self._total_score(sequences)
+
+    def _with_observations(self, data: Any) -> Sequences:
+        sequences = self.as_sequences(data)
+        if not float(sequences.num_observed()) > 0:
+            raise ValueError(f"`sequences` must have an observed step, but none of the {sequences.num_steps} steps is observed.")
+        return sequences
 
     def _total_score(self, sequences: Sequences) -> float:
         return float(sequences.weighted(self.score(sequences)).sum())

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_hmm import inference
 from lightning_hmm.distributions import Categorical, DenseMostlyConstant, Emission, Initial
-from lightning_hmm.distributions.base import make_part
+from lightning_hmm.distributions.base import check_not_negative, make_part
 from lightning_hmm.inference import selection
 from lightning_hmm.inference.cpu import prefers_dense
 from lightning_hmm.inference.operators import MostlyConstant
@@ -86,6 +86,12 @@ class DMCHMM(HMM):
                 raise ValueError(f"`{name}` must be a whole number of at least 1, but is {value} instead.")
         if bound_terms is not None and selection != "lazy":
             raise ValueError("`bound_terms` is for the selection lazy, which alone has bounds.")
+        check_not_negative(
+            initial_pseudocount=initial_pseudocount,
+            transition_pseudocount=transition_pseudocount,
+            emission_pseudocount=emission_pseudocount,
+            variance_prior=variance_prior,
+        )
         part = standard_emission(emission, num_symbols, num_features, emission_pseudocount, variance_prior)
         symbolic = isinstance(part, Categorical)
         super().__init__(

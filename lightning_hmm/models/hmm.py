@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import islice
 from typing import Any, Literal, Self
 
+import numpy as np
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_hmm import inference
-from lightning_hmm.columns import Column, as_columns, feature_columns, symbol_column
+from lightning_hmm.columns import Column, are_named, as_columns, feature_columns, symbol_column
+from lightning_hmm.conversion import as_reals, frame_columns, frame_values, frames_of
+from lightning_hmm.data import data_of
 from lightning_hmm.distributions import Categorical, Distribution, Emission, Full, Initial, Transition
 from lightning_hmm.distributions.base import make_part
 from lightning_hmm.distributions.exponential import ExponentialFamily
@@ -21,12 +24,13 @@ from lightning_hmm.distributions.starting import STEPS_TO_START_FROM, excerpt, g
 from lightning_hmm.inference.evidence import Evidence
 from lightning_hmm.inference.operators import Dense, Operator
 from lightning_hmm.models.discrete import DiscreteHMM
-from lightning_hmm.models.sequence_model import check_counts
+from lightning_hmm.models.sequence_model import as_names, check_counts, check_seed
 from lightning_hmm.models.training_loop import BaumWelchTraining
 from lightning_hmm.optim import BaumWelch
 from lightning_hmm.optim.online import online_pass
 from lightning_hmm.sequences import Sequences
 
+_NO_SIZES = "The model has no sizes yet. Train it, or give `num_symbols`, `num_features` or `columns`."
 _CHUNK = 1 << 22  # numbers that a temporary array of an E-step holds at most: larger ones are given back to the system after each use
 
 
@@ -84,6 +88,8 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         symbol_names: list[str] | None = None,
         unknown_symbol: str | None = None,
     ) -> None:
+        check_counts(num_states=num_states, num_symbols=num_symbols, num_features=num_features)
+        check_seed(seed)
         self._record_options(locals())
         observed = _columns(columns, num_symbols, num_features, symbol_names)
         categorical = observed is not None and len(observed) == 1 and observed[0].is_categorical
@@ -117,7 +123,9 @@ class HMM(BaumWelchTraining, DiscreteHMM):
     def _record_options(self, arguments: dict[str, Any]) -> None:
         """Keeps the arguments of a constructor for checkpoints. The subclass that calls it first decides."""
         if "_given_options" not in self.__dict__:
-            self._given_options = {name: list(value) if name == "frozen" else value for name, value in arguments.items() if name not in ("self", "__class__")}
+            self._given_options = {
+                name: as_names("frozen", value) if name == "frozen" else value for name, value in arguments.items() if name not in ("self", "__class__")
+            }
 
     # Sizes
 
@@ -164,7 +172,15 @@ class HMM(BaumWelchTraining, DiscreteHMM):
 
     def _require_allocated(self) -> None:
         if not self.is_allocated:
-            raise ValueError("The model has no sizes yet. Train it, or give `num_symbols`, `num_features` or `columns`.")
+            raise ValueError(_NO_SIZES)
+
+    def _require_values(self) -> None:
+        """Raises where an emission that starts from data has no values yet."""
+        self._require_allocated()
+        for part in getattr(self.emission, "parts", [self.emission]):
+            if isinstance(part, ExponentialFamily) and not bool(part.is_set):
+                names = " and ".join(f"`{name}`" for name in part.names)
+                raise ValueError(f"The {type(part).__name__} emission has no values yet. Train the model, or set {names} with `set_parameters`.")
 
     @property
     def may_iterate(self) -> bool:
@@ -198,6 +214,8 @@ class HMM(BaumWelchTraining, DiscreteHMM):
 
     def __getattr__(self, name: str) -> Any:
         # Python calls this, too, where one of the properties above has no value.
+        if name in ("initial_probs", "transition_probs", "emission_probs") and self.__dict__.get("columns") is None:
+            raise AttributeError(_NO_SIZES)
         if name == "transition_probs":
             raise AttributeError(f"`transition_probs` is a matrix, but {type(self.transition).__name__} transitions {self.transition.no_matrix}.")
         if name == "emission_probs":
@@ -235,10 +253,13 @@ class HMM(BaumWelchTraining, DiscreteHMM):
     def evidence(self, restart: int, sequences: Sequences) -> Evidence:
         self._require_allocated()
         self.emission.check(sequences)
+        if not torch.is_grad_enabled():
+            self._require_values()
         found: Evidence = self.emission.evidence(self.emission.natural(restart), sequences)
         return found if self.transition.classes is None else found.shared(self.transition.classes)
 
     def emit(self, states: Sequences, generator: torch.Generator) -> Sequences:
+        self._require_values()
         return states.with_values(self.emission.sample(states.values, generator))
 
     def predict_emission(self, state_probs: Tensor) -> Any:
@@ -248,23 +269,54 @@ class HMM(BaumWelchTraining, DiscreteHMM):
 
     @property
     def starts_from_data(self) -> bool:
-        return not self.is_allocated or not bool(self.emission.is_located) or not self.transition.is_started
+        return not self.is_allocated or self.emission.starts_from_data or not self.transition.is_started
 
     def take_sizes(self, parts: Sequence[Sequences]) -> None:
+        named = parts[0].columns
         if not self.is_allocated:
-            self.allocate(columns_of(parts))
+            columns = columns_of(parts) if named is None else list(named)
+            self.allocate(columns if self.emission is None else self.emission.columns_of(columns, parts))
+        elif named is not None and self.columns is not None and len(named) == len(self.columns) and not are_named(self.columns):
+            self.columns = [replace(column, name=other.name) for column, other in zip(self.columns, named, strict=True)]
+            self._save_options()
+
+    def as_sequences(self, data: Any, lengths: Any = None) -> Sequences:
+        """As `SequenceModel.as_sequences`. For an emission of real columns, those of a DataFrame are found by name, and whole numbers are real ones."""
+        if self.emission is None or self.emission.reads_symbols:
+            return super().as_sequences(data, lengths)
+        frames = frames_of(data)
+        if frames is not None:
+            columns = self.columns if self.columns is not None and are_named(self.columns) else frame_columns(frames)
+            if self.columns is not None and len(columns) != len(self.columns):
+                raise ValueError(f"The data must have {len(self.columns)} columns, but have {len(columns)}: {', '.join(column.name for column in columns)}.")
+            arrays = [frame_values(frame, columns, n) for n, frame in enumerate(frames)]
+            return super().as_sequences(arrays if lengths is None else np.concatenate(arrays), lengths).with_columns(columns)
+        if not isinstance(data, Sequences):
+            found = super().as_sequences(as_reals(data), lengths)
+            if found.is_discrete and not found.num_steps and self.num_features is not None:  # empty sequences have no kind of their own
+                return found.with_values(found.values.new_zeros(0, self.num_features, dtype=torch.float64))
+            return found
+        data = super().as_sequences(data, lengths)
+        if data.is_discrete and self.emission.reads_counts:  # a count is not negative, so -1 is a missing one
+            return data.with_values(torch.where(data.observed, data.values.double(), torch.nan))
+        if data.columns is None or self.columns is None or not are_named(self.columns) or data.columns == tuple(self.columns):
+            return data
+        names, wanted = [column.name for column in data.columns], [column.name for column in self.columns]
+        if sorted(names) != sorted(wanted):
+            raise ValueError(f"The data must have the columns {', '.join(wanted)}, but have {', '.join(names)}.")
+        return data.with_values(data.values[:, [names.index(name) for name in wanted]]).with_columns(self.columns)
 
     def check(self, sequences: Sequences) -> None:
         self.emission.check(sequences)
 
     @torch.no_grad()
     def initialize(self, sequences: Sequences) -> None:
-        """Takes sizes, center and scale from the data where the model has none, and starts parts from them unless they were set."""
+        """Takes center and scale from the data, also sizes where the model has none, and starts parts from the data unless they have values."""
         self.take_sizes([sequences])
         self.emission.check(sequences)
         if not self.transition.is_started:
             self.transition.start(sequences, torch.Generator().manual_seed(self.seed))
-        if bool(self.emission.is_located):
+        if not self.emission.starts_from_data:
             return
         generator = torch.Generator().manual_seed(self.seed)
         self.emission.locate(sequences)
@@ -272,10 +324,6 @@ class HMM(BaumWelchTraining, DiscreteHMM):
             part = excerpt(sequences, generator)
             self.emission.start(part, guess_states(part, self.num_states, self.restarts, generator, self.initialization))
         self.emission.is_located.fill_(True)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.transition.adopt(checkpoint.get("state_dict", {}), "transition.")
-        super().on_load_checkpoint(checkpoint)
 
     def configure_optimizers(self) -> BaumWelch:
         if not self.distributions["transition"].is_started:
@@ -290,21 +338,43 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         if self.is_allocated:
             self.emission.forget()  # an interrupted run may have left something
 
-    def on_train_start(self) -> None:
+    def setup(self, stage: str) -> None:
+        data, begins = data_of(self.trainer), stage == "fit" and self.trainer.ckpt_path is None
+        if begins and not self.is_allocated and data is not None and data.columns:
+            self.allocate(data.columns)
+        super().setup(stage)
+        if begins and data is None and self.starts_from_data and self.transition.is_started:
+            self._initialize_from_loader()
+
+    def _initialize_from_loader(self) -> None:
         """Starts from the batches of a plain DataLoader, which has no data module. All ranks start from those of the first."""
-        if not self.starts_from_data:
-            return
+        self.trainer.fit_loop.setup_data()  # Lightning would make the loader after the optimizer, which needs the parameters
         batches: Any = self.trainer.train_dataloader
-        limit, seen, steps = self.trainer.num_training_batches, [], 0
+        limit, seen, steps, num_symbols = self.trainer.num_training_batches, [], 0, 0
         for batch in islice(batches, int(limit) if math.isfinite(limit) else None):
             self._require_sequences(batch)
-            seen.append(batch)
-            steps += batch.num_steps
-            if steps >= STEPS_TO_START_FROM:
+            if steps < STEPS_TO_START_FROM:
+                seen.append(batch)
+                steps += batch.num_steps
+            if batch.is_discrete and batch.num_steps:
+                num_symbols = max(num_symbols, int(batch.values.max()) + 1)
+            elif steps >= STEPS_TO_START_FROM:
                 break
-        self.initialize(Sequences.cat(seen).to(self.device))
+        sequences = Sequences.cat(seen)
+        if not self.is_allocated and sequences.is_discrete:
+            strategy = self.trainer.strategy
+            num_symbols = int(strategy.reduce(torch.tensor(num_symbols, device=strategy.root_device), reduce_op="max"))
+            self.allocate(symbol_column(num_symbols))
+        self.initialize(sequences)
         if self.trainer.world_size > 1:
             self.load_state_dict(self.trainer.strategy.broadcast(self.state_dict()))
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        columns = checkpoint.get("hyper_parameters", {}).get("columns")
+        if not self.is_allocated and columns is not None:
+            self.allocate(as_columns(columns))
+        self.transition.adopt(checkpoint.get("state_dict", {}), "transition.")
+        super().on_load_checkpoint(checkpoint)
 
     # E-step
 
@@ -403,6 +473,11 @@ def _columns(
     check_counts(num_symbols=num_symbols, num_features=num_features)
     if columns is not None:
         return as_columns(columns)
+    if num_symbols is not None and num_features is not None:
+        raise ValueError(
+            "`num_symbols` is for sequences of symbols and `num_features` for real vectors, but both are given. "
+            "Give one of them, or `columns` for columns of both kinds."
+        )
     if num_symbols is not None:
         if names is not None and len(names) != num_symbols:
             raise ValueError(f"`symbol_names` must name {num_symbols} symbols, but names {len(names)} instead.")
@@ -428,6 +503,9 @@ def _set_emission(emission: Any, values: Any) -> None:
         if all(bool(part.is_set) for part in emission.parts):
             emission.is_set.fill_(True)
     elif isinstance(values, Mapping):
+        strange = next((name for name in values if name != "probs"), None) if isinstance(emission, Categorical) else None
+        if strange is not None:
+            raise ValueError(f"A Categorical emission has the parameter probs, but {strange!r} was given.")
         emission.set(**values)
     elif isinstance(emission, Categorical):
         emission.set(values)

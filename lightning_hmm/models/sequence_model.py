@@ -24,8 +24,22 @@ from lightning_hmm.sequences import Sequences, Vocabulary, as_list
 def check_counts(**counts: int | None) -> None:
     """Refuses what is not a whole number of at least 1; ``None`` passes."""
     for name, value in counts.items():
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise ValueError(f"`{name}` must be a whole number of at least 1, but is {value} instead.")
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"`{name}` must be a whole number of at least 1, but is {value!r} instead.")
+
+
+def check_seed(seed: int) -> None:
+    """Refuses what torch cannot start a random generator from."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
+        raise ValueError(f"`seed` must be a whole number of at most 64 bits, but is {seed!r} instead.")
+
+
+def as_names(option: str, names: Sequence[str]) -> list[str]:
+    """A list of names that a user gave; refuses a single string and what is no list."""
+    if isinstance(names, str) or not isinstance(names, Sequence):
+        example = repr([names]) if isinstance(names, str) else "['emission']"
+        raise ValueError(f"`{option}` must be a list of names, such as {example}, but is {names!r} instead.")
+    return list(names)
 
 
 class SequenceModel(LightningModule, ABC):

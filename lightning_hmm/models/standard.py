@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from lightning_hmm.distributions import Categorical, Emission, Full, Gaussian, Initial
-from lightning_hmm.distributions.base import make_part
+from lightning_hmm.distributions.base import check_not_negative, make_part
 from lightning_hmm.models.hmm import HMM
 
 
@@ -59,6 +59,12 @@ class StandardHMM(HMM):
         unknown_symbol: str | None = None,
     ) -> None:
         self._record_options(locals())
+        check_not_negative(
+            initial_pseudocount=initial_pseudocount,
+            transition_pseudocount=transition_pseudocount,
+            emission_pseudocount=emission_pseudocount,
+            variance_prior=variance_prior,
+        )
         part = standard_emission(emission, num_symbols, num_features, emission_pseudocount, variance_prior)
         symbolic = isinstance(part, Categorical)
         super().__init__(

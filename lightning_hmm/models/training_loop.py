@@ -48,8 +48,8 @@ class BaumWelchTraining(SequenceModel):
         super().__init__(**kwargs)
         if sequences_per_update is not None and (not isinstance(sequences_per_update, int) or sequences_per_update < 1):
             raise ValueError(f"`sequences_per_update` must be a whole number of at least 1, but is {sequences_per_update} instead.")
-        if discount is not None and not 0 <= discount < 1:
-            raise ValueError(f"`discount` must be at least 0 and below 1, but is {discount} instead.")
+        if discount is not None and (not isinstance(discount, (int, float)) or not 0 <= discount < 1):
+            raise ValueError(f"`discount` must be at least 0 and below 1, but is {discount!r} instead.")
         if sequences_per_update is not None and discount is None:
             raise ValueError("`sequences_per_update` is for online EM: give `discount` too.")
         check_counts(iterations_per_epoch=iterations_per_epoch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from itertools import pairwise
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from hmmlearn.hmm import GaussianHMM, PoissonHMM
 from scipy import stats
 
-from lightning_hmm import HMM, Categorical, Column, Gaussian, Poisson, Product, Sequences, TorchEmission, fit
+from lightning_hmm import DMCHMM, HMM, Categorical, Column, Full, Gaussian, Poisson, Product, Sequences, StandardHMM, TorchEmission, fit
 from lightning_hmm.columns import feature_columns
 from lightning_hmm.inference import Quadratic, Rows
 from lightning_hmm.optim import BaumWelch
@@ -341,3 +342,92 @@ def test_a_part_belongs_to_one_model():
     HMM(2, emission, num_features=1)
     with pytest.raises(ValueError, match="A Gaussian can be part of one model only"):
         HMM(3, emission, num_features=1)
+
+
+@pytest.mark.parametrize("kind", ["diagonal", "spherical", "full", "tied"])
+@pytest.mark.filterwarnings("ignore:.*(got no counts|far from the data)")
+def test_a_second_fit_far_away_takes_the_center_of_its_data(rng, kind):
+    """The start and the fit are those at the origin, moved: EM does not depend on where the data are."""
+    first, second = rng.normal(size=(60, 2)), rng.normal(size=(80, 2)) * 3 + 2
+    models = []
+    for offset in (0.0, 1e6):
+        model = fit(HMM(2, Gaussian(kind, 1e-3)), [first + offset], max_epochs=3)
+        models.append(fit(model, [second + offset], max_epochs=5, tolerance=0))
+    torch.testing.assert_close(models[1].emission.mean - 1e6, models[0].emission.mean, rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(models[1].emission.covariance, models[0].emission.covariance, rtol=1e-7, atol=1e-7)
+    model = fit(HMM(1, Gaussian(kind, 0.0)), [first], max_epochs=2)
+    fit(model, [second + 1e6], max_epochs=5)
+    np.testing.assert_allclose(model.emission.mean[0], second.mean(0) + 1e6, rtol=1e-15)
+    if kind in ("full", "tied"):
+        np.testing.assert_allclose(model.emission.covariance[0], np.cov(second.T, bias=True), rtol=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:.*got no counts")
+def test_a_start_far_from_the_data_is_reported(rng):
+    values = rng.normal(size=(60, 2))
+    model = fit(HMM(2, Product([Gaussian(), Gaussian()])), [values], max_epochs=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit(model, [values + 1], max_epochs=2)
+    with pytest.warns(UserWarning, match=r"the means that the model has.* far from the data.* mean of the data is (49|50)"):
+        fit(model, [values + 50], max_epochs=2)
+
+
+def test_training_further_on_the_same_data_is_training_longer(rng):
+    values = [rng.normal(size=(60, 2)) + 100]
+    twice = fit(fit(HMM(2, Gaussian("full")), values, max_epochs=3, tolerance=0), values, max_epochs=4, tolerance=0)
+    once = fit(HMM(2, Gaussian("full")), values, max_epochs=7, tolerance=0)
+    assert torch.equal(twice.emission.weights, once.emission.weights)
+
+
+@pytest.mark.parametrize("prior", [float("inf"), float("nan"), -1.0, "1", None])
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (Categorical, "pseudocount"),
+        (lambda prior: Gaussian("full", prior), "variance_prior"),
+        (Poisson, "rate_prior"),
+        (Full, "pseudocount"),
+        (lambda prior: StandardHMM(2, 3, transition_pseudocount=prior), "transition_pseudocount"),
+        (lambda prior: DMCHMM(4, 1, 3, emission_pseudocount=prior), "emission_pseudocount"),
+    ],
+)
+def test_priors_are_finite(make, name, prior):
+    with pytest.raises(ValueError, match=f"`{name}` must (be a finite number|not be negative), but is {prior!r} instead."):
+        make(prior)
+
+
+@pytest.mark.parametrize("initialization", ["kmeans", "random"])
+@pytest.mark.parametrize("kind", COVARIANCES)
+def test_data_without_a_complete_step_can_start(rng, kind, initialization):
+    """Each step has one of two columns. The states differ in both, so that single columns tell which is which."""
+    states = np.repeat(rng.integers(0, 2, 80), 5)
+    values = rng.normal(size=(400, 2)) * [1.0, 1e-4] + states[:, None] * [8.0, 8e-4]
+    values[np.arange(400), rng.integers(0, 2, 400)] = np.nan
+    model = fit(HMM(2, Gaussian(kind), initialization=initialization, restarts=2), [values], max_epochs=30)
+    found = model.decode([values]).values.numpy()
+    assert max((found == states).mean(), (found != states).mean()) > (0.9 if kind == "spherical" else 0.97)
+
+
+def test_columns_without_a_value_are_named():
+    values = np.column_stack([np.arange(10.0), np.full(10, np.nan)])
+    for emission in (Gaussian(), Gaussian("full"), Poisson(), Product([Poisson(), Poisson()])):
+        with pytest.raises(ValueError, match="Every column must be observed somewhere, but 'feature_1' is missing at every step"):
+            fit(HMM(2, emission), [values])
+
+
+def test_too_few_observed_steps_are_reported():
+    with pytest.raises(ValueError, match="3 states need at least as many observed steps to start from, but there are 2"):
+        fit(HMM(3, Gaussian()), [[1.0, 2.0, np.nan]])
+
+
+@pytest.mark.parametrize("scale", [1e160, 1e-160])
+@pytest.mark.parametrize("kind", COVARIANCES)
+def test_numbers_whose_squares_leave_the_range_are_refused(rng, kind, scale):
+    values = rng.normal(size=(50, 2))
+    with pytest.raises(ValueError, match=r"Rescale"):
+        fit(HMM(2, Gaussian(kind)), [values * scale])
+    for moderate in (1e130, 1e-130):
+        model = fit(HMM(2, Gaussian(kind)), [values * moderate], max_epochs=5, tolerance=0)
+        expected = fit(HMM(2, Gaussian(kind)), [values], max_epochs=5, tolerance=0).score([values]) - values.size * math.log(moderate)
+        torch.testing.assert_close(model.score([values * moderate]), expected, rtol=1e-6, atol=1e-6)

@@ -113,3 +113,22 @@ def test_sequences_that_leave_the_range_of_floats_run_in_log_space(name):
         for mine, theirs in zip(found.counts, exact.counts, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=rtol, atol=rtol)
         torch.testing.assert_close(found.smoothed, exact.smoothed, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("num_states", [1, 2, 3, 7, 8, 33])
+@pytest.mark.parametrize("num_kept", [0, 1, 3])
+def test_mostly_constant_maps_lose_no_digits(num_states, num_kept):
+    """Kept entries of 1e-13 beside constants near one, and messages of all sizes: every entry of the results is right to 13 digits."""
+    num_kept = min(num_kept, num_states)
+    generator = torch.Generator().manual_seed(num_states)
+    indices = torch.stack([torch.randperm(num_states, generator=generator)[:num_kept].sort().values for _ in range(num_states)])
+    constants = torch.rand(num_states, generator=generator, dtype=torch.float64)
+    operator = MostlyConstant(indices, torch.full((num_states, num_kept), 1e-13, dtype=torch.float64).log(), constants.log())
+    messages = 10.0 ** (-40 * torch.rand(5, num_states, generator=generator, dtype=torch.float64))
+    matrix, at, maps = operator.to_dense(torch.zeros(1)).exp(), torch.zeros(5, dtype=torch.int64), operator.prepare(torch.float64)
+    for found in (operator.predict(messages, at), maps.predict(messages, at)):
+        torch.testing.assert_close(found, messages @ matrix, rtol=1e-13, atol=0)
+    torch.testing.assert_close(maps.retract(messages, at), messages @ matrix.T, rtol=1e-13, atol=0)
+    pairs = messages[:, :, None] * matrix * messages.flip(0)[:, None]
+    for found, expected in zip(operator.counts(messages, messages.flip(0), at), operator.counts_of_pairs(pairs, at), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_hmm import inference
 from lightning_hmm.inference import log_space, reference
-from lightning_hmm.inference.evidence import Rows
+from lightning_hmm.inference.evidence import Quadratic, Rows, Table
 from lightning_hmm.inference.operators import Dense
 from tests.inference import oracle
 from tests.inference.oracle import KINDS
@@ -67,7 +68,7 @@ def test_the_watch_sees_host_reads():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_host_reads_one_value_of_an_e_step(kind):
+def test_the_host_reads_one_value_of_an_e_step_or_a_path(kind):
     model = oracle.make(kind, 3, LENGTHS, seed=15)
     weights = torch.ones(len(LENGTHS), dtype=torch.float64)
     for options in ({}, {"dtype": torch.float32, "smooth": False}):
@@ -75,6 +76,7 @@ def test_the_host_reads_one_value_of_an_e_step(kind):
             reference.e_step(*model.problem, weights, **options)
     with HostReads():
         log_space.e_step(*model.problem, weights)
+    with HostReads(allowed=1):
         log_space.viterbi(*model.problem)
 
 
@@ -98,3 +100,18 @@ def test_a_step_takes_few_calls(smooth):
             reference.e_step(*model.problem, torch.ones(4, dtype=torch.float64), smooth=smooth)
         numbers.append(calls.number)
     assert (numbers[1] - numbers[0]) / 100 <= (12 if smooth else 9)
+
+
+@pytest.mark.parametrize("spoiled", ["initial", "transition", "emission"])
+@pytest.mark.parametrize("form", ["table", "quadratic"])
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("call", [inference.e_step, inference.viterbi], ids=["e_step", "viterbi"])
+def test_parameters_that_are_nan_are_refused_alike_by_all_backends(spoiled, form, call):
+    """Even where no sequence meets them: the only one has one step, and its symbol is another."""
+    parameters = {"initial": torch.zeros(3).double(), "transition": torch.zeros(3, 3).double(), "emission": torch.zeros(3, 4).double()}
+    parameters[spoiled][..., 1] = torch.nan
+    ones = torch.ones(1, 2).double()
+    table, quadratic = Table(parameters["emission"], torch.tensor([0])), Quadratic(ones, torch.zeros(4, 2, dtype=torch.int64), parameters["emission"])
+    evidence = table if form == "table" else quadratic
+    with pytest.raises(ValueError, match=rf"^`{spoiled}` must hold numbers, but the entry at \((0, )?1,?\) is nan instead"):
+        call(parameters["initial"], Dense(parameters["transition"]), evidence, torch.tensor([0, 1]))

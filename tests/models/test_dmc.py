@@ -220,7 +220,7 @@ def test_odd_columns(rng):
     model = fit(DMCHMM(5, 1, **GAUSSIAN), [values], 10)
     assert torch.isfinite(model.score([values])).all()
     values[:, 1] = np.nan
-    with pytest.raises(ValueError, match="Every feature must be observed somewhere, but feature 1 is missing"):
+    with pytest.raises(ValueError, match="Every column must be observed somewhere, but 'feature_1' is missing"):
         fit(DMCHMM(5, 1, **GAUSSIAN), [values], 10)
 
 

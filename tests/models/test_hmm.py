@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from lightning.pytorch import Trainer
@@ -13,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
 import lightning_hmm
-from lightning_hmm import HMM, Categorical, Column, Full, Gaussian, Initial, Poisson, Product, Sequences, StandardHMM, fit
+from lightning_hmm import HMM, Categorical, Column, Full, Gaussian, Initial, Poisson, Product, Sequences, StandardHMM, TorchEmission, fit, load
 from lightning_hmm.callbacks import Convergence
 from tests.helpers import random_symbols, random_vectors
 
@@ -113,11 +116,14 @@ def test_a_subclass_is_saved_with_its_parts(rng, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*You defined a `validation_step`", "ignore:.*Trying to infer the `batch_size`")
+@pytest.mark.parametrize("sized", [True, False])
 @pytest.mark.parametrize("emission", ["Gaussian", "Categorical"])
-def test_a_plain_trainer_and_data_loader_work(rng, emission, tmp_path):
+def test_a_plain_trainer_and_data_loader_work(rng, emission, sized, tmp_path):
     symbolic = emission == "Categorical"
     sequences = random_symbols(rng, missing=0.0) if symbolic else random_vectors(rng, missing=0.0)
-    sizes = {"num_symbols": 5} if symbolic else {"num_features": 2}
+    if symbolic:
+        sequences.values[-1] = 4  # the largest symbol, also in the last batch only
+    sizes = ({"num_symbols": 5} if symbolic else {"num_features": 2}) if sized else {}
     loader = DataLoader([row for row in sequences if len(row)], batch_size=4, collate_fn=Sequences.collate)
     model = HMM(2, emission, **sizes)
     options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu", "num_sanity_val_steps": 0}
@@ -128,6 +134,24 @@ def test_a_plain_trainer_and_data_loader_work(rng, emission, tmp_path):
     fit(expected, filled, 6, 0, batch_size=4)
     torch.testing.assert_close(model.score(filled), expected.score(filled), rtol=1e-9, atol=1e-9)
     assert torch.equal(HMM.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True).score(filled), model.score(filled))
+    resumed = HMM(2, emission, **sizes)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*callbacks used to create the checkpoint")
+        Trainer(max_epochs=8, enable_checkpointing=False, **options).fit(resumed, loader, ckpt_path=tmp_path / "last.ckpt", weights_only=True)
+    longer = HMM(2, emission, **sizes)
+    Trainer(max_epochs=8, enable_checkpointing=False, **options).fit(longer, loader)
+    assert torch.equal(resumed.score(filled), longer.score(filled))
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*Trying to infer the `batch_size`")
+def test_symbols_are_those_of_all_batches_of_a_plain_loader():
+    loader = DataLoader([[0, 1, 0], [1, 1], [2, 0], [0, 6]], batch_size=1, collate_fn=Sequences.collate)
+    options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False, "accelerator": "cpu"}
+    model = HMM(2)
+    Trainer(max_epochs=2, **options).fit(model, loader)
+    assert model.num_symbols == 7
+    with pytest.raises(TypeError, match=r"collate_fn=Sequences\.collate"):
+        Trainer(max_epochs=2, **options).fit(HMM(2), DataLoader(torch.zeros(8, 3)))
 
 
 @pytest.mark.parametrize("options", [{"num_symbols": 5}, {"num_symbols": 5, "restarts": 2}, {"num_features": 2}])
@@ -168,3 +192,177 @@ def test_several_iterations_need_one_batch(rng):
         fit(HMM(2, num_symbols=5, iterations_per_epoch=3), random_symbols(rng, num_sequences=8), 2, batch_size=2)
     with pytest.raises(ValueError, match="`iterations_per_epoch` is for batch EM"):
         HMM(2, num_symbols=5, iterations_per_epoch=3, discount=0.9)
+
+
+def table(rng) -> pd.DataFrame:
+    """Numbers, counts and names that differ between two states; some are missing."""
+    states = np.repeat(rng.integers(0, 2, 40), 5)
+    frame = pd.DataFrame({"x": rng.normal(size=200) + 4 * states, "visits": rng.poisson(2 + 5 * states)})
+    frame["weather"] = np.where(rng.random(200) < 0.1 + 0.8 * states, "sun", "rain")
+    frame.loc[3, "weather"], frame.loc[5, "x"] = None, np.nan
+    return frame
+
+
+def mixed() -> Product:
+    return Product({"x": Gaussian(), "visits": Poisson(), "weather": Categorical(0.1)})
+
+
+def test_columns_of_a_data_frame_are_found_by_name(rng, tmp_path):
+    frame = table(rng)
+    model = fit(HMM(2, mixed()), frame, max_epochs=5, val_sequences=frame[["visits", "weather", "x"]])
+    assert model.columns == [Column("x"), Column("visits"), Column("weather", "categorical", ("rain", "sun"))]
+    expected = model.score(frame)
+    coded = np.column_stack([frame.x, frame.visits, frame.weather.map({"rain": 0.0, "sun": 1.0})])
+    model.trainer.save_checkpoint(tmp_path / "mixed.ckpt")
+    for same in (model, load(tmp_path / "mixed.ckpt")):
+        for data in (frame[["weather", "x", "visits"]], [frame[["weather", "x", "visits"]]], coded):
+            assert torch.equal(same.score(data), expected)
+    for data, message in (
+        (frame[["x", "visits"]], "columns 'x', 'visits', 'weather', but sequence 0 has no column 'weather'"),
+        (frame.assign(y=1.0), r"but sequence 0 also has 'y'. Select the columns, as in `df\[\['x', 'visits', 'weather'\]\]`"),
+        (frame.assign(weather="snow"), "Column 'weather' must hold the categories of training, 'rain', 'sun', but sequence 0 holds 'snow'"),
+        (frame.assign(x="a"), "Column 'x' must hold numbers"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.score(data)
+
+
+@pytest.mark.parametrize("make", [lambda: HMM(2, Gaussian("full")), lambda: StandardHMM(2, emission="gaussian", num_features=2)])
+def test_permuted_columns_are_put_in_order(rng, make):
+    frame = table(rng)[["x", "visits"]]
+    model = fit(make(), frame, max_epochs=3)
+    assert torch.equal(model.score(frame[["visits", "x"]]), model.score(frame))
+    assert torch.equal(model.score(Sequences.from_list(frame[["visits", "x"]])), model.score(frame))
+    for data in (frame.rename(columns={"x": "y"}), Sequences.from_list(frame.rename(columns={"x": "y"}))):
+        with pytest.raises(ValueError, match=r"must have the columns '?x'?, '?visits'?"):
+            model.score(data)
+
+
+def test_categories_of_a_product_are_those_of_the_data(rng):
+    values = np.column_stack([rng.normal(size=50), rng.integers(0, 3, 50)])
+    model = fit(HMM(2, Product([Gaussian(), Categorical()])), values, max_epochs=2)
+    assert model.columns == [Column("feature_0"), Column("feature_1", "categorical", 3)]
+
+
+def test_whole_numbers_are_counts_for_poisson(rng):
+    counts = rng.poisson(3, 60)
+    model = fit(HMM(2, "Poisson"), [counts], max_epochs=5)
+    expected = model.score([counts.astype(float)])
+    forms = counts, counts[:, None], torch.as_tensor(counts), [counts.tolist()], [torch.as_tensor(counts)], pd.Series(counts), [pd.Series(counts)]
+    for data in (*forms, Sequences.from_list([counts]), pd.DataFrame({"count": counts})):
+        assert torch.equal(model.score(data), expected)
+    pairs = rng.poisson(3, (60, 2))
+    model = fit(HMM(2, "Poisson"), pairs, lengths=[20, 40], max_epochs=5)
+    assert torch.equal(model.score([pairs]), model.score([pairs.astype(float)]))
+    assert model.score([[[1, 2], [3, 4]], [[1, 2]]]).shape == (2,)
+    assert torch.equal(model.score([[None, [1, 2]]]), model.score([[[np.nan, np.nan], [1.0, 2.0]]]))
+    whole = fit(HMM(2, Gaussian()), [np.arange(10), np.arange(5) - 3], max_epochs=2)  # -1 is a number
+    assert torch.equal(whole.score([[-1, 0]]), whole.score([[-1.0, 0.0]]))
+
+
+VECTORS = [np.random.default_rng(0).normal(size=(20, 2))]
+SYMBOLS = [[0, 1, 2, 1, 0, 2]]
+
+
+def trained(emission: Any, data: Any = VECTORS) -> HMM:
+    return fit(HMM(2, emission), data, max_epochs=1)
+
+
+def set_emission(values: Any, emission: Any = "Gaussian", data: Any = VECTORS) -> HMM:
+    return trained(emission, data).set_parameters(emission=values)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        # options
+        (lambda: HMM(2, seed=None), "`seed` must be a whole number of at most 64 bits, but is None instead"),
+        (lambda: HMM(2, seed="a"), "`seed` .* but is 'a' instead"),
+        (lambda: HMM(2, seed=2**70), "`seed` must be a whole number of at most 64 bits"),
+        (lambda: HMM(2, frozen="emission"), r"`frozen` must be a list of names, such as \['emission'\], but is 'emission' instead"),
+        (lambda: StandardHMM(2, 3, frozen=1), "`frozen` must be a list of names, .* but is 1 instead"),
+        (lambda: HMM(2, restarts=1.5), "`restarts` must be a whole number of at least 1, but is 1.5 instead"),
+        (lambda: HMM("4"), "`num_states` must be a whole number of at least 1, but is '4' instead"),
+        (lambda: HMM(True), "`num_states` must be a whole number of at least 1, but is True instead"),
+        (lambda: HMM(2, num_symbols="3"), "`num_symbols` must be a whole number of at least 1, but is '3' instead"),
+        (lambda: HMM(2, num_features=-1), "`num_features` must be a whole number of at least 1, but is -1 instead"),
+        (lambda: HMM(2, num_symbols=2, num_features=2), "`num_symbols` .* and `num_features` .* but both are given"),
+        (lambda: HMM(2, discount="a", num_symbols=3), "`discount` must be at least 0 and below 1, but is 'a' instead"),
+        (lambda: HMM(2, columns=[]), "`columns` must hold at least one column"),
+        (lambda: HMM(2, columns="xy"), "`columns` must be a list of `Column`, but is 'xy' instead"),
+        (lambda: HMM(2, columns=[Column("x"), Column("x")]), "`columns` must have different names, but 'x' occurs more than once"),
+        (lambda: Column(3), "`name` of a column must be a string, but is 3 instead"),
+        # parts
+        (lambda: HMM(2, 5), "`emission` must be an Emission, .* but is 5 instead"),
+        (lambda: HMM(2, Gaussian), r"`emission` must be an object, but is the class Gaussian instead. Give `Gaussian\(...\)`"),
+        (lambda: HMM(2, {"class_path": "Gaussian", "init_args": {"foo": 1}}), "Gaussian has the options covariance, variance_prior, but 'foo' was given"),
+        (lambda: HMM(2, Gaussian("foo")), "`covariance` must be diagonal, spherical, full or tied, but is 'foo' instead"),
+        (lambda: Product([]), "`parts` must hold at least one emission"),
+        (lambda: Product(Gaussian()), r"`parts` must be a list of emissions, .* but is Gaussian\(\) instead"),
+        (lambda: Product([Gaussian(), 3]), "parts of a Product must be emissions with a closed M-step, but one is 3"),
+        (lambda: Product({0: Gaussian()}), "keys of `parts` must be names of columns, but one is 0"),
+        (lambda: TorchEmission(3), "`module` must be an nn.Module class, or the path of one, but is 3 instead"),
+        (lambda: TorchEmission(torch.nn.Linear, m_steps="a"), "`m_steps` must be a positive number, but is 'a' instead"),
+        # training
+        (lambda: fit(3, SYMBOLS), "`model` must be a model, .* but is 3 instead"),
+        (lambda: fit(HMM(2), SYMBOLS, max_epochs="5"), "`max_epochs` must be a whole number, but is '5' instead"),
+        (lambda: fit(HMM(2), SYMBOLS, max_epochs=float("nan")), "`max_epochs` must be a whole number, but is nan instead"),
+        (lambda: fit(HMM(2), SYMBOLS, max_epochs=-3), "`max_epochs` must be a whole number, but is -3 instead"),
+        (lambda: fit(HMM(2), SYMBOLS, tolerance="a"), "`tolerance` must be a finite number, but is 'a' instead"),
+        (lambda: fit(HMM(2), SYMBOLS, batch_size=1.5), "`batch_size` must be a whole number, .* but is 1.5 instead"),
+        (lambda: fit(HMM(2), SYMBOLS, seed="a"), "`seed` .* but is 'a' instead"),
+        # data
+        (lambda: fit(HMM(2), None), "`sequences` must be a list of sequences, but is None instead"),
+        (lambda: fit(HMM(2), 5), "`sequences` must be a list of sequences, but is 5 instead"),
+        (lambda: fit(HMM(2), {"a": [1]}), "`sequences` must be a list of sequences, but is {'a': .1.} instead"),
+        (lambda: fit(HMM(2), []), "`sequences` must hold at least one step, but holds 0 sequences"),
+        (lambda: fit(HMM(2, Gaussian()), [[]]), "`sequences` must hold at least one step, but holds 1 sequences"),
+        (lambda: fit(HMM(2, Gaussian()), [np.zeros((3, 2)), np.zeros((3, 3))]), "must all have 2 features like the first, but sequence 1 has 3"),
+        (lambda: fit(HMM(2, Gaussian()), [np.zeros((3, 2, 2))]), r"sequence 0 has shape \(3, 2, 2\) instead"),
+        (lambda: fit(HMM(2, Gaussian()), [["a", "b"]]), "`sequences` must hold numbers, but sequence 0 holds <U1 instead"),
+        (lambda: fit(HMM(2, Gaussian()), torch.tensor([[1j, 2.0]])), r"`sequences` must hold real numbers, but sequence 0 holds complex64 instead.$"),
+        (lambda: fit(HMM(2, Gaussian()), pd.DataFrame({"t": pd.date_range("2020", periods=4)})), "numbers or names, but 't' holds dates"),
+        (lambda: fit(HMM(2, Gaussian()), VECTORS[0], lengths=[5, 5]), "`lengths` must sum to 20, the number of steps, but sums to 10"),
+        # values
+        (lambda: set_emission({"foo": 1}), "has the parameters mean, variance, but 'foo' was given"),
+        (lambda: set_emission({"mean": [1, 2, 3]}), r"`mean` must have shape \(2, 2\), but has \(3,\) instead"),
+        (lambda: set_emission({"mean": "abc"}), "`mean` must be an array of real numbers, but is 'abc' instead"),
+        (lambda: set_emission({"mean": [[1], [2, 3]]}), r"`mean` must be an array of real numbers, but is \[\[1\], \[2, 3\]\] instead"),
+        (lambda: set_emission({"variance": np.full((2, 2), 1e-320)}), "`variance` must be at least 1e-280, but that of state 0, column 0 is 9.99"),
+        (lambda: set_emission({"foo": 1}, "Categorical", SYMBOLS), "A Categorical emission has the parameter probs, but 'foo' was given"),
+        (lambda: set_emission("abc", "Categorical", SYMBOLS), "`emission` must be an array of real numbers, but is 'abc' instead"),
+        (lambda: trained("Categorical", SYMBOLS).set_parameters(transition=[[1j, 0], [0, 1]]), "`transition` must be an array of real numbers"),
+        (lambda: trained("Categorical", SYMBOLS).set_parameters(initial=[0.5, 0.6]), "`initial` rows must sum to 1, but it sums to 1.1"),
+        # use
+        (lambda: trained("Categorical", SYMBOLS).sample(length=-1), "`length` must not be negative"),
+        (lambda: trained("Categorical", SYMBOLS).sample(length=1.5), "`length` must be a whole number, .* but is 1.5 instead"),
+        (lambda: trained("Categorical", SYMBOLS).sample(1.5), "`num_sequences` must be a whole number, but is 1.5 instead"),
+        (lambda: trained("Categorical", SYMBOLS).sample(3, [1, 2]), "`length` must have one number for each of the 3 sequences, but has 2"),
+        (lambda: trained("Categorical", SYMBOLS).sample(seed=None), "`seed` .* but is None instead"),
+        (lambda: trained("Categorical", SYMBOLS).predict_next(SYMBOLS, steps=0), "`steps` must be a whole number and at least 1, but is 0 instead"),
+        (lambda: trained("Categorical", SYMBOLS).predict_next(SYMBOLS, steps=1.5), "`steps` must be a whole number and at least 1, but is 1.5 instead"),
+        (lambda: trained("Categorical", SYMBOLS).aic([]), "`sequences` must have an observed step, but none of the 0 steps is observed"),
+        (lambda: trained("Gaussian").bic([]), "`sequences` must have an observed step"),
+        (lambda: trained("Gaussian").decode([np.zeros((3, 3))]), "Each step must have 2 features, but has 3 instead"),
+        (lambda: HMM(2).score(SYMBOLS), "The model has no sizes yet. Train it, or give `num_symbols`"),
+        (lambda: HMM(2, Gaussian(), num_features=2).score(VECTORS), "Gaussian emission has no values yet. Train the model, or set `mean` and `variance`"),
+        (lambda: HMM(2, Product([Gaussian(), Poisson()]), num_features=2).sample(), "Gaussian emission has no values yet"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize("name", ["initial_probs", "transition_probs", "emission_probs"])
+def test_parameters_without_sizes_are_named(name):
+    with pytest.raises(AttributeError, match="The model has no sizes yet"):
+        getattr(HMM(2, "Categorical"), name)
+    with pytest.raises(AttributeError, match="A Gaussian has no `mean` before it has sizes"):
+        _ = Gaussian().mean
+
+
+def test_nothing_is_scored_as_nothing(rng):
+    for model in (trained("Gaussian"), trained("Categorical", SYMBOLS)):
+        assert model.score([]).shape == (0,)
+        assert model.score([[]]).tolist() == [0.0]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hmm.distributions.base import Transition, check_not_negative
+from lightning_hmm.distributions.base import Transition, as_numbers, check_not_negative
 from lightning_hmm.inference.operators import MostlyConstant
 from lightning_hmm.inference.selection import Choice
 from lightning_hmm.sequences import Sequences
@@ -67,7 +67,7 @@ class DenseMostlyConstant(Transition):
         """Takes (N, K) columns, in any order, and their probabilities, for all restarts alike; the rest of each row is spread evenly."""
         shape = (self.num_states, self.num_kept)
         indices = torch.as_tensor(indices, device=self.indices.device)
-        values = torch.as_tensor(values, dtype=torch.float64, device=self.indices.device)
+        values = as_numbers("values", values, self.indices.device)
         for what, given in (("indices", indices), ("values", values)):
             if given.shape != shape:
                 raise ValueError(f"`{what}` must have shape {shape}, states by kept entries, but has {tuple(given.shape)} instead.")
@@ -102,7 +102,7 @@ class DenseMostlyConstant(Transition):
     @torch.no_grad()
     def set(self, probs: Any) -> None:
         """Takes a full matrix, for all restarts alike: the K largest entries of each row are kept, the others averaged."""
-        probs = torch.as_tensor(probs, dtype=torch.float64, device=self.indices.device)
+        probs = as_numbers("transition", probs, self.indices.device)
         if probs.shape != (self.num_states, self.num_states):
             raise ValueError(f"`transition` must have shape {(self.num_states, self.num_states)}, but has {tuple(probs.shape)} instead.")
         if not bool((probs >= 0).all()):

@@ -23,7 +23,7 @@ from lightning_hmm.inference.evidence import Evidence, Quadratic, Rows, Table
 from lightning_hmm.inference.kernels.lanes import aligned_zeros, num_lanes, run_lanes, workspace
 from lightning_hmm.inference.kernels.simd import padded_size
 from lightning_hmm.inference.operators import Operator
-from lightning_hmm.inference.results import EStep
+from lightning_hmm.inference.results import EStep, refuse_nan
 
 
 class Range(NamedTuple):
@@ -154,15 +154,6 @@ def _power_of_two(weights: np.ndarray) -> float:
     """What to divide weights by so that the largest is near one; 1 if they are already moderate."""
     largest = np.abs(weights).max(initial=0.0)
     return 1.0 if largest == 0 or 1e-6 < largest < 1e6 else float(np.ldexp(1.0, np.frexp(largest)[1] - 1))
-
-
-def refuse_nan(name: str, array: np.ndarray) -> float:
-    """Refuses NaN, which would be lost in a comparison somewhere; returns the largest number. (Log-probabilities above zero are allowed.)"""
-    largest = float(array.max(initial=-np.inf))
-    if np.isnan(largest):
-        where = tuple(map(int, np.argwhere(np.isnan(array))[0]))
-        raise ValueError(f"`{name}` must hold numbers, but the entry at {where} is nan instead.")
-    return largest
 
 
 def refuse_problem(problem: np.ndarray, evidence: Evidence, num_states: int) -> None:

@@ -8,13 +8,14 @@ from torch import Tensor
 
 from lightning_hmm.inference.cpu.cache import kernel
 from lightning_hmm.inference.cpu.driver import best, best_source
-from lightning_hmm.inference.cpu.estep import detached, plan, refuse_nan, refuse_problem, seen_by, wide
+from lightning_hmm.inference.cpu.estep import detached, plan, refuse_problem, seen_by, wide
 from lightning_hmm.inference.cpu.fill import BLOCK, TABLE, log_block, whole_blocks
 from lightning_hmm.inference.cpu.prepared import prepare_scores
 from lightning_hmm.inference.evidence import Evidence, Rows, Table
 from lightning_hmm.inference.kernels.lanes import aligned_zeros, num_lanes, run_lanes, workspace
 from lightning_hmm.inference.kernels.simd import padded_size
 from lightning_hmm.inference.operators import Operator
+from lightning_hmm.inference.results import refuse_nan
 
 
 @kernel
