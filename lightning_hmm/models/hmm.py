@@ -349,10 +349,10 @@ class HMM(BaumWelchTraining, DiscreteHMM):
 
     def _chunks(self, batch: Sequences) -> Iterator[Sequences]:
         """Consecutive sequences whose arrays are small enough. The cuts depend on shapes alone, so that results do not depend on threads."""
-        if batch.is_discrete:
+        most = max(1, _CHUNK // max(self.num_states, 2 * (self.num_features or 1)))
+        if batch.is_discrete or batch.num_steps <= most:
             yield batch
             return
-        most = max(1, _CHUNK // max(self.num_states, 2 * (self.num_features or 1)))
         first, offsets = 0, batch.offsets
         while first < len(batch) or first == 0:
             last = max(first + 1, int(torch.searchsorted(offsets, offsets[first] + most, right=True)) - 1)

@@ -59,3 +59,16 @@ def test_the_index_depends_on_all_source_files(tmp_path):
     before = cache._hash_of(tmp_path / "one.py")
     (tmp_path / "one.py").write_text("a = 2\n")
     assert cache._hash_of(tmp_path / "one.py") != before
+
+
+def test_a_line_says_what_is_compiled(caplog):
+    @cache.kernel
+    def product(given):
+        return given.values.prod()
+
+    cache.record_source(First, test_a_line_says_what_is_compiled)
+    product._cache.disable()  # nothing is found, and nothing is stored
+    product(First(np.ones(3)))
+    product(First(np.ones(3)))
+    cache._file_stamps.pop(First)
+    assert [record.getMessage() for record in caplog.records] == ["Compiling product(First) for this machine. The result is kept on disk."]
