@@ -1,6 +1,6 @@
 """CPU time of an EM iteration with Gaussian emissions through `fit`, compared with hmmlearn; cost of structural zeros and of the torch reference.
 
-    python benchmarks/emissions.py [--quick] [--out docs/benchmarks]
+    python benchmarks/emissions.py [--quick] [--rounds 15] [--out docs/benchmarks]
 
 Both sides use one thread and float64, alternate in one process, and start from the same parameters, without k-means. A time is the CPU time of the
 thread for the iterations between the second and the last, divided by their number. The best of several rounds counts. hmmlearn runs with
@@ -127,11 +127,12 @@ def _e_step(model: HMM, data: Sequences) -> Callable[[], float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small settings and two rounds, to check that it works")
+    parser.add_argument("--rounds", type=int, default=15, help="rounds of which the best counts")
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"), help="folder for CSV and markdown")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    rounds, load = (2 if options.quick else 15), os.getloadavg()[0]
+    rounds, load = (2 if options.quick else options.rounds), os.getloadavg()[0]
     settings = (("diagonal", 3, 2, 8, 50), ("full", 3, 2, 8, 50)) if options.quick else SETTINGS
     rows = [(f"{kind}, K={k}, D={d}, {n} x {t}", gaussian(kind, k, d, n, t, rounds)) for kind, k, d, n, t in settings]
     rows.append(("symbols, K={}, V={}, {} x {}, ten iterations per epoch".format(*SMALL), small(rounds)))

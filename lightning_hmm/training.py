@@ -130,7 +130,7 @@ def fit(
         model.check(part)
     data = InMemoryData(train, validation, batch_size, shuffle, seed)
     watched = bool(callbacks) or bool(logger) or enable_checkpointing or enable_progress_bar or bool(trainer_options) or ckpt_path is not None
-    iterations = _iterations_per_epoch(model, train, int(max_epochs)) if not watched and val_sequences is None and batch_size is None else 1
+    iterations = _iterations_per_epoch(model, int(max_epochs)) if not watched and val_sequences is None and batch_size is None else 1
     model.train()  # a model that was trained before comes back in evaluation mode
     with quiet_lightning(announcements=False):
         trainer = Trainer(
@@ -160,14 +160,9 @@ def fit(
     return model.eval()
 
 
-_SMALL_WORK = 10_000_000  # multiply-adds of an E-step, below which an epoch of the Trainer takes longer
-
-
-def _iterations_per_epoch(model: SequenceModel, train: Sequences, max_epochs: int) -> int:
-    """EM iterations for each epoch of the Trainer, where nobody sees the epochs: up to ten for batch EM of small data."""
+def _iterations_per_epoch(model: SequenceModel, max_epochs: int) -> int:
+    """EM iterations in each epoch of the Trainer if no callback observes the epochs: up to ten for batch EM, as an epoch costs a few milliseconds."""
     if not isinstance(model, HMM) or not model.may_iterate or model.iterations_per_epoch > 1 or max_epochs < 1:
-        return 1
-    if train.num_steps * model.num_states**2 * model.restarts > _SMALL_WORK:
         return 1
     return next(number for number in range(min(10, max_epochs), 0, -1) if max_epochs % number == 0)
 

@@ -40,8 +40,15 @@ class Convergence(Callback):
         metric: Any = pl_module.train_likelihood
         if not trainer.is_last_batch or not metric.update_called:  # not every objective is a likelihood
             return
-        for current in getattr(pl_module, "iteration_likelihoods", None) or [metric.compute()]:
-            self._compare(trainer, pl_module, current.reshape(-1).tolist())
+        if not getattr(pl_module, "iteration_likelihoods", None):
+            self._compare(trainer, pl_module, metric.compute().reshape(-1).tolist())
+
+    def on_iteration_end(self, trainer: Trainer, pl_module: LightningModule, likelihoods: torch.Tensor) -> None:
+        """Called by a model that makes several iterations of EM in an epoch, after each."""
+        if self.stopping_reason is None:
+            self._compare(trainer, pl_module, likelihoods.reshape(-1).tolist())
+        else:  # the last one
+            self.previous = likelihoods.reshape(-1).tolist()
 
     def _compare(self, trainer: Trainer, pl_module: LightningModule, current: list[float]) -> None:
         """Compares the (restarts,) likelihoods of an epoch, or of an iteration of EM inside one, with those before."""
@@ -69,8 +76,9 @@ class Convergence(Callback):
     @staticmethod
     def _epochs(trainer: Trainer, pl_module: LightningModule) -> str:
         iterations = int(getattr(pl_module, "iterations_per_epoch", 1))
-        number = trainer.current_epoch + 1
-        return f"{number} epochs" if iterations == 1 else f"{number * iterations} iterations"
+        if iterations == 1:
+            return f"{trainer.current_epoch + 1} epochs"
+        return f"{trainer.current_epoch * iterations + len(pl_module.iteration_likelihoods)} iterations"  # type: ignore[arg-type]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.tolerance > 0 and self.calm_epochs >= self.patience:

@@ -59,6 +59,11 @@ class ExponentialFamily(Emission):
     def blocks(self, values: Tensor) -> list[Tensor]:
         """(steps, D) columns of which the statistics are made; what they hold at missing values has no effect."""
 
+    @property
+    def location(self) -> Tensor | None:
+        """(D,) what is subtracted from the values, where `blocks` does nothing else; ``None`` if it makes other columns."""
+        return None
+
     def log_base(self, values: Tensor) -> Tensor | None:
         """(steps, D) h(y), which no parameter has an influence on."""
         return None
@@ -86,23 +91,21 @@ class ExponentialFamily(Emission):
 
     def evidence(self, natural: Sequence[Tensor], batch: Sequences) -> Quadratic:
         (weights,) = natural  # (K, T + 1, D)
-        values = batch.values.to(weights.dtype)
         complete = batch.is_complete
-        blocks, base = self.blocks(values), self.log_base(values)
-        if complete:
-            # One column of ones serves all features, and one weight the sum of their constants.
-            constant, ones = weights[:, -1].sum(1, keepdim=True), values.new_ones(len(values), 1)
-        else:
+        pairs = self._pairs_of(complete, weights.device)
+        if complete and self.location is not None:
+            # One weight holds the sum of the constants of all features.
+            return Quadratic(batch.values, pairs, torch.cat([weights[:, :-1].flatten(1), weights[:, -1].sum(1, keepdim=True)], 1), None, self.location)
+        values = batch.values.to(weights.dtype)
+        columns, base = self.blocks(values), self.log_base(values)
+        constant = weights[:, -1].sum(1, keepdim=True) if complete else weights[:, -1]
+        if not complete:
             observed = ~values.isnan()
-            blocks = [torch.where(observed, block, 0.0) for block in blocks]
+            columns = [*(torch.where(observed, block, 0.0) for block in columns), observed.to(values.dtype)]
             base = None if base is None else torch.where(observed, base, 0.0)
-            constant, ones = weights[:, -1], observed.to(values.dtype)
-        columns, parts = [*blocks, ones], [weights[:, :-1].flatten(1), constant]
-        pairs = self._pairs_of(complete, values.device)
+        parts = [weights[:, :-1].flatten(1), constant]
         if base is not None:
             columns.append(base.sum(1, keepdim=True))
-            if not complete:
-                columns.append(values.new_ones(len(values), 1))
             parts.append(weights.new_ones(len(weights), 1))
         return Quadratic(torch.cat(columns, 1), pairs, torch.cat(parts, 1))
 
@@ -125,13 +128,14 @@ class ExponentialFamily(Emission):
         found = self._pairs.get(complete)
         if found is None or found.device != device:
             size, places = self.num_features, torch.arange(self.num_features)
-            first_one = size * (1 + max(block for product in self.products for block in product if block is not None))
-            ones = torch.full((size,), first_one) if complete else first_one + places
+            end = size * (1 + max(block for product in self.products for block in product if block is not None))  # of the blocks
+            base = end if complete else end + size
+            one = base + self._has_base  # the number of columns stands for a constant of 1
+            ones = torch.full((size,), one) if complete else end + places
             pairs = [torch.stack([i * size + places, ones if j is None else j * size + places], 1) for i, j in self.products]
             pairs.append(torch.stack([ones, ones], 1)[:1] if complete else torch.stack([ones, ones], 1))
             if self._has_base:
-                base = int(ones[-1]) + 1
-                pairs.append(torch.tensor([[base, int(ones[0])]]) if complete else torch.tensor([[base, base + 1]]))
+                pairs.append(torch.tensor([[base, one]]))
             found = self._pairs[complete] = torch.cat(pairs).to(device)
         return found
 

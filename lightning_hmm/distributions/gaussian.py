@@ -194,6 +194,10 @@ class Gaussian(ExponentialFamily):
 
     # Evidence
 
+    @property
+    def location(self) -> Tensor:
+        return self.center
+
     def blocks(self, values: Tensor) -> list[Tensor]:
         return [values - self.center]
 
@@ -201,13 +205,21 @@ class Gaussian(ExponentialFamily):
         if not self.has_matrices:
             return super().evidence(natural, batch)
         (weights,) = natural
-        (offsets,) = self.blocks(batch.values.to(weights.dtype))
         if not batch.is_complete:
+            (offsets,) = self.blocks(batch.values.to(weights.dtype))
             return Rows(self._marginal_rows(weights, offsets))
-        size, (i, j) = self.num_features, self.upper
-        ones = torch.full((size + 1,), size, device=i.device)
-        pairs = torch.cat([torch.stack([torch.arange(size + 1, device=i.device), ones], 1)[:size], torch.stack([i, j], 1), torch.stack([ones, ones], 1)[:1]])
-        return Quadratic(torch.cat([offsets, offsets.new_ones(len(offsets), 1)], 1), pairs, weights)
+        return Quadratic(batch.values, self._pairs_of(True, weights.device), weights, None, self.center)
+
+    def _pairs_of(self, complete: bool, device: torch.device) -> Tensor:
+        if not self.has_matrices:
+            return super()._pairs_of(complete, device)
+        found = self._pairs.get(complete)
+        if found is None or found.device != device:
+            size, (i, j) = self.num_features, self.upper.to(device)
+            places, one = torch.arange(size, device=device), torch.full((size,), size, device=device)  # a constant of 1
+            found = torch.cat([torch.stack([places, one], 1), torch.stack([i, j], 1), torch.stack([one, one], 1)[:1]])
+            self._pairs[complete] = found
+        return found
 
     def needs_graph(self, batch: Sequences) -> bool:
         return self.has_matrices and not batch.is_complete

@@ -118,10 +118,10 @@ class Product(Emission):
         columns, pairs, weights, width = [], [], [], 0
         for evidence in found:
             assert isinstance(evidence, Quadratic)
-            columns.append(evidence.columns)
+            columns.append(evidence.centered(evidence.weights.dtype))
             pairs.append(evidence.pairs + width)
             weights.append(evidence.weights)
-            width += evidence.columns.shape[1]
+            width += columns[-1].shape[1]
         return Quadratic(torch.cat(columns, 1), torch.cat(pairs), torch.cat(weights, 1))
 
     def check(self, sequences: Sequences) -> None:

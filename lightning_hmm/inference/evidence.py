@@ -75,20 +75,24 @@ class Table(NamedTuple):
 
 
 class Quadratic(NamedTuple):
-    """log p(y_t | k) = sum over f of weights[k, f] * columns[t, i_f] * columns[t, j_f], with (i_f, j_f) = pairs[f].
+    """log p(y_t | k) = sum over f of weights[k, f] * u[t, i_f] * u[t, j_f], with u = columns - center and (i_f, j_f) = pairs[f].
+
+    The number C stands for a constant factor of 1. So the data themselves can be the columns, without a copy.
 
     Args:
-        columns: (steps, C) finite numbers. A constant is a column of ones. A missing value is stored as 0, and terms that do not depend on it,
-            such as its normalizer, are paired with a column that is 1 where the value is observed.
-        pairs: (F, 2) int64.
+        columns: (steps, C) finite numbers. A missing value is stored as 0, and terms that do not depend on it, such as its normalizer, are paired
+            with a column that is 1 where the value is observed.
+        pairs: (F, 2) int64, from 0 to C.
         weights: (K, F) finite numbers.
         labels: as for `Table`.
+        center: (C,) finite numbers; zeros if not given.
     """
 
     columns: Tensor
     pairs: Tensor
     weights: Tensor
     labels: Tensor | None = None
+    center: Tensor | None = None
 
     @property
     def live(self) -> Tensor:
@@ -115,8 +119,14 @@ class Quadratic(NamedTuple):
 
     def features(self, dtype: torch.dtype) -> Tensor:
         """(steps, F) the products of columns, computed in the given type."""
-        columns = self.columns.to(dtype)
+        columns = self.centered(dtype)
         return columns[:, self.pairs[:, 0]] * columns[:, self.pairs[:, 1]]
+
+    def centered(self, dtype: torch.dtype) -> Tensor:
+        """(steps, C + 1) the columns, with the center subtracted, and a column of ones."""
+        columns = self.columns.to(dtype)
+        columns = columns if self.center is None else columns - self.center.to(dtype)
+        return torch.cat([columns, columns.new_ones(len(columns), 1)], 1)
 
     def rows(self) -> Tensor:
         """(steps, K) log-likelihoods, differentiable in `live`; labels are applied."""

@@ -123,9 +123,8 @@ class HMM(BaumWelchTraining, DiscreteHMM):
     def _record_options(self, arguments: dict[str, Any]) -> None:
         """Keeps the arguments of a constructor for checkpoints. The subclass that calls it first decides."""
         if "_given_options" not in self.__dict__:
-            self._given_options = {
-                name: as_names("frozen", value) if name == "frozen" else value for name, value in arguments.items() if name not in ("self", "__class__")
-            }
+            options = {name: value for name, value in arguments.items() if name not in ("self", "__class__")}
+            self._given_options = options | ({"frozen": as_names("frozen", options["frozen"])} if "frozen" in options else {})
 
     # Sizes
 
@@ -438,10 +437,10 @@ class HMM(BaumWelchTraining, DiscreteHMM):
 
     def _chunks(self, batch: Sequences) -> Iterator[Sequences]:
         """Consecutive sequences whose arrays are small enough. The cuts depend on shapes alone, so that results do not depend on threads."""
-        if batch.is_discrete:
+        most = max(1, _CHUNK // max(self.num_states, 2 * (self.num_features or 1)))
+        if batch.is_discrete or batch.num_steps <= most:
             yield batch
             return
-        most = max(1, _CHUNK // max(self.num_states, 2 * (self.num_features or 1)))
         first, offsets = 0, batch.offsets
         while first < len(batch) or first == 0:
             last = max(first + 1, int(torch.searchsorted(offsets, offsets[first] + most, right=True)) - 1)

@@ -31,7 +31,8 @@ class BaumWelchTraining(SequenceModel):
         sequences_per_update: online EM only: the number of sequences of an update. Several updates run inside one training batch, so that the
             cost of a Lightning step is paid once. ``None`` makes one update for each batch.
         iterations_per_epoch: batch EM only: EM iterations in each epoch of the Trainer, for data so small that the epoch of the Trainer takes
-            longer than an iteration. An epoch must be one batch. Validation and callbacks see the last iteration of an epoch.
+            longer than an iteration. An epoch must be one batch. Validation and callbacks see the last iteration of an epoch; a callback with a method
+            ``on_iteration_end(trainer, pl_module, likelihoods)`` sees each, and can stop the training by ``trainer.should_stop``.
         frozen: names of distributions that keep their parameters.
         kwargs: the arguments of `SequenceModel`, or of the class that follows this one in the order of inheritance.
     """
@@ -134,8 +135,9 @@ class BaumWelchTraining(SequenceModel):
             )
         self.iteration_likelihoods = []
         fused = self.trainer.world_size == 1 and self.device.type == "cpu" and self.arithmetic == "float64" and self.fused_kernel is not None
-        for iteration in range(self.iterations_per_epoch):
-            last = iteration == self.iterations_per_epoch - 1
+        iteration, end = 0, self.iterations_per_epoch
+        while iteration < end:
+            last = iteration == end - 1
             if fused and not last:  # the compiled pass does not report rows without counts; the last iteration does
                 optimizer: Any = self.optimizers()
                 scores = optimizer.optimizer.fused_iteration(batch, self.fused_kernel)
@@ -147,6 +149,12 @@ class BaumWelchTraining(SequenceModel):
             if self.trainer.world_size > 1:
                 total, observed = self._sum_over_ranks(total.clone()), self._sum_over_ranks(observed.clone())
             self.iteration_likelihoods.append(total / observed)
+            for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+                if hasattr(callback, "on_iteration_end"):
+                    callback.on_iteration_end(self.trainer, self, self.iteration_likelihoods[-1])
+            iteration += 1
+            if self.trainer.should_stop and not last:
+                end = iteration + 1  # the iteration that Lightning counts
         self.train_likelihood.update(*self._likelihood)
 
     def _record_likelihood(self, total: Tensor, observed: Tensor) -> None:

@@ -71,3 +71,16 @@ def test_every_compiled_module_of_inference_uses_this_cache():
     assert [path for path in paths if "cache=True" in path.read_text()] == []
     assert cache._hash_of(*(path for folder in ("cpu", "kernels") for path in sorted((package / folder).rglob("*.py")))) == cache._PACKAGE_STAMP
     assert isinstance(forward_backward.forward_lane._cache, cache.SourceCache)
+
+
+def test_a_line_says_what_is_compiled(caplog):
+    @cache.kernel
+    def product(given):
+        return given.values.prod()
+
+    cache.record_source(First, test_a_line_says_what_is_compiled)
+    product._cache.disable()  # nothing is found, and nothing is stored
+    product(First(np.ones(3)))
+    product(First(np.ones(3)))
+    cache._file_stamps.pop(First)
+    assert [record.getMessage() for record in caplog.records] == ["Compiling product(First) for this machine. The result is kept on disk."]

@@ -169,6 +169,19 @@ def test_several_iterations_in_an_epoch_are_several_epochs(rng, options):
     assert convergence.previous == several.iteration_likelihoods[-1].reshape(-1).tolist()
 
 
+def test_iterations_in_an_epoch_stop_when_training_has_converged(rng):
+    sequences = random_symbols(rng)
+    single, several = HMM(2, num_symbols=5), HMM(2, num_symbols=5, iterations_per_epoch=400)
+    callbacks = Convergence(1e-3), Convergence(1e-3)
+    fit(single, sequences, 400, callbacks=[callbacks[0]])
+    fit(several, sequences, 1, callbacks=[callbacks[1]])
+    epochs = single.trainer.current_epoch
+    assert 1 < epochs < 399
+    assert len(several.iteration_likelihoods) == epochs + 1  # and the one that Lightning counts
+    assert several.trainer.global_step == 1
+    assert callbacks[1].stopping_reason == callbacks[0].stopping_reason.replace("epochs", "iterations")
+
+
 def test_priors_count_in_several_iterations(rng):
     sequences = random_symbols(rng)
     models = [HMM(3, Categorical(0.5), Full(0.7), num_symbols=5, iterations_per_epoch=number) for number in (1, 5)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from numba import njit, types
 from numba.core.caching import CompileResultCacheImpl, FunctionCache
 
 OPTIONS: Any = {"error_model": "numpy", "fastmath": {"reassoc", "contract", "nsz"}}
+_log = logging.getLogger("lightning_hmm")
 _FOLDERS = (Path(__file__).parent, Path(__file__).parent.parent / "kernels")
 
 
@@ -57,6 +59,16 @@ class SourceCache(FunctionCache):
 
     _impl_class = _Implementation
 
+    announces = False
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """As numba's. Where nothing is found, the compilation follows, which may take some seconds."""
+        found = super().load_overload(sig, target_context)
+        if found is None and self.announces:
+            operators = [argument.instance_class.__name__ for argument in sig if getattr(argument, "instance_class", None) in _file_stamps]
+            _log.warning("Compiling %s(%s) for this machine. The result is kept on disk.", self._py_func.__name__, ", ".join(operators))
+        return found
+
     def _index_key(self, sig: Any, codegen: Any) -> tuple[Any, ...]:
         # Strings only: an index that contains classes cannot be read where one of them cannot be imported.
         _, *rest = super()._index_key(sig, codegen)
@@ -72,9 +84,10 @@ def inner(function: Callable[..., Any]) -> Any:
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """Compiles a function that Python calls, and keeps it on disk."""
+    """Compiles a function that Python calls, and keeps it on disk. A line is logged before it is compiled."""
     compiled = inner(function)
     compiled._cache = SourceCache(function)
+    compiled._cache.announces = True
     return compiled
 
 

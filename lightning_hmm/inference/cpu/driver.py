@@ -29,7 +29,7 @@ import numpy as np
 from numba.extending import overload
 
 from lightning_hmm.inference.cpu.cache import OPTIONS, inner, kernel, record_source
-from lightning_hmm.inference.cpu.fill import BLOCK, TABLE, consume, fill_from_table, fill_rows, running, whole_blocks
+from lightning_hmm.inference.cpu.fill import TABLE, consume, fill_from_table, fill_rows, make_buffers, running, whole_blocks
 from lightning_hmm.inference.cpu.vectors import filter_four, filter_one, posterior_four, posterior_one, watched_filter_four, watched_filter_one
 from lightning_hmm.inference.kernels.simd import accumulate_row, lanes_of, scale_row, smooth_four, smooth_one, smooth_row
 
@@ -264,18 +264,18 @@ def _settled(limits, length, gap):
 
 
 @inner
-def backward(op, sums, members, lengths, starts, weights, in_place, places, counted, alpha, scales, beta, gamma, kappa, initial_counts):
-    """Smooths a tile and adds its counts. The posterior probabilities, times weight, take the place of the emission rows, or, if these are
-    those of a table, are added to the float64 rows at the addresses `counted`.
+def backward(op, seen, sums, members, lengths, starts, weights, by_rows, places, counted, alpha, scales, beta, gamma, kappa, posteriors, buffers, out):
+    """Smooths a tile and adds its counts. The posterior probabilities, times weight, are added to the float64 rows at the addresses `counted`, or with
+    `by_rows` are consumed from `posteriors`.
 
     beta begins with the weight at the last step. The sum of alpha beta is then the weight at every step, except for rounding, which every
-    eighth step removes. `kappa` holds a few steps, as many as one product of the counts takes.
+    eighth step removes. `kappa` and `posteriors` hold a few steps, as many as one product of the counts takes.
     """
     tile, padded, window = alpha.shape[1], alpha.shape[2], kappa.shape[0]
-    zero, lanes = alpha.dtype.type(0.0), lanes_of(alpha.dtype.type(0.0))
+    zero, lanes, num_states = alpha.dtype.type(0.0), lanes_of(alpha.dtype.type(0.0)), seen.one_hot.shape[0] - 1
     alpha_at, beta_at, gamma_at, kappa_at = alpha.ctypes.data, beta.ctypes.data, gamma.ctypes.data, kappa.ctypes.data
-    places_at, counted_at, scales_at, initial_at = places.ctypes.data, counted.ctypes.data, scales.ctypes.data, initial_counts.ctypes.data
-    row_bytes = padded * alpha.itemsize
+    places_at, counted_at, scales_at, initial_at = places.ctypes.data, counted.ctypes.data, scales.ctypes.data, out.initial.ctypes.data
+    row_bytes, posteriors_at = padded * alpha.itemsize, posteriors.ctypes.data
     beta[:] = zero
     active, end = 0, lengths[0]
     for t in range(lengths[0] - 1, -1, -1):
@@ -284,8 +284,8 @@ def backward(op, sums, members, lengths, starts, weights, in_place, places, coun
                 beta[active, k] = alpha.dtype.type(weights[active])
             active += 1
         rows = whole_blocks(active, tile)
-        slot = (t - 1) % window
-        step_at, slot_at = alpha_at + (t + 1) * tile * row_bytes, kappa_at + slot * tile * row_bytes
+        slot = (t - 1) % window if t > 0 else 0
+        step_at, slot_bytes = alpha_at + (t + 1) * tile * row_bytes, slot * tile * row_bytes
         if t % 8 == 4 or t == 0:
             for b in range(active):
                 total = smooth_row(zero, padded, step_at + b * row_bytes, beta_at + b * row_bytes, gamma_at)
@@ -298,30 +298,35 @@ def backward(op, sums, members, lengths, starts, weights, in_place, places, coun
         while b < rows:
             here, there = b * row_bytes, t * tile + b
             scale, place, counts = scales_at + there * alpha.itemsize, places_at + 8 * there, counted_at + 8 * there
-            if in_place:
+            kappa_to, gamma_to, alpha_from, beta_from = kappa_at + slot_bytes + here, posteriors_at + slot_bytes + here, step_at + here, beta_at + here
+            if by_rows:
                 if b + 4 <= rows:
-                    posterior_four(zero, padded, slot_at + here, step_at + here, beta_at + here, scale, place)
+                    posterior_four(zero, padded, kappa_to, gamma_to, alpha_from, beta_from, scale, place)
                     b += 4
                 else:
-                    posterior_one(zero, padded, slot_at + here, step_at + here, beta_at + here, scale, place)
+                    posterior_one(zero, padded, kappa_to, gamma_to, alpha_from, beta_from, scale, place)
                     b += 1
             elif b + 4 <= rows:
                 if padded == lanes:  # a known length saves the loop over vectors
-                    smooth_four(zero, lanes, slot_at + here, step_at + here, beta_at + here, scale, place, counts)
+                    smooth_four(zero, lanes, kappa_to, alpha_from, beta_from, scale, place, counts)
                 else:
-                    smooth_four(zero, padded, slot_at + here, step_at + here, beta_at + here, scale, place, counts)
+                    smooth_four(zero, padded, kappa_to, alpha_from, beta_from, scale, place, counts)
                 b += 4
             else:
-                smooth_one(zero, padded, slot_at + here, step_at + here, beta_at + here, scale, place, counts)
+                smooth_one(zero, padded, kappa_to, alpha_from, beta_from, scale, place, counts)
                 b += 1
-        if t == 0:
-            break
         for b in range(rows, tile):  # ended sequences take no part in the counts of this step
             for k in range(padded):
                 kappa[slot, b, k] = zero
-        retract(op, sums, starts, t, active, rows, alpha, kappa, slot, beta)
+                if by_rows:
+                    posteriors[slot, b, k] = zero
+        if t > 0:
+            retract(op, sums, starts, t, active, rows, alpha, kappa, slot, beta)
         if slot == 0:
-            count(op, sums, alpha, kappa, t, end - t, t == 1)
+            if t > 0:
+                count(op, sums, alpha, kappa, t, end - t, t == 1)
+            if by_rows:
+                consume(seen, t, end - t, members, lengths, starts, num_states, posteriors, buffers, out.evidence, out.smoothed)
             end = t
 
 
@@ -330,20 +335,25 @@ def run_lane(lane, lanes, tile, order, offsets, weights, smooth, seen, op, sums,
     """Forward-backward, or without `smooth` the forward pass, over the tiles of one lane. With `smooth`, `chunk` is the length of its longest sequence;
     without, the number of steps to work on at once."""
     padded, size = initial.shape[0], tile * initial.shape[0]
-    in_place = smooth and (seen.form != TABLE or out.smoothed.shape[0] > 0)
-    kept = chunk if in_place or seen.form != TABLE else 0
+    computed, by_rows = seen.form != TABLE, smooth and (seen.form != TABLE or out.smoothed.shape[0] > 0)
     alpha, rest = work[: (chunk + 1) * size].reshape(chunk + 1, tile, padded), work[(chunk + 1) * size :]
+    kept = chunk if computed else 0
     rows, rest = rest[: kept * size].reshape(kept, tile, padded), rest[kept * size :]
     kappa, rest = rest[: window * size].reshape(window, tile, padded), rest[window * size :]
+    kept = window if by_rows else 0
+    posteriors, rest = rest[: kept * size].reshape(kept, tile, padded), rest[kept * size :]
     beta, gamma = rest[:size].reshape(tile, padded), rest[size : size + padded]
     scales, addresses = np.empty((chunk, tile), initial.dtype), np.empty((2 * chunk, tile), np.int64)
     numbers, integers = np.zeros((10, tile)), np.zeros((2, tile), np.int64)
     places, counted, lengths, starts = addresses[:chunk], addresses[chunk:], integers[0], integers[1]
     state = State(numbers[0], numbers[1], numbers[2], numbers[3], numbers[4])
     tile_weights, shifts, found, settled, unused = numbers[5], numbers[6], numbers[7], numbers[8], numbers[9]
-    scratch, columns, products = numbers[:0], numbers[:0], numbers[:0]
-    if seen.form != TABLE:
-        scratch, columns, products = np.zeros((BLOCK, padded)), np.zeros((seen.width, BLOCK)), np.zeros((seen.pairs.shape[0], BLOCK))
+    buffers = make_buffers(seen, padded)
+    if computed:
+        for t in range(chunk):
+            for b in range(tile):
+                places[t, b] = rows.ctypes.data + (t * tile + b) * padded * rows.itemsize
+    taken = min(chunk, chunk_steps(size * initial.itemsize))
     spare, spare_scales = alpha[:0], scales[:0]
     ends = np.empty((0 if smooth else tile, num_states), initial.dtype)
     counts_at = out.evidence.ctypes.data if smooth else 0
@@ -353,24 +363,27 @@ def run_lane(lane, lanes, tile, order, offsets, weights, smooth, seen, op, sums,
         for b in range(members):
             starts[b], tile_weights[b], shifts[b] = offsets[ids[b]], weights[ids[b]], 0.0
             lengths[b] = offsets[ids[b] + 1] - starts[b]
+        keeps = lengths[0] <= chunk  # whether the emission rows, and with `smooth` the messages, of all steps are kept
         doubtful, attempt = False, 0
         while attempt == 0 or (attempt == 1 and doubtful):  # the second time with a leak, for the third bound
             leak = initial.dtype.type(0.0) if attempt == 0 else limits.leak
             messages, factors, finals = (alpha, scales, ends) if attempt == 0 else (spare, spare_scales, ends[:0])
-            taken = factors.shape[0]
             for b in range(tile):
                 state.sums[b], state.products[b], state.lost[b] = 0.0, 1.0, -np.inf
             for first in range(0, lengths[0], taken):
-                last, here = min(first + taken, lengths[0]), first
-                if attempt == 0 or lengths[0] > chunk:
-                    here = 0
+                last, here = min(first + taken, lengths[0]), first if keeps else 0
+                there = here if attempt == 0 else 0
+                if attempt == 0 or not keeps:
                     target = shifts if attempt == 0 else unused
-                    if seen.form == TABLE:
-                        fill_from_table(seen, first, last, members, lengths, starts, in_place, places, counted, counts_at, rows, target, out.problem)
+                    if computed:
+                        fill_rows(seen, first, last, members, lengths, starts, rows[here:], buffers, target, out.problem)
                     else:
-                        fill_rows(seen, limits.tiny, first, last, members, lengths, starts, places, rows, scratch, columns, products, target, out.problem)
-                forward(op, limits, leak, first, last, members, lengths, starts, num_states, initial, places[here:], messages, factors, state, finals)
-                if last < lengths[0]:
+                        fill_from_table(seen, first, last, members, lengths, starts, places[here:], counted[here:], counts_at, target, out.problem)
+                forward(
+                    op, limits, leak, first, last, members, lengths, starts, num_states, initial, places[here:], messages[there:], factors[there:], state,
+                    finals,
+                )  # fmt: skip
+                if last < lengths[0] and (attempt == 1 or not keeps):
                     for b in range(tile):
                         for k in range(padded):
                             messages[0, b, k] = messages[last - first, b, k]
@@ -381,7 +394,6 @@ def run_lane(lane, lanes, tile, order, offsets, weights, smooth, seen, op, sums,
                 elif settled[b] == 0 and not state.found[b] - found[b] <= limits.negligible:
                     found[b] = np.nan
             if attempt == 0 and doubtful and spare.shape[0] == 0:
-                taken = min(chunk, chunk_steps(size * initial.itemsize))
                 spare, spare_scales = np.zeros((taken + 1, tile, padded), initial.dtype), np.zeros((taken, tile), initial.dtype)
             attempt += 1
         for b in range(members):
@@ -392,9 +404,10 @@ def run_lane(lane, lanes, tile, order, offsets, weights, smooth, seen, op, sums,
                 for k in range(num_states):
                     out.last[ids[b], k] = ends[b, k]
         if smooth:
-            backward(op, sums, members, lengths, starts, tile_weights, in_place, places, counted, alpha, scales, beta, gamma, kappa, out.initial)
-            if in_place:
-                consume(seen, members, lengths, starts, num_states, rows, scratch, columns, products, out.evidence, out.smoothed)
+            backward(
+                op, seen, sums, members, lengths, starts, tile_weights, by_rows, places, counted, alpha, scales, beta, gamma, kappa, posteriors,
+                buffers, out,
+            )  # fmt: skip
             for b in range(members):
                 if out.filtered.shape[0] > 0 and not np.isnan(found[b]):
                     for t in range(lengths[b]):

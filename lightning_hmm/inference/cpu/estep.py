@@ -17,7 +17,7 @@ from lightning_hmm.inference import reference
 from lightning_hmm.inference.cpu.cache import inner, strict_kernel
 from lightning_hmm.inference.cpu.driver import Limits, Result, chunk_steps, run_lane
 from lightning_hmm.inference.cpu.exact import exact_sequence
-from lightning_hmm.inference.cpu.fill import QUADRATIC, ROWS, TABLE, Seen
+from lightning_hmm.inference.cpu.fill import BLOCK, QUADRATIC, ROWS, TABLE, Seen, feature_rows
 from lightning_hmm.inference.cpu.prepared import is_prepared, prepare
 from lightning_hmm.inference.evidence import Evidence, Quadratic, Rows, Table
 from lightning_hmm.inference.kernels.lanes import aligned_zeros, num_lanes, run_lanes, workspace
@@ -98,14 +98,14 @@ def wide(tensor: Tensor) -> np.ndarray:
     return tensor.detach().double().contiguous().numpy()
 
 
-_NO_LABELS, _NO_PAIRS, _NO_TABLE = np.zeros(0, np.int64), np.zeros((0, 2), np.int64), np.zeros((0, 0))
+_NO_LABELS, _NO_PAIRS, _NO_TABLE, NO_CENTER = np.zeros(0, np.int64), np.zeros((0, 2), np.int64), np.zeros((0, 0)), np.zeros(0)
 
 
 def seen_by(evidence: Evidence, dtype: np.dtype, num_states: int, padded: int) -> tuple[Seen, np.ndarray]:
     """The evidence for the driver, and the array that `Seen.data` points into, which must be kept."""
     labels = _NO_LABELS if evidence.labels is None else evidence.labels.long().contiguous().numpy()
-    table, shifts, log_probs, bias = np.zeros((1, padded), dtype), np.zeros(1), _NO_TABLE, np.zeros(padded)
-    bias[num_states:] = -np.inf
+    table, shifts, log_probs, center = np.zeros((1, padded), dtype), np.zeros(1), _NO_TABLE, NO_CENTER
+    linear = False
     one_hot = np.zeros((num_states + 1, padded if labels.shape[0] else 0), dtype)
     if labels.shape[0]:
         one_hot[np.arange(num_states), np.arange(num_states)] = 1
@@ -121,9 +121,15 @@ def seen_by(evidence: Evidence, dtype: np.dtype, num_states: int, padded: int) -
         data, pairs = _floating(evidence.columns), evidence.pairs.long().contiguous().numpy()
         weights = aligned_zeros(np.float64, len(pairs), padded)
         weights[:, :num_states] = wide(evidence.weights).T
+        weights[:, num_states:] = weights[:, :1]
+        center = aligned_zeros(np.float64, padded_size(width, 8))
+        if evidence.center is not None:
+            center[:width] = wide(evidence.center)
+        linear = len(pairs) >= width and bool((pairs[:width, 0] == np.arange(width)).all() and (pairs[:width, 1] == width).all())
     else:
         form, width, data = ROWS, num_states, _floating(evidence.log_likelihoods)
-    return Seen(form, data.ctypes.data, data.itemsize, width, table, shifts, one_hot, log_probs, labels, pairs, weights, bias), data
+    where = data.ctypes.data
+    return Seen(form, where, where + data.nbytes, data.itemsize, width, table, shifts, one_hot, log_probs, labels, pairs, weights, center, linear), data
 
 
 @inner
@@ -241,13 +247,13 @@ def _pass(
     seen, data = seen_by(evidence, dtype, num_states, padded)
     initial = np.zeros(padded, dtype)
     initial[:num_states] = np.exp(log_initial)
-    in_place = smooth and (seen.form != TABLE or totals.smoothed.shape[0] > 0)
-    groups = plan(offsets, which, num_states, padded * dtype.itemsize * (2 if in_place else 1), 1 if smooth else prepared.rows_scored)
+    computed, by_rows = seen.form != TABLE, smooth and (seen.form != TABLE or totals.smoothed.shape[0] > 0)
+    groups = plan(offsets, which, num_states, padded * dtype.itemsize * (2 if smooth and computed else 1), 1 if smooth else prepared.rows_scored)
     longest_of_all = max((int(offsets[order[0] + 1] - offsets[order[0]]) for order, _ in groups), default=0)
     limits = limits_of.py_func(RANGES[dtype], prepared.facts, float(initial.max()), num_states, longest_of_all)
     if dtype == _SINGLE:
         limits = limits._replace(**{name: np.float32(getattr(limits, name)) for name in ("flush", "tiny", "collapse", "leak")})
-    statistics = (seen.table.shape[0] if seen.form == TABLE else seen.weights.shape[0]) if smooth else 0
+    statistics = (seen.table.shape[0] if seen.form == TABLE else feature_rows.py_func(seen.weights.shape[0])) if smooth else 0
     lane_bytes = prepared.lane_bytes + 8 * padded * statistics if smooth else 0
     lanes = max((num_lanes(-(-order.shape[0] // tile), lane_bytes) for order, tile in groups), default=1)
     scale = _power_of_two(weights) if smooth else 1.0  # messages are multiplied by the weights in the working precision
@@ -257,7 +263,7 @@ def _pass(
     problem = np.full((lanes, 2), -1)
 
     for order, tile in groups:
-        window = max(1, prepared.rows_counted // tile)
+        window = max(1, prepared.rows_counted // tile, BLOCK // tile if by_rows else 1)
 
         def work(lane: int, order: np.ndarray = order, tile: int = tile, window: int = window) -> None:
             if lane * tile >= order.shape[0]:
@@ -265,8 +271,8 @@ def _pass(
             first = order[lane * tile]  # the longest of this lane
             longest = int(offsets[first + 1] - offsets[first])
             steps = longest if smooth else min(longest, chunk_steps.py_func(tile * padded * dtype.itemsize))
-            rows = steps if in_place or seen.form != TABLE else 0
-            memory = workspace(dtype, ((steps + 1 + rows + window + 1) * tile + 1) * padded)
+            kept = steps + 1 + (steps if computed else 0) + (2 * window if by_rows else window)
+            memory = workspace(dtype, ((kept + 1) * tile + 1) * padded)
             out = Result(totals.log_likelihood, totals.last, totals.smoothed, totals.filtered, starts[lane], gradients[lane], problem[lane])
             run_lane(
                 lane, lanes, tile, order, offsets, scaled, smooth, seen, prepared.arrays, sums[lane], limits, initial, num_states, steps, window, memory, out
@@ -284,7 +290,7 @@ def _pass(
         _scale_rows(totals.smoothed, offsets, which, scale)
     if seen.form != ROWS:
         gradient = gradients.sum(0)
-        totals.evidence += scale * (gradient[:-1] if seen.form == TABLE else gradient)[:, :num_states].T
+        totals.evidence += scale * (gradient[:-1] if seen.form == TABLE else gradient[: seen.weights.shape[0]])[:, :num_states].T
 
 
 def _scale_rows(rows: np.ndarray, offsets: np.ndarray, which: np.ndarray | None, scale: float) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 from lightning_hmm.inference.cpu.cache import kernel
 from lightning_hmm.inference.cpu.dense import DenseArrays, DenseSums, fill_matrix
 from lightning_hmm.inference.cpu.driver import Result, run_lane
-from lightning_hmm.inference.cpu.estep import DOUBLE, RANGES, TILE, fill_table, limits_of, most_steps
+from lightning_hmm.inference.cpu.estep import DOUBLE, NO_CENTER, RANGES, TILE, fill_table, limits_of, most_steps
 from lightning_hmm.inference.cpu.fill import TABLE, Seen
 from lightning_hmm.inference.cpu.prepared import Facts
 from lightning_hmm.inference.cpu.updates import Part, update
@@ -87,8 +87,11 @@ class DensePass:
         symbols = np.ascontiguousarray(symbols)
         table, shifts, none = aligned_zeros(DOUBLE, num_symbols + 1, padded), np.zeros(num_symbols + 1), np.zeros((0, 0))
         one_hot, no_pairs = aligned_zeros(DOUBLE, num_states + 1, 0), np.zeros((0, 2), np.int64)
-        no_weights, bias = aligned_zeros(DOUBLE, 0, padded), np.zeros(padded)
-        seen = Seen(TABLE, symbols.ctypes.data, symbols.itemsize, 1, table, shifts, one_hot, none, np.zeros(0, np.int64), no_pairs, no_weights, bias)
+        no_weights, where = aligned_zeros(DOUBLE, 0, padded), symbols.ctypes.data
+        seen = Seen(
+            TABLE, where, where + symbols.nbytes, symbols.itemsize, 1, table, shifts, one_hot, none, np.zeros(0, np.int64), no_pairs, no_weights,
+            NO_CENTER, False,
+        )  # fmt: skip
         chain = DenseArrays(aligned_zeros(DOUBLE, padded, padded), aligned_zeros(DOUBLE, padded, padded), num_states)
         sums = DenseSums(aligned_zeros(DOUBLE, padded, padded), np.zeros((num_states, num_states)), np.zeros(1, np.int64))
         rows = np.zeros((0, num_states))

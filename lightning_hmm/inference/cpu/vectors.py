@@ -5,12 +5,13 @@ They work on a few rows at once, so that no row has to wait for another, and tak
 
 from __future__ import annotations
 
+import math
+
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from lightning_hmm.inference.kernels.gather import _exponential
-from lightning_hmm.inference.kernels.simd import _Emitter, _multiply_block
+from lightning_hmm.inference.kernels.simd import _Emitter, _make_row_operation, _multiply_block
 
 _LONG = ir.IntType(64)
 
@@ -177,21 +178,52 @@ def _make_filter(rows: int, watch: bool):
 (watched_filter_four, watched_step_four), (watched_filter_one, _) = _make_filter(4, True), _make_filter(1, True)
 
 
-def _make_posterior(rows: int):
-    """Returns the intrinsic ``posterior(like, length, kappas, alphas, betas, scales, emissions)``.
+def _multiply(emit, vectors, scalars):
+    return {0: emit.builder.fmul(vectors[1], vectors[2])}, None
 
-    For each of `rows` messages: kappa = beta * emission row * scale, where alpha > 0, else 0; and alpha * beta takes the place of the emission
-    row. `emissions` holds addresses.
+
+# multiply_row(like, length, out, left, right): out = left * right
+multiply_row = _make_row_operation(3, 0, _multiply)
+
+
+@intrinsic
+def center_row(typing_context, like, length, out, source, center):
+    """out = source - center in float64, for a `source` of the type of `like`; arrays are addresses."""
+    is_double = like == types.float64
+    signature = types.void(like, *[types.intp] * 4)
+
+    def codegen(context, builder, signature, args):
+        wide = _Emitter(builder, True)
+        emit = wide if is_double else _Emitter(builder, False, wide.lanes)
+        _, length, out, source, center = args
+
+        def subtract(k, _):
+            values = emit.load(emit.address(source, k), emit.vector)
+            values = values if is_double else builder.fpext(values, wide.vector)
+            wide.store(builder.fsub(values, wide.load(wide.address(center, k), wide.vector)), wide.address(out, k))
+            return []
+
+        wide.loop(length, [], subtract)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+def _make_posterior(rows: int):
+    """Returns the intrinsic ``posterior(like, length, kappas, gammas, alphas, betas, scales, emissions)``.
+
+    For each of `rows` messages: kappa = beta * emission row * scale, where alpha > 0, else 0; and gamma = alpha * beta. `emissions` holds
+    addresses.
     """
 
     @intrinsic
-    def posterior_rows(typing_context, like, length, kappas, alphas, betas, scales, emissions):
+    def posterior_rows(typing_context, like, length, kappas, gammas, alphas, betas, scales, emissions):
         is_double = like == types.float64
-        signature = types.void(like, *[types.intp] * 6)
+        signature = types.void(like, *[types.intp] * 7)
 
         def codegen(context, builder, signature, args):
             emit = _Emitter(builder, is_double)
-            _, length, kappas, alphas, betas, scales, emissions = args
+            _, length, kappas, gammas, alphas, betas, scales, emissions = args
             apart = [builder.mul(length, emit.word(r)) for r in range(rows)]
             emission_at = [emit.load_word(emissions, r) for r in range(rows)]
             factors = [emit.splat(emit.load(emit.address(scales, emit.word(r)), emit.scalar)) for r in range(rows)]
@@ -200,10 +232,9 @@ def _make_posterior(rows: int):
                 for r in range(rows):
                     alpha, beta = (emit.load(emit.address(base, apart[r], k), emit.vector) for base in (alphas, betas))
                     beta = emit.keep_where(">", alpha, emit.constant(0.0), beta)
-                    here = emit.address(emission_at[r], k)
-                    weighed = builder.fmul(beta, emit.load(here, emit.vector))
+                    weighed = builder.fmul(beta, emit.load(emit.address(emission_at[r], k), emit.vector))
                     emit.store(builder.fmul(weighed, factors[r]), emit.address(kappas, apart[r], k))
-                    emit.store(builder.fmul(alpha, beta), here)
+                    emit.store(builder.fmul(alpha, beta), emit.address(gammas, apart[r], k))
                 return []
 
             emit.loop(length, [], smooth)
@@ -216,29 +247,55 @@ def _make_posterior(rows: int):
 
 posterior_four, posterior_one = _make_posterior(4), _make_posterior(1)
 
+# e^r = 1 + r + r^2 p(r) for |r| <= log(2) / 2, where p interpolates at Chebyshev points. The relative errors of the polynomials are 2e-17 and 1e-8.
+_DOUBLE_SERIES = (
+    1.0, 1.0, 0.5000000000000001, 0.16666666666666669, 0.04166666666662413, 0.008333333333330062, 0.0013888888917213717, 0.00019841269863053618,
+    2.4801521295954376e-05, 2.7557268459997064e-06, 2.7620088445409746e-07, 2.510038549551032e-08,
+)  # fmt: skip
+_SINGLE_SERIES = (1.0, 1.0, 0.5, 0.16666576989698775, 0.041666554617204574, 0.008363179052722578, 0.0013926183587713494)
+
+
+def _exponential(emit, x):
+    """2^n e^r with n the nearest whole number to x / log 2. The result must be a normal number."""
+    builder, is_double = emit.builder, emit.size == 8
+    mantissa, series = (52, _DOUBLE_SERIES) if is_double else (23, _SINGLE_SERIES)
+    # log 2 in two parts, the first with so few digits that its product with n is exact.
+    high, low = (6.93147180369123816490e-01, 1.90821492927058770002e-10) if is_double else (0.693145751953125, 1.428606765330187e-06)
+    whole = ir.VectorType(ir.IntType(8 * emit.size), emit.lanes)
+    magic = 1.5 * 2.0**mantissa  # added to a number, it leaves the nearest whole number in the lowest bits
+    shifted = emit.multiply_add(x, emit.constant(1.0 / math.log(2.0)), emit.constant(magic))
+    # The flag keeps numba from adding those of `fastmath`, which would let LLVM cancel the number where there is no fused multiply-add.
+    n = builder.fsub(shifted, emit.constant(magic), flags=("contract",))
+    r = emit.multiply_add(n, emit.constant(-high), x)
+    r = emit.multiply_add(n, emit.constant(-low), r)
+    value = emit.constant(series[-1])
+    for coefficient in series[-2::-1]:
+        value = emit.multiply_add(value, r, emit.constant(coefficient))
+    exponent = builder.shl(builder.bitcast(shifted, whole), ir.Constant(whole, [mantissa] * emit.lanes))
+    return builder.bitcast(builder.add(builder.bitcast(value, whole), exponent), emit.vector)
+
 
 def _make_relative(rows: int):
-    """Returns the intrinsic ``relative(like, length, logs, bias, tiny, out, largest)``.
+    """Returns the intrinsic ``relative(like, length, logs, out, largest)``.
 
-    For each of `rows` rows of float64 `logs`, one after the other: out = exp(logs + bias - largest), in the type of `like`, where `largest` is the
-    largest of the row, at least -1e308. What is too small for that type is `tiny` instead; exp(-inf) is zero.
+    For each of `rows` rows of float64 `logs`, one after the other: out = exp(logs - largest), in the type of `like`, where `largest` is the
+    largest of the row, at least -1e308. What is too small for that type is a number above zero that is at most `Range.tiny`; exp(-inf) is zero.
     """
 
     @intrinsic
-    def relative_rows(typing_context, like, length, logs, bias, tiny, out, largest):
+    def relative_rows(typing_context, like, length, logs, out, largest):
         is_double = like == types.float64
-        scalar = types.float64 if is_double else types.float32
-        signature = types.void(like, *[types.intp] * 3, scalar, *[types.intp] * 2)
+        signature = types.void(like, *[types.intp] * 4)
 
         def codegen(context, builder, signature, args):
             emit = _Emitter(builder, is_double)
             wide = emit.wide(emit.lanes)
-            _, length, logs, bias, tiny, out, largest = args
-            apart, tiny = [builder.mul(length, emit.word(r)) for r in range(rows)], emit.splat(tiny)
-            lowest = emit.constant(-708.0 if is_double else -87.0)
+            _, length, logs, out, largest = args
+            apart = [builder.mul(length, emit.word(r)) for r in range(rows)]
+            lowest = emit.constant(-708.39 if is_double else -87.33)  # the exponential is between the smallest normal number and `tiny`
 
             def log_at(r, k):
-                return builder.fadd(wide.load(wide.address(logs, apart[r], k), wide.vector), wide.load(wide.address(bias, k), wide.vector))
+                return wide.load(wide.address(logs, apart[r], k), wide.vector)
 
             tops = emit.loop(length, [wide.constant(-1e308)] * rows, lambda k, tops: [wide.larger(log_at(r, k), tops[r]) for r in range(rows)])
             tops = [wide.max_vector(top) for top in tops]
@@ -251,9 +308,8 @@ def _make_relative(rows: int):
                     x = builder.fsub(log_at(r, k), tops[r])
                     possible = builder.fcmp_ordered(">", x, wide.constant(float("-inf")))
                     x = x if is_double else builder.fptrunc(x, emit.vector)
-                    value = _exponential(emit, [x], [])[0][0]
-                    small = builder.select(possible, tiny, emit.constant(0.0))
-                    emit.store(builder.select(builder.fcmp_ordered(">=", x, lowest), value, small), emit.address(out, apart[r], k))
+                    value = _exponential(emit, emit.larger(x, lowest))
+                    emit.store(builder.select(possible, value, emit.constant(0.0)), emit.address(out, apart[r], k))
                 return []
 
             emit.loop(length, [], exponentials)

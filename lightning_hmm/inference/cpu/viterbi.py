@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_hmm.inference.cpu.cache import kernel
 from lightning_hmm.inference.cpu.driver import best, best_source
 from lightning_hmm.inference.cpu.estep import detached, plan, refuse_problem, seen_by, wide
-from lightning_hmm.inference.cpu.fill import BLOCK, TABLE, log_block, whole_blocks
+from lightning_hmm.inference.cpu.fill import BLOCK, TABLE, log_block, make_buffers, whole_blocks
 from lightning_hmm.inference.cpu.prepared import prepare_scores
 from lightning_hmm.inference.evidence import Evidence, Rows, Table
 from lightning_hmm.inference.kernels.lanes import aligned_zeros, num_lanes, run_lanes, workspace
@@ -22,7 +22,7 @@ from lightning_hmm.inference.results import refuse_nan
 def viterbi_lane(lane, lanes, tile, order, offsets, seen, op, initial, num_states, longest, work, log_probability, path, problem):
     padded = initial.shape[0]
     delta = work[: (longest + 1) * tile * padded].reshape(longest + 1, tile, padded)
-    scratch, columns, products = np.zeros((BLOCK, padded)), np.zeros((seen.width, BLOCK)), np.zeros((seen.pairs.shape[0], BLOCK))
+    buffers = make_buffers(seen, padded)
     lengths, starts = np.zeros(tile, np.int64), np.zeros(tile, np.int64)
     for start in range(lane * tile, order.shape[0], lanes * tile):
         ids = order[start : start + tile]
@@ -36,7 +36,7 @@ def viterbi_lane(lane, lanes, tile, order, offsets, seen, op, initial, num_state
                 active -= 1
             width = whole_blocks(active, tile)
             steps = min(max(1, BLOCK // width), lengths[0] - first)
-            log_block(seen, first, steps, width, active, lengths, starts, padded, scratch, columns, products, problem)
+            log_block(seen, first, steps, width, active, lengths, starts, padded, buffers, problem)
             for s in range(steps):
                 t = first + s
                 while lengths[active - 1] <= t:
@@ -49,7 +49,7 @@ def viterbi_lane(lane, lanes, tile, order, offsets, seen, op, initial, num_state
                     best(op, starts, t, active, whole_blocks(active, tile), delta, t)
                 for b in range(active):
                     for k in range(num_states):
-                        delta[t + 1, b, k] += scratch[s * width + b, k]
+                        delta[t + 1, b, k] += buffers.scratch[s * width + b, k]
             first += steps
         for b in range(members):
             last, state = lengths[b], 0

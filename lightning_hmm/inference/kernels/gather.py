@@ -2,16 +2,13 @@
 
 One sequence: a list of (weight, place) pairs for each of as many outputs as a vector has lanes, interleaved, so that a
 vector holds one pair of each. Many sequences: messages are transposed, so that each state has one or two vectors of sequences, and
-a list of pairs is walked with the sums in registers. Operations on whole rows of one sequence are here too, exponentials among
-them: numba's are one at a time.
+a list of pairs is walked with the sums in registers. Operations on whole rows of one sequence are here too.
 
 The places are loaded one by one: instructions that gather are spelt differently by each version of LLVM, and on the
 machines tried the difference was small.
 """
 
 from __future__ import annotations
-
-import math
 
 import llvmlite.binding as llvm
 from llvmlite import ir
@@ -206,28 +203,6 @@ def transpose_block(typing_context, like, out, out_bytes, out_last, source, sour
         return context.get_dummy_value()
 
     return signature, codegen
-
-
-def _exponential(emit, vectors, scalars):
-    """2^n e^r with n the nearest whole number to x / log 2, and e^r its Taylor series on |r| <= log(2) / 2."""
-    builder, is_double = emit.builder, emit.size == 8
-    mantissa, degree, lowest = (52, 13, -708.0) if is_double else (23, 7, -87.0)
-    # log 2 in two parts, the first with so few digits that its product with n is exact.
-    high, low = (6.93147180369123816490e-01, 1.90821492927058770002e-10) if is_double else (0.693145751953125, 1.428606765330187e-06)
-    whole = ir.VectorType(ir.IntType(8 * emit.size), emit.lanes)
-    magic = 1.5 * 2.0**mantissa  # added to a number, it leaves the nearest whole number in the lowest bits
-    (x,) = vectors
-    shifted = emit.multiply_add(x, emit.constant(1.0 / math.log(2.0)), emit.constant(magic))
-    # The flag keeps numba from adding those of `fastmath`, which would let LLVM cancel the number where there is no fused multiply-add.
-    n = builder.fsub(shifted, emit.constant(magic), flags=("contract",))
-    r = emit.multiply_add(n, emit.constant(-high), x)
-    r = emit.multiply_add(n, emit.constant(-low), r)
-    series = emit.constant(1.0 / math.factorial(degree))
-    for power in range(degree - 1, -1, -1):
-        series = emit.multiply_add(series, r, emit.constant(1.0 / math.factorial(power)))
-    exponent = builder.shl(builder.bitcast(shifted, whole), ir.Constant(whole, [mantissa] * emit.lanes))
-    value = builder.bitcast(builder.add(builder.bitcast(series, whole), exponent), emit.vector)
-    return {0: emit.keep_where(">=", x, emit.constant(lowest), value)}, None
 
 
 def _add(emit, vectors, scalars):
