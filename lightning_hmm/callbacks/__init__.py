@@ -1,10 +1,11 @@
-"""Callbacks: convergence, figures for TensorBoard, files of predictions, reports."""
+"""Callbacks: convergence, the best epoch, figures for TensorBoard, files of predictions, reports."""
 
 from lightning_hmm.callbacks.convergence import Convergence
 from lightning_hmm.callbacks.cooccurrence import CooccurrenceReport
 from lightning_hmm.callbacks.figures import Figures
+from lightning_hmm.callbacks.keep_best import KeepBest
 from lightning_hmm.callbacks.predictions import PredictionWriter
 from lightning_hmm.callbacks.pruning import Pruning
 from lightning_hmm.callbacks.retraining import Retraining
 
-__all__ = ["Convergence", "CooccurrenceReport", "Figures", "PredictionWriter", "Pruning", "Retraining"]
+__all__ = ["Convergence", "CooccurrenceReport", "Figures", "KeepBest", "PredictionWriter", "Pruning", "Retraining"]
