@@ -47,7 +47,8 @@ def legend(axes: Axes, outside: str | None = None, columns: int = 1, **options: 
     if outside is None:
         axes.legend(**options)
     else:
-        axes.figure.legend(*axes.get_legend_handles_labels(), loc=f"outside {outside}", **options)
+        handles, labels = axes.get_legend_handles_labels()
+        axes.figure.legend(handles, labels, **{"loc": f"outside {outside}", **options})
 
 
 def log_ticks(axes: Axes, values: Sequence[int]) -> None:

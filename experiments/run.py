@@ -19,6 +19,16 @@ from matplotlib.figure import Figure
 from experiments.records import Records
 
 RESULTS = Path("logs/experiments")
+# Options of a `Trainer` that runs on one CPU and writes and prints nothing.
+QUIET_TRAINER: dict[str, Any] = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "use_distributed_sampler": False,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 Case = dict[str, Any]
 
 
@@ -44,7 +54,7 @@ class Run(argparse.Namespace):
 
     # Runs are compared by identity, so that functions of a run can be cached.
     __eq__ = object.__eq__
-    __hash__ = object.__hash__
+    __hash__ = object.__hash__  # type: ignore[assignment]
 
     def save(self, figures: Figure | Mapping[str, Figure], name: str = "figure") -> list[str]:
         """Writes a figure, or several by their names, as PNG files and returns the file names."""

@@ -53,8 +53,11 @@ def learn_matrices(starts: int, online: int, batch: int, num_runs: int | None) -
     """Trains a cloned and a standard HMM on the toy machine; returns bits per symbol and transitions."""
     data = ToyMachineDataModule(k=3, num_runs=num_runs)
     data.setup()
-    options = {"discount": 0.5, "sequences_per_update": 1, "online_epochs": online, "transition_pseudocount": 1e-6}
-    model = ClonedHMM(clones=[2] * data.num_symbols, num_symbols=data.num_symbols, restarts=starts, **options)
+    assert data.vocabulary is not None
+    names = list(data.vocabulary.names)
+    updates: dict[str, Any] = {"discount": 0.5, "sequences_per_update": 1, "online_epochs": online}
+    options: dict[str, Any] = {"restarts": starts, "transition_pseudocount": 1e-6, **updates}
+    model = ClonedHMM(clones=[2] * len(names), num_symbols=len(names), **options)
     fit(model, data.train_sequences, online + batch, 0)
     standard = StandardHMM(model.num_states, data.num_symbols)
     fit(standard, data.train_sequences, 20 * batch)
@@ -66,7 +69,7 @@ def learn_matrices(starts: int, online: int, batch: int, num_runs: int | None) -
         "restarts": [bits_per_restart(model, test, restart) for restart in range(starts)],
         "cloned": in_order(model).tolist(),
         "standard": standard.transition_probs.tolist(),
-        "names": list(data.vocabulary.names),
+        "names": names,
     }
 
 
@@ -176,9 +179,9 @@ def forward_figures(run: Run) -> dict[str, Figure]:
 
 def text_model(data: TextDataModule, states: int, epochs: int, kept: Path) -> ClonedHMM:
     """Trains a model of the text by batch EM and stores it in the file `kept`, or loads it from there."""
-    names = list(data.vocabulary.names)
-    options = {"allocation": "ngram", "ngram_order": 6, "arithmetic": "float32"}
-    model = ClonedHMM(states, data.num_symbols, symbol_names=names, **options)
+    assert data.vocabulary is not None
+    options: dict[str, Any] = {"allocation": "ngram", "ngram_order": 6, "arithmetic": "float32"}
+    model = ClonedHMM(states, data.num_symbols, symbol_names=list(data.vocabulary.names), **options)
     if kept.exists():
         model.load_state_dict(torch.load(kept, weights_only=True))
         return model.eval()
@@ -204,7 +207,8 @@ def find_communities(path: str | None, states: int, epochs: int, resolution: flo
     model = text_model(data, states, epochs, out / f"{Path(path).stem if path else 'help'}_{states}_{epochs}.pt")
     graph = word_graph(model, data.train_sequences)
     groups = communities(graph, resolution=resolution)
-    text = "".join(data.vocabulary.decode(data.train_sequences.values.tolist()))
+    assert data.vocabulary is not None
+    text = "".join(map(str, data.vocabulary.decode(data.train_sequences.values.tolist())))
     words = [strings(graph, group, most=6) for group in groups]
     shown = pick(groups, words, text)
     sizes = sorted(map(len, groups))

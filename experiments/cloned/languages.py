@@ -26,10 +26,11 @@ from experiments.measures import Stopwatch, bits_per_symbol
 from experiments.panels import GREY, legend, panel
 from experiments.records import markdown_table
 from experiments.run import Case, Experiment, Option, Run, run
-from lightning_hmm import HMM, ClonedHMM, Sequences, StandardHMM, fit
+from lightning_hmm import ClonedHMM, Sequences, StandardHMM, fit
 from lightning_hmm.callbacks import KeepBest
 from lightning_hmm.loading import generator
 from lightning_hmm.models.baselines import RecurrentNet
+from lightning_hmm.models.sequence_model import SequenceModel
 from lightning_hmm.plots import COLOURS
 
 METHODS = {
@@ -137,19 +138,18 @@ TABLES = {
 }
 
 
-def make_model(method: str, language: Language, seed: int) -> tuple[HMM, int, float]:
+def make_model(method: str, language: Language, seed: int) -> tuple[SequenceModel, int, float]:
     """Returns the model, its maximum number of epochs, and the tolerance at which training stops."""
     num_symbols = len(language.clones)
+    options: dict[str, Any]
     if method == "ours":
         online, batch = language.epochs
         options = {"sequences_per_update": 1, "online_epochs": online, "transition_pseudocount": 1e-6, **language.ours}
         return ClonedHMM(clones=language.our_clones, num_symbols=num_symbols, seed=seed, **options), online + batch, 0.0
     if method == "hmm":
         return StandardHMM(sum(language.clones), num_symbols, seed=seed, arithmetic="float32"), HMM_EPOCHS, 1e-6
-    online_options = (
-        {} if method == "em" else {"discount": 0.9, "sequences_per_update": 1, "transition_pseudocount": 1e-10}
-    )
-    model = ClonedHMM(clones=language.clones, num_symbols=num_symbols, seed=seed, **online_options)
+    options = {} if method == "em" else {"discount": 0.9, "sequences_per_update": 1, "transition_pseudocount": 1e-10}
+    model = ClonedHMM(clones=language.clones, num_symbols=num_symbols, seed=seed, **options)
     return model, language.most_epochs, 0.0 if method == "long" else 1e-6
 
 
@@ -169,7 +169,7 @@ def train_lstm(data: LanguageDataModule, seed: int, most_epochs: int, shifted: b
         random = generator(seed, "validation of the test kind")
         draws = torch.rand(data.val_length, dtype=torch.float64, generator=random).numpy()
         validation = Sequences.from_list([torch.from_numpy(machine.symbols[machine.draw(data.val_length, draws)])])
-    rates = {"learning_rate": 5e-3, "learning_rate_decay": 0.97}
+    rates: dict[str, Any] = {"learning_rate": 5e-3, "learning_rate_decay": 0.97}
     model = RecurrentNet(100, num_symbols=data.num_symbols, num_layers=2, bptt_steps=50, seed=seed, **rates)
     monitor = "val/bits_per_symbol"
     callbacks = [KeepBest(monitor), EarlyStopping(monitor, patience=LSTM_PATIENCE)]

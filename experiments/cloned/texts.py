@@ -28,7 +28,7 @@ from datamodules.corpus import LetterCleaning
 from experiments.measures import Stopwatch, bits_per_symbol
 from experiments.panels import legend, panel
 from experiments.records import markdown_table
-from experiments.run import Case, Experiment, Option, Run, run
+from experiments.run import QUIET_TRAINER, Case, Experiment, Option, Run, run
 from lightning_hmm import ClonedHMM, Sequences, fit
 from lightning_hmm.callbacks import KeepBest
 from lightning_hmm.models import KneserNey, RecurrentNet
@@ -93,7 +93,7 @@ class Text(NamedTuple):
 
 # All values of SMOOTHING were searched for the first text. The search on the other texts begins at its result, START.
 SMOOTHING = {"strength": (0.15, 0.3, 0.6, 1.2), "returning": (0.05, 0.1, 0.2), "order": (4, 5, 6)}
-START = {"strength": 0.15, "returning": 0.05, "order": 5}
+START: dict[str, Any] = {"strength": 0.15, "returning": 0.05, "order": 5}
 NEAR, LONG = {"strength": (0.08, 0.3), "returning": (0.1,)}, {"order": (6,), "strength": (0.4, 1.0, 2.0)}
 FIRST, LARGE = (6, 9, 12, 15, 18, 21, 24, 27, 30, 34, 38), (16, 22)
 SMALL = (12, 15, 18, 22, 26, 30, 34, 38, 44, 50, 58, 66, 76)
@@ -180,7 +180,12 @@ class Clones:
         self.upper = Contexts(parts.train, self.num_symbols, context) if context > 1 else None
         self.encoded = parts.train if self.upper is None else self.upper.encode(parts.train)
         num_contexts = self.num_symbols if self.upper is None else len(self.upper)
-        options = {"allocation": "ngram", "ngram_order": 7 - context, "arithmetic": "float32", "seed": SEED}
+        options: dict[str, Any] = {
+            "allocation": "ngram",
+            "ngram_order": 7 - context,
+            "arithmetic": "float32",
+            "seed": SEED,
+        }
         self.model = ClonedHMM(max(num_states, num_contexts), num_contexts, **options)
 
     def train(self, iterations: int) -> float:
@@ -241,22 +246,17 @@ def run_cloned(run: Run, text: Text, final: Parts) -> dict[str, Any]:
 
 def save(model: ClonedHMM, path: Path) -> None:
     """Writes a checkpoint for `lightning_hmm.load`."""
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    trainer = Trainer(accelerator="cpu", **quiet)
+    trainer = Trainer(**QUIET_TRAINER)
     trainer.strategy.connect(model)
     trainer.save_checkpoint(path, weights_only=True)
 
 
 def run_ngrams(final: Parts, inner: Parts, orders: range) -> dict[str, Any]:
-    assert final.data.num_symbols is not None
+    num_symbols = final.data.num_symbols
+    assert num_symbols is not None
 
     def score(order: int, parts: Parts) -> float:
-        return KneserNey(final.data.num_symbols, order).fit(parts.train).bits_per_symbol(parts.scored)
+        return KneserNey(num_symbols, order).fit(parts.train).bits_per_symbol(parts.scored)
 
     with Stopwatch() as watch:
         found = {order: score(order, inner) for order in orders}
@@ -268,9 +268,9 @@ def run_ngrams(final: Parts, inner: Parts, orders: range) -> dict[str, Any]:
 def train_lstm(settings: LSTM, parts: Parts, hidden_size: int, epochs: int, **options: Any) -> RecurrentNet:
     lengths = [500] * (parts.train.num_steps // 500) + [parts.train.num_steps % 500]
     data = Sequences.from_lengths(parts.train.values, lengths)
-    size = {"hidden_size": hidden_size, "num_layers": 2, "dropout": settings.dropout, "bptt_steps": 50, "seed": SEED}
-    rates = {"learning_rate": settings.learning_rate, "learning_rate_decay": settings.decay}
-    model = RecurrentNet(num_symbols=parts.data.num_symbols, **size, **rates)
+    size: dict[str, Any] = {"hidden_size": hidden_size, "num_layers": 2, "dropout": settings.dropout, "bptt_steps": 50}
+    rates: dict[str, Any] = {"learning_rate": settings.learning_rate, "learning_rate_decay": settings.decay}
+    model = RecurrentNet(num_symbols=parts.data.num_symbols, seed=SEED, **size, **rates)
     return fit(model, data, epochs, 0.0, batch_size=settings.batch_size, shuffle=True, seed=SEED, **options)
 
 

@@ -26,7 +26,7 @@ from datamodules.base import SequenceDataModule
 from experiments.measures import Stopwatch, quartiles
 from experiments.panels import error_bars, legend, panels
 from experiments.records import markdown_table
-from experiments.run import Case, Experiment, Option, Run, run
+from experiments.run import QUIET_TRAINER, Case, Experiment, Option, Run, run
 from lightning_hmm import HMM, DenseHMM, StandardHMM
 from lightning_hmm.callbacks import CooccurrenceReport
 from lightning_hmm.inference.cooccurrence import pair_counts
@@ -56,9 +56,14 @@ LEVELS = ("training half", "independent symbols")
 @lru_cache(maxsize=1)
 def make_data(run: Run, num_states: int, seed: int) -> SequenceDataModule:
     """Returns the data of a run. Synthetic data have as many symbols as states; real data differ by their split."""
-    halves = {"seed": seed, "val_fraction": 0.0, "test_fraction": 0.5}
+    halves: dict[str, Any] = {"seed": seed, "val_fraction": 0.0, "test_fraction": 0.5}
     if run.data == "synthetic":
-        sizes = {"num_states": num_states, "num_symbols": num_states, "num_sequences": 20, "length": 200}
+        sizes: dict[str, Any] = {
+            "num_states": num_states,
+            "num_symbols": num_states,
+            "num_sequences": 20,
+            "length": 200,
+        }
         return SyntheticDataModule(**sizes, concentration=0.1, every_symbol=True, **halves)
     given = {name: value for name, value in cleaning(run).items() if value is not None}
     return {"protein": ProteinDataModule, "pos": POSDataModule}[run.data](path=run.path, **given, **halves)
@@ -70,37 +75,24 @@ def cleaning(run: Run) -> dict[str, Any]:
 
 
 def make_model(name: str, kind: str, num_states: int, length: int, num_symbols: int, seed: int) -> HMM:
+    common: dict[str, Any] = {"num_symbols": num_symbols, "seed": seed, "restarts": STARTS}
     if name in ("standard", "fair"):
         states = num_states if name == "standard" else fair_num_states(num_states, num_symbols, length)
-        return StandardHMM(states, num_symbols, seed=seed, restarts=STARTS)
-    sizes = {
-        "num_states": num_states,
-        "num_symbols": num_symbols,
-        "embedding_dim": length,
-        "seed": seed,
-        "restarts": STARTS,
-    }
-    if name == "em":
-        return DenseHMM(objective="em", learning_rate=TAGS_LEARNING_RATE if kind == "pos" else None, **sizes)
-    if name == "likelihood":
-        return DenseHMM(objective="likelihood", **sizes)
-    options = {"target": "truth" if kind == "synthetic" and name != "direct, from data" else "data"}
-    return DenseHMM(
-        objective="cooccurrence", differentiate_stationary=name != "direct, pi constant", **options, **sizes
-    )
+        return StandardHMM(states, **common)
+    options: dict[str, Any] = {"objective": name}  # "em" or "likelihood"
+    if name == "em" and kind == "pos":
+        options["learning_rate"] = TAGS_LEARNING_RATE
+    elif name.startswith("direct"):
+        truth = kind == "synthetic" and name != "direct, from data"
+        options = {"objective": "cooccurrence", "target": "truth" if truth else "data"}
+        options["differentiate_stationary"] = name != "direct, pi constant"
+    return DenseHMM(num_states, embedding_dim=length, **common, **options)
 
 
 def measure(model: HMM, data: SequenceDataModule, epochs: int) -> dict[str, float]:
     """Trains and tests; returns the measures and the seconds of processor time of training."""
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "use_distributed_sampler": False, **quiet}
     with quiet_lightning(announcements=False):
-        trainer = Trainer(max_epochs=epochs, callbacks=[CooccurrenceReport()], **options)
+        trainer = Trainer(max_epochs=epochs, callbacks=[CooccurrenceReport()], **QUIET_TRAINER)
         with Stopwatch() as watch:
             trainer.fit(model, datamodule=data)
         (found,) = trainer.test(model, datamodule=data, verbose=False)
@@ -175,8 +167,8 @@ def table(run: Run) -> dict[str, str]:
             rows.append([f"{n}, {length}", *cells])
         made[measure_name] = markdown_table(["n, l", *(NAMES[name] for name in models_of(run))], rows)
     if run.data != "synthetic":
-        found = {name: run.records.values(MEASURES[0], model=name, **cleaning(run)) for name in LEVELS}
-        rows = [[name, f"{np.median(values):.6f}"] for name, values in found.items()]
+        levels = {name: run.records.values(MEASURES[0], model=name, **cleaning(run)) for name in LEVELS}
+        rows = [[name, f"{np.median(values):.6f}"] for name, values in levels.items()]
         made["levels"] = markdown_table(["pairs of", "median deviation from the test half"], rows)
     return made
 

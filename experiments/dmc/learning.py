@@ -48,14 +48,18 @@ def make_data(run: Run, name: str) -> SequenceDataModule:
     train, val, test = points_of(run, name)
     total = train + val + test
     # Half a point is added because fractions are rounded down.
-    fractions = {"val_fraction": (val + 0.5) / total, "test_fraction": (test + 0.5) / total, "seed": run.truth}
+    fractions: dict[str, Any] = {
+        "val_fraction": (val + 0.5) / total,
+        "test_fraction": (test + 0.5) / total,
+        "seed": run.truth,
+    }
     data: SequenceDataModule
     if name == "accelerometer":
         data = AccelerometerDataModule(path=run.path, num_steps=total, days=-(-total // MINUTES), **fractions)
     else:
-        shape = {"num_sequences": total // val, "length": val, "num_states": 20, "num_features": 2}
-        truth = {"layout": "grid", "separation": run.separation, "transitions": TRANSITIONS[name], "concentration": 1.0}
-        data = SyntheticDataModule(emission="gaussian", **shape, **truth, **fractions)
+        shape: dict[str, Any] = {"num_sequences": total // val, "length": val, "num_states": 20, "num_features": 2}
+        truth: dict[str, Any] = {"transitions": TRANSITIONS[name], "concentration": 1.0, "separation": run.separation}
+        data = SyntheticDataModule(emission="gaussian", layout="grid", **shape, **truth, **fractions)
     data.setup()
     return data
 
@@ -70,24 +74,21 @@ def true_score(data: SequenceDataModule) -> float | None:
     return float(model.score(data.test_sequences).sum())
 
 
-def make_model(run: Run, num_states: int, num_kept: int | None, num_features: int | None, seed: int) -> StandardHMM:
+def make_model(
+    run: Run, num_states: int, num_kept: int | None, num_features: int | None, seed: int
+) -> StandardHMM | DMCHMM:
     """Returns a DMC-HMM, or the regular HMM if `num_kept` is ``None``.
 
     The means are initialized by k-means with `seed`, which is the same for all models of one size.
     """
-    sizes: dict[str, Any] = {
-        "num_states": num_states,
-        "emission": "gaussian",
-        "num_features": num_features,
-        "seed": seed,
-    }
+    options: dict[str, Any] = {"emission": "gaussian", "num_features": num_features, "seed": seed}
     even = 1 / num_states
     if num_kept is None:
-        model = StandardHMM(**sizes)
+        regular = StandardHMM(num_states, **options)
         if run.start == "even":
-            model.set_parameters(transition=torch.full((num_states, num_states), even, dtype=torch.float64))
-        return model
-    model = DMCHMM(num_kept=num_kept, criterion=run.criterion, **sizes)
+            regular.set_parameters(transition=torch.full((num_states, num_states), even, dtype=torch.float64))
+        return regular
+    model = DMCHMM(num_states, num_kept, criterion=run.criterion, **options)
     if run.start == "even":
         indices = torch.arange(num_kept).repeat(num_states, 1)
         model.set_parameters(indices=indices, values=torch.full((num_states, num_kept), even))
@@ -125,7 +126,9 @@ class HeldOut(Callback):
         return int(np.argmax([val for val, _ in self.scores]))
 
 
-def train(model: StandardHMM, data: SequenceDataModule, epochs: int, patience: int | None = None) -> dict[str, Any]:
+def train(
+    model: StandardHMM | DMCHMM, data: SequenceDataModule, epochs: int, patience: int | None = None
+) -> dict[str, Any]:
     """Trains; returns all test likelihoods, and both likelihoods of the iteration chosen on validation data."""
     held_out = HeldOut(data.val_sequences, data.test_sequences, patience)
     with Stopwatch() as watch:

@@ -11,7 +11,7 @@ float32, more states and other libraries.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -73,7 +73,7 @@ class IterationTimes(Callback):
             self.exact.append(float(pl_module.choices[0].dot_products.double().mean()))
 
 
-def iterate(model: StandardHMM, sequences: Sequences, iterations: int) -> IterationTimes:
+def iterate(model: StandardHMM | DMCHMM, sequences: Sequences, iterations: int) -> IterationTimes:
     times = IterationTimes()
     fit(model, sequences, max_epochs=iterations, tolerance=0, callbacks=[times])
     return times
@@ -136,7 +136,12 @@ def cases(run: Run) -> Iterator[Case]:
 
 def compute(run: Run, case: Case) -> dict[str, float]:
     settings = dict(case)
-    measure = {"inference": time_inference, "baum_welch": time_baum_welch, "bounds": time_bounds}[settings.pop("part")]
+    measures: dict[str, Callable[..., dict[str, float]]] = {
+        "inference": time_inference,
+        "baum_welch": time_baum_welch,
+        "bounds": time_bounds,
+    }
+    measure = measures[settings.pop("part")]
     kernels = case["part"], case.get("way")
     if kernels not in COMPILED:  # Kernels are compiled at their first use.
         measure(**settings)

@@ -54,7 +54,7 @@ TITLES = {
 }
 
 
-def exact_model(variant: str, num_features: int, seed: int) -> Any:
+def exact_model(variant: str, num_features: int | None, seed: int) -> Any:
     """Returns the model of depth 0."""
     if variant == "discrete":
         return StandardHMM(STATES, emission="gaussian", num_features=num_features, seed=seed)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,7 +87,7 @@ class Stack:
             )
         start = inputs.new_zeros(1, count, networks * hidden)
         cell = self.models[0].hparams["cell"]
-        run = {"rnn": torch.rnn_tanh, "lstm": torch.lstm, "gru": torch.gru}[cell]
+        run: Any = {"rnn": torch.rnn_tanh, "lstm": torch.lstm, "gru": torch.gru}[cell]
         states = run(
             inputs.permute(1, 2, 0, 3).flatten(2),
             (start, start) if cell == "lstm" else start,
@@ -147,7 +148,7 @@ class Stack:
         return best, when
 
     def _clip(self, largest: float) -> None:
-        gradients = [parameter.grad for parameter in self.parameters.values()]
+        gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
         norms = torch.stack([gradient.flatten(1).square().sum(1) for gradient in gradients]).sum(0).sqrt()
         shares = (largest / (norms + 1e-6)).clamp(max=1.0)  # as torch clips the gradient of one network
         for gradient in gradients:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from datamodules.base import SequenceDataModule
 from experiments.measures import Stopwatch
+from experiments.run import QUIET_TRAINER
 from lightning_hmm.callbacks import KeepBest
 from lightning_hmm.metrics import PredictionError
 from lightning_hmm.models.neural_starts import moving_sum
@@ -42,16 +43,9 @@ def train(model: Any, data: SequenceDataModule, epochs: int, patience: int) -> d
     Returns the validation error, the number of epochs and the seconds of processor time.
     """
     best = KeepBest(MONITORED)
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "use_distributed_sampler": False, **quiet}
     with quiet_lightning(announcements=False):
         callbacks = [EarlyStopping(MONITORED, patience=patience), best]
-        trainer = Trainer(max_epochs=epochs, callbacks=callbacks, num_sanity_val_steps=0, **options)
+        trainer = Trainer(max_epochs=epochs, callbacks=callbacks, num_sanity_val_steps=0, **QUIET_TRAINER)
         with Stopwatch() as watch:
             trainer.fit(model, datamodule=data)
     return {"val_error": best.best_score, "epochs": trainer.current_epoch, "seconds": round(watch.seconds, 2)}

@@ -87,8 +87,8 @@ def make_data(run: Run, seed: int) -> GPSDataModule:
     if run.data == "museum":
         data = GPSDataModule(visitors=run.visitors, **parts)
     else:
-        columns = {"position_columns": ["x", "y"], "time_column": "timestamp", "label_column": "groundtruth"}
-        data = GPSDataModule(run.path, step=5.0, units="metres", **columns, **parts)
+        columns: dict[str, Any] = {"position_columns": ["x", "y"], "time_column": "timestamp", "units": "metres"}
+        data = GPSDataModule(run.path, step=5.0, label_column="groundtruth", **columns, **parts)
     data.setup()
     return data
 
