@@ -1,40 +1,49 @@
-"""Figures 3c and 3d: training bits per symbol against the number of states, and how many transitions can be left out without harm.
+"""Figures 3c and 3d: training bits per symbol by the number of states, and the effect of pruning transitions.
 
 ``python -m experiments.cloned.capacity --path <folder>`` (with gutenberg/; $LIGHTNING_HMM_DATA if not given)
 
-Clones of letters, 30 iterations of batch EM for every capacity. For Figure 3d the transitions of the model of `--pruned` states below a threshold are set to
-zero, each row's largest apart, and the rest sums to one again; test bits are with back-off, whose counts are those of the pruned model.
+Clones of letters are trained with 30 iterations of batch EM for each number of states. For Figure 3d, the transitions
+of the model with `--pruned` states that are below a threshold are set to zero, except for the largest of each row, and
+the rows are normalized again. Test bits include back-off, whose counts are those of the pruned model.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import math
-import os
-import time
-from pathlib import Path
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
 
 import torch
 from matplotlib.figure import Figure
 
-from experiments.cloned.texts import START, TEXTS, Clones, Parts, bits, final_parts
-from experiments.records import Records, markdown_table
+from experiments.cloned.texts import DATA_FOLDER, START, TEXTS, Clones, Parts, final_parts
+from experiments.measures import bits_per_symbol
+from experiments.panels import log_ticks, panels
+from experiments.records import markdown_table
+from experiments.run import Case, Experiment, Option, Run, run
 from lightning_hmm.plots import COLOURS
 
-CAPACITIES = (250, 500, 1000, 2000, 4000)
-THRESHOLDS = (0.0, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
-ITERATIONS = 30
+
+@lru_cache(maxsize=1)
+def text_parts(run: Run) -> Parts:
+    if not run.quick:
+        return final_parts(run.path / next(text.path for text in TEXTS if text.name == run.text))
+    parts = final_parts(None)
+    return Parts(parts.train[:6], parts.scored, parts.data)
 
 
-def training_bits(clones: Clones) -> float:
-    """Of the clones themselves, without back-off."""
-    return bits(clones.model, clones.encoded)
+@lru_cache(maxsize=1)
+def trained(run: Run, num_states: int) -> tuple[Clones, float]:
+    """Returns a trained model and the seconds of processor time."""
+    clones = Clones(text_parts(run), 1, num_states)
+    return clones, clones.train(run.iterations)
 
 
 @torch.no_grad()
 def pruned(clones: Clones, threshold: float) -> tuple[Clones, float]:
-    """Without the transitions below the threshold; and the share of all pairs of states that has none then."""
+    """Returns the model without transitions below the threshold, and the fraction of transitions that are zero."""
     other = copy.copy(clones)
     other.model = copy.deepcopy(clones.model)
     keep = other.model.above(threshold) if threshold else other.model.transition.probs[0] > 0
@@ -43,66 +52,72 @@ def pruned(clones: Clones, threshold: float) -> tuple[Clones, float]:
     return other, 1 - int(keep.sum()) / other.model.num_states**2
 
 
-def figure(records: Records) -> Figure:
-    plot = Figure(figsize=(8, 3.4), layout="constrained")
-    left, right = plot.subplots(1, 2)
-    capacities = sorted(records.where(figure="capacity"), key=lambda record: record["num_states"])
-    left.plot([record["num_states"] for record in capacities], [record["train"] for record in capacities], "o-", color=COLOURS[0])
-    left.set(xscale="log", xlabel="states", ylabel="bits per symbol, training part")
-    left.set_xticks([record["num_states"] for record in capacities], [f"{record['num_states']:,}" for record in capacities])
-    left.minorticks_off()
-    thresholds = sorted(records.where(figure="pruning"), key=lambda record: record["threshold"])
-    finite = [record for record in thresholds if math.isfinite(record["test"])]
-    right.plot([100 * record["zeros"] for record in finite], [record["test"] for record in finite], "o-", color=COLOURS[0])
+def cases(run: Run) -> Iterator[Case]:
+    for num_states in run.capacities:
+        yield {"figure": "capacity", "num_states": num_states}
+        if num_states == run.pruned:
+            yield from ({"figure": "pruning", "threshold": threshold} for threshold in run.thresholds)
+
+
+def compute(run: Run, case: Case) -> dict[str, Any]:
+    if case["figure"] == "capacity":
+        clones, seconds = trained(run, case["num_states"])
+        return {"train": bits_per_symbol(clones.model, clones.encoded), "seconds": round(seconds, 1)}
+    smaller, zeros = pruned(trained(run, run.pruned)[0], case["threshold"])
+    if not math.isfinite(bits_per_symbol(smaller.model, smaller.encoded)):
+        return {"zeros": zeros, "test": math.inf}  # No path through the training text is left to count contexts along.
+    return {
+        "zeros": zeros,
+        "test": bits_per_symbol(smaller.smoothed(smaller.back_off(), **START), smaller.parts.scored),
+    }
+
+
+def table(run: Run) -> str:
+    capacity, pruning = (run.records.where(figure=name) for name in ("capacity", "pruning"))
+    rows = [[f"{found['num_states']:,}", f"{found['train']:.3f}", f"{found['seconds']:.1f}"] for found in capacity]
+    made = markdown_table(["states", "training bits per symbol", "s"], rows)
+    rows = []
+    for found in pruning:
+        test = f"{found['test']:.3f}" if math.isfinite(found["test"]) else "training text impossible"
+        rows.append([f"{found['threshold']:g}", f"{100 * found['zeros']:.2f}", test])
+    return f"{made}\n{markdown_table(['threshold', 'transitions that are zero, %', 'test bits per symbol'], rows)}"
+
+
+def figure(run: Run) -> Figure:
+    plot, ((left, right),) = panels(8, 3.4, 1, 2, grid="both")
+    capacity = sorted(run.records.where(figure="capacity"), key=lambda record: record["num_states"])
+    sizes = [record["num_states"] for record in capacity]
+    left.plot(sizes, [record["train"] for record in capacity], "o-", color=COLOURS[0])
+    left.set(xlabel="states", ylabel="bits per symbol, training part")
+    log_ticks(left, sizes)
+    pruning = sorted(run.records.where(figure="pruning"), key=lambda record: record["threshold"])
+    finite = [record for record in pruning if math.isfinite(record["test"])]
+    zeros = [100 * record["zeros"] for record in finite]
+    right.plot(zeros, [record["test"] for record in finite], "o-", color=COLOURS[0])
     right.set(xlabel="transitions that are zero, %", ylabel="bits per symbol, test part")
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(color="#E5E5E5", linewidth=0.6)
     return plot
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--path", type=Path, default=Path(os.environ.get("LIGHTNING_HMM_DATA", "data")), help="folder of the texts")
-    parser.add_argument("--text", default="blake-poems", choices=[text.name for text in TEXTS])
-    parser.add_argument("--pruned", type=int, default=2000, help="states of the model of Figure 3d, one of the capacities")
-    parser.add_argument("--out", type=Path, default=Path("logs/experiments/cloned/capacity"))
-    parser.add_argument("--quick", action="store_true", help="a stretch of Python's help texts, two capacities, two thresholds")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    capacities, thresholds, iterations = CAPACITIES, THRESHOLDS, ITERATIONS
-    parts = final_parts(None if args.quick else args.path / next(text.path for text in TEXTS if text.name == args.text))
-    if args.quick:
-        capacities, thresholds, iterations, args.pruned = (60, 120), (0.0, 1e-4), 3, 120
-        parts = Parts(parts.train[:6], parts.scored, parts.data)
-    records = Records(args.out / "records.jsonl")
-    missing = [threshold for threshold in thresholds if not records.has(figure="pruning", threshold=threshold)]
-    for num_states in capacities:
-        wanted = missing if num_states == args.pruned else []
-        if not wanted and records.has(figure="capacity", num_states=num_states):
-            continue
-        begin = time.process_time()
-        clones = Clones(parts, 1, num_states)
-        clones.train(iterations)
-        if not records.has(figure="capacity", num_states=num_states):
-            seconds = round(time.process_time() - begin, 1)
-            records.add(figure="capacity", num_states=num_states, train=training_bits(clones), seconds=seconds)
-            print(records.where(figure="capacity", num_states=num_states), flush=True)
-        for threshold in wanted:
-            smaller, zeros = pruned(clones, threshold)
-            possible = math.isfinite(training_bits(smaller))  # else there is no path through the training data to count contexts along
-            test = bits(smaller.smoothed(smaller.back_off(), **START), parts.scored) if possible else math.inf
-            records.add(figure="pruning", threshold=threshold, zeros=zeros, test=test)
-            print(records.where(figure="pruning", threshold=threshold), flush=True)
-    rows = [[f"{record['num_states']:,}", f"{record['train']:.3f}", f"{record['seconds']:.1f}"] for record in records.where(figure="capacity")]
-    made = markdown_table(["states", "training bits per symbol", "s"], rows) + "\n"
-    rows = [[f"{record['threshold']:g}", f"{100 * record['zeros']:.2f}", f"{record['test']:.3f}"] for record in records.where(figure="pruning")]
-    made += markdown_table(["threshold", "zeros, %", "test bits per symbol"], rows)
-    (args.out / "table.md").write_text(made)
-    print(made)
-    figure(records).savefig(args.out / "figure.png", dpi=150)
-    print(f"Written to {args.out}: table.md, figure.png, records.jsonl.")
-
+EXPERIMENT = Experiment(
+    folder="cloned/capacity",
+    description=__doc__,
+    cases=cases,
+    compute=compute,
+    table=table,
+    figure=figure,
+    options=[
+        DATA_FOLDER,
+        Option("--text", default="blake-poems", choices=[text.name for text in TEXTS], help="text to train on"),
+        Option("--pruned", type=int, default=2000, help="states of the model that is pruned (%(default)s if not given)"),
+    ],
+    settings={
+        "capacities": (250, 500, 1000, 2000, 4000),
+        "thresholds": (0.0, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1),
+        "iterations": 30,
+    },
+    quick={"capacities": (60, 120), "thresholds": (0.0, 1e-4), "iterations": 3, "pruned": 120},
+    quick_help="a part of Python's help texts, two models, two thresholds",
+)
 
 if __name__ == "__main__":
-    main()
+    run(EXPERIMENT)

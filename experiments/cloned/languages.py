@@ -1,37 +1,38 @@
-"""Tables 1, 2 and 3: cloned HMMs on two made-up languages whose best possible prediction is known exactly.
+"""Tables 1, 2 and 3: cloned HMMs on two artificial languages whose optimal prediction is known exactly.
 
 ``python -m experiments.cloned.languages toy`` (Table 1; ``brackets`` for Table 2, ``shifted`` for Table 3)
 
-For each language and each of 10 seeds, which draw data and starting values: our setting, the paper's with online and with batch EM, and an
-overcomplete standard HMM. For Table 3 an LSTM instead, of 3 seeds, whose epoch is chosen on validation data drawn as the training data are and, as
-in the paper, on such as the test data are. Where a setting has several starts, the one of the largest training likelihood is taken. Test data are as
-many as training data, one run, its first symbol included; the optimum is what the true model of the training data gives on the same data.
-``--methods`` runs some of them only.
+Each of 10 seeds draws data and initial parameters. The methods are our setting, the paper's setting with online and
+with batch EM, and an overcomplete standard HMM. Table 3 has an LSTM instead, with 3 seeds, whose epoch is chosen on
+validation data that are drawn like the training data and, as in the paper, on data that are drawn like the test data.
+If a setting has several restarts, the one with the largest training likelihood is used. Test data are a single sequence
+as long as the training data, including its first symbol. The optimum is the result of the true model of the training
+data on the same data. ``--methods`` restricts the methods.
 """
 
 from __future__ import annotations
 
-import argparse
-import math
-import tempfile
-import time
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping
 from matplotlib.figure import Figure
 
 from datamodules import BracketDataModule, ToyMachineDataModule
 from datamodules.languages import LanguageDataModule, pieces
-from experiments.records import Records, markdown_table
-from lightning_hmm import HMM, ClonedHMM, Sequences, StandardHMM, fit, load
+from experiments.measures import Stopwatch, bits_per_symbol
+from experiments.panels import GREY, legend, panel
+from experiments.records import markdown_table
+from experiments.run import Case, Experiment, Option, Run, run
+from lightning_hmm import ClonedHMM, Sequences, StandardHMM, fit
+from lightning_hmm.callbacks import KeepBest
 from lightning_hmm.models.baselines import RecurrentNet
+from lightning_hmm.models.sequence_model import SequenceModel
 from lightning_hmm.plots import COLOURS
 from lightning_hmm.random import generator
 
-SEEDS = 10
 METHODS = {
     "ours": "online, then batch EM from a sparse start",
     "online": "the paper's online EM",
@@ -55,15 +56,16 @@ class Language(NamedTuple):
     """A row of a table.
 
     Attributes:
-        data: what makes it.
-        clones: the paper's, for each symbol.
-        our_clones: for each symbol.
-        ours: settings of our model.
-        epochs: of online and of batch EM in our setting.
-        most_epochs: of the paper's settings.
-        within: bits of the optimum that we want to be in.
-        paper: its bits by method.
-        others: methods that are not in the paper's table.
+        name: Name in the table.
+        data: Data module and its options.
+        clones: Number of clones of each symbol in the paper's settings.
+        our_clones: Number of clones of each symbol in our setting.
+        ours: Options of the model in our setting.
+        epochs: Epochs of online and of batch EM in our setting.
+        most_epochs: Maximum number of epochs of the paper's settings.
+        within: The table counts the seeds that come within so many bits of the optimum.
+        paper: Bits per symbol in the paper, by method.
+        others: Methods that are not in the paper's table.
     """
 
     name: str
@@ -79,9 +81,11 @@ class Language(NamedTuple):
 
 
 def _toy(k: int, clones: int, paper: dict[str, float]) -> Language:
-    """One clone of signals and answers; noise has to carry them."""
+    """The toy machine. Signals and answers have one clone; the clones of the noise symbols have to carry the signal."""
     settings = {"start_concentration": 0.05, "discount": 0.5}
-    return Language(f"k = {k}", (ToyMachineDataModule, {"k": k}), _carried(k, clones), _carried(k, 10), settings, (10, 10), 1000, 0.002, paper, ("long",))
+    data = (ToyMachineDataModule, {"k": k})
+    counts = _carried(k, clones), _carried(k, 10)
+    return Language(f"k = {k}", data, *counts, settings, (10, 10), 1000, 0.002, paper, ("long",))
 
 
 def _carried(k: int, clones: int) -> list[int]:
@@ -90,7 +94,8 @@ def _carried(k: int, clones: int) -> list[int]:
 
 def _brackets(k: int, clones: int, our_clones: int, restarts: int, within: float, paper: dict[str, float]) -> Language:
     settings = {"start_concentration": 0.1, "discount": 0.8, "restarts": restarts}
-    return Language(f"k = {k}", (BracketDataModule, {"k": k}), [clones] * 5, [our_clones] * 5, settings, (20, 10), 100, within, paper)
+    data = (BracketDataModule, {"k": k})
+    return Language(f"k = {k}", data, [clones] * 5, [our_clones] * 5, settings, (20, 10), 100, within, paper)
 
 
 TABLES = {
@@ -133,125 +138,151 @@ TABLES = {
 }
 
 
-def make_model(method: str, language: Language, seed: int) -> tuple[HMM, int, float]:
-    """The model, the most epochs, and the tolerance at which training stops."""
+def make_model(method: str, language: Language, seed: int) -> tuple[SequenceModel, int, float]:
+    """Returns the model, its maximum number of epochs, and the tolerance at which training stops."""
     num_symbols = len(language.clones)
+    options: dict[str, Any]
     if method == "ours":
         online, batch = language.epochs
         options = {"sequences_per_update": 1, "online_epochs": online, "transition_pseudocount": 1e-6, **language.ours}
         return ClonedHMM(clones=language.our_clones, num_symbols=num_symbols, seed=seed, **options), online + batch, 0.0
     if method == "hmm":
         return StandardHMM(sum(language.clones), num_symbols, seed=seed, arithmetic="float32"), HMM_EPOCHS, 1e-6
-    online_options = {} if method == "em" else {"discount": 0.9, "sequences_per_update": 1, "transition_pseudocount": 1e-10}
-    model = ClonedHMM(clones=language.clones, num_symbols=num_symbols, seed=seed, **online_options)
+    options = {} if method == "em" else {"discount": 0.9, "sequences_per_update": 1, "transition_pseudocount": 1e-10}
+    model = ClonedHMM(clones=language.clones, num_symbols=num_symbols, seed=seed, **options)
     return model, language.most_epochs, 0.0 if method == "long" else 1e-6
 
 
 def train_lstm(data: LanguageDataModule, seed: int, most_epochs: int, shifted: bool) -> tuple[RecurrentNet, int]:
-    """Two layers of 100 units, as the paper's; the best epoch on validation data, with `shifted` of the test kind, and how many there were."""
+    """Trains two layers of 100 units, as in the paper. Returns the best epoch and the number of epochs.
+
+    Args:
+        data: The language.
+        seed: Seed for the initial parameters and the validation data.
+        most_epochs: Maximum number of epochs.
+        shifted: Whether the validation data are drawn like the test data.
+    """
     symbols = data.train_sequences.values
-    streams = Sequences.from_lengths(symbols, pieces(len(symbols), -(-len(symbols) // LSTM_STREAMS)))  # read side by side
+    streams = Sequences.from_lengths(symbols, pieces(len(symbols), -(-len(symbols) // LSTM_STREAMS)))  # one batch
     validation, machine = data.val_sequences, data.test_machine
     if shifted:
-        draws = torch.rand(data.val_length, dtype=torch.float64, generator=generator(seed, "validation of the test kind")).numpy()
+        random = generator(seed, "validation of the test kind")
+        draws = torch.rand(data.val_length, dtype=torch.float64, generator=random).numpy()
         validation = Sequences.from_list([torch.from_numpy(machine.symbols[machine.draw(data.val_length, draws)])])
-    model = RecurrentNet(100, num_symbols=data.num_symbols, num_layers=2, bptt_steps=50, learning_rate=5e-3, learning_rate_decay=0.97, seed=seed)
-    with tempfile.TemporaryDirectory() as folder:
-        best = ModelCheckpoint(folder, monitor="val/bits_per_symbol")
-        patience = EarlyStopping("val/bits_per_symbol", patience=LSTM_PATIENCE)
-        fit(model, streams, most_epochs, 0, val_sequences=validation, callbacks=[best, patience], enable_checkpointing=True)
-        return load(best.best_model_path), model.trainer.current_epoch
+    rates: dict[str, Any] = {"learning_rate": 5e-3, "learning_rate_decay": 0.97}
+    model = RecurrentNet(100, num_symbols=data.num_symbols, num_layers=2, bptt_steps=50, seed=seed, **rates)
+    monitor = "val/bits_per_symbol"
+    callbacks = [KeepBest(monitor), EarlyStopping(monitor, patience=LSTM_PATIENCE)]
+    fit(model, streams, most_epochs, 0, val_sequences=validation, callbacks=callbacks)
+    return model, model.trainer.current_epoch
 
 
-def measure(method: str, language: Language, seed: int, most_epochs: int | None, length: int | None) -> dict[str, Any]:
-    """Trains on data of that seed, and gives bits per symbol of training and test data beside the true model's."""
+def cases(run: Run) -> Iterator[Case]:
+    for language in run.tables[run.table]:
+        for method in run.methods or ["ours", *language.paper, *language.others]:
+            for seed in range(min(run.seeds, LSTM_SEEDS) if method.startswith("lstm") else run.seeds):
+                yield {"language": language.name, "method": method, "seed": seed, "most_epochs": run.most_epochs}
+
+
+def compute(run: Run, case: Case) -> dict[str, Any]:
+    """Trains on data of the seed; returns bits per symbol of training and test data and those of the true model."""
+    method, seed = case["method"], case["seed"]
+    language = next(language for language in run.tables[run.table] if language.name == case["language"])
     kind, options = language.data
-    data = kind(seed=seed, **options | ({} if length is None else {"length": length}))
+    data = kind(seed=seed, **options | run.sizes)
     data.setup()
-    begin = time.process_time()
     model: Any
-    if method.startswith("lstm"):
-        model, epochs = train_lstm(data, seed, most_epochs or LSTM_EPOCHS, method == "lstm_shifted")
-    else:
-        model, limit, tolerance = make_model(method, language, seed)
-        fit(model, data.train_sequences, min(limit, most_epochs or limit), tolerance)
-        epochs = model.trainer.current_epoch
-    seconds = time.process_time() - begin
-    bits = {part: bits_per_symbol(model, sequences) for part, sequences in {"train": data.train_sequences, "test": data.test_sequences}.items()}
-    return {**bits, "exact": data.exact_bits("test"), "optimum": data.optimal_bits, "epochs": epochs, "seconds": round(seconds, 2)}
+    with Stopwatch() as watch:
+        if method.startswith("lstm"):
+            model, epochs = train_lstm(data, seed, run.most_epochs or LSTM_EPOCHS, method == "lstm_shifted")
+        else:
+            model, limit, tolerance = make_model(method, language, seed)
+            fit(model, data.train_sequences, min(limit, run.most_epochs or limit), tolerance)
+            epochs = model.trainer.current_epoch
+    return {
+        "train": bits_per_symbol(model, data.train_sequences),
+        "test": bits_per_symbol(model, data.test_sequences),
+        "exact": data.exact_bits("test"),
+        "optimum": data.optimal_bits,
+        "epochs": epochs,
+        "seconds": round(watch.seconds, 2),
+    }
 
 
-def bits_per_symbol(model: Any, sequences: Sequences) -> float:
-    return -float(model.score(sequences).sum()) / sequences.num_steps / math.log(2)
+def row(language: Language, method: str, found: list[dict[str, Any]]) -> list[str]:
+    bits, above = np.array([one["test"] for one in found]), np.array([one["test"] - one["exact"] for one in found])
+    exact, epochs, seconds = (np.mean([one[what] for one in found]) for what in ("exact", "epochs", "seconds"))
+    clones = "" if method in ("hmm", "lstm", "lstm_shifted") else str(max(language.clones))
+    starts = 1
+    if method == "ours":
+        clones, starts = str(max(language.our_clones)), language.ours.get("restarts", 1)
+    return [
+        f"{language.name}, {METHODS[method]}",
+        clones,
+        str(starts),
+        f"{bits.mean():.4f} ({bits.std():.4f})",
+        f"{language.paper[method]:.3f}" if method in language.paper else "",
+        f"{exact:.4f}",
+        f"{int((above <= language.within).sum())} of {len(found)}",
+        f"{epochs:.0f}",
+        f"{seconds:.1f}",
+    ]
 
 
-def rows(records: Records, languages: list[Language], settings: dict[str, Any]) -> list[list[str]]:
-    made = []
-    for language in languages:
-        for method, name in METHODS.items():
-            found = records.where(language=language.name, method=method, **settings)
+def table(run: Run) -> str:
+    rows = []
+    for language in run.tables[run.table]:
+        for method in METHODS:
+            found = run.records.where(language=language.name, method=method, most_epochs=run.most_epochs)
             if found:
-                bits, above = np.array([one["test"] for one in found]), np.array([one["test"] - one["exact"] for one in found])
-                reached = f"{int((above <= language.within).sum())} of {len(found)}"
-                exact, epochs, seconds = (np.mean([one[what] for one in found]) for what in ("exact", "epochs", "seconds"))
-                paper = f"{language.paper[method]:.3f}" if method in language.paper else ""
-                size = {"ours": max(language.our_clones), "hmm": None, "lstm": None, "lstm_shifted": None}.get(method, max(language.clones))
-                starts = language.ours.get("restarts", 1) if method == "ours" else 1
-                numbers = [f"{bits.mean():.4f} ({bits.std():.4f})", paper, f"{exact:.4f}", reached]
-                made.append([f"{language.name}, {name}", "" if size is None else str(size), str(starts), *numbers, f"{epochs:.0f}", f"{seconds:.1f}"])
-    return made
+                rows.append(row(language, method, found))
+    within = ", ".join(f"{bits:g}" for bits in dict.fromkeys(language.within for language in run.tables[run.table]))
+    numbers = ["bits per symbol", "paper", "true model", f"within {within}", "iterations", "seconds"]
+    return markdown_table(["", "clones", "starts", *numbers], rows)
 
 
-def figure(records: Records, languages: list[Language], methods: list[str], settings: dict[str, Any]) -> Figure:
-    """How far above the optimum each run ended."""
-    plot = Figure(figsize=(2.4 + 1.9 * len(languages), 4), layout="constrained")
-    axes = plot.subplots()
+def figure(run: Run) -> Figure:
+    """The distance of each run from the optimum."""
+    languages, settings = run.tables[run.table], {"most_epochs": run.most_epochs}
+    methods = [method for method in METHODS if run.records.has(method=method, **settings)]
+    plot, axes = panel(2.4 + 1.9 * len(languages), 4, grid="y")
     for number, method in enumerate(methods):
         for place, language in enumerate(languages):
-            above = [max(one["test"] - one["exact"], 1e-5) for one in records.where(language=language.name, method=method, **settings)]
-            spread = place + (number - (len(methods) - 1) / 2) * 0.2 + np.linspace(-0.06, 0.06, max(len(above), 1))[: len(above)]
-            axes.plot(spread, above, "o", markersize=4, color=COLOURS[number], label=METHODS[method] if place == 0 else None)
+            found = run.records.where(language=language.name, method=method, **settings)
+            above = [max(one["test"] - one["exact"], 1e-5) for one in found]
+            spread = np.linspace(-0.06, 0.06, max(len(above), 1))[: len(above)]
+            places = place + (number - (len(methods) - 1) / 2) * 0.2 + spread
+            label = METHODS[method] if place == 0 else None
+            axes.plot(places, above, "o", markersize=4, color=COLOURS[number], label=label)
     for place, language in enumerate(languages):
-        axes.plot([place - 0.45, place + 0.45], [language.within] * 2, color="#8C8C8C", linewidth=1, linestyle="--")
-    axes.set_yscale("log")
+        axes.plot([place - 0.45, place + 0.45], [language.within] * 2, color=GREY, linewidth=1, linestyle="--")
     axes.set_xticks(range(len(languages)), [language.name for language in languages])
-    axes.set_ylabel("bits per symbol above the true model")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="#E5E5E5", linewidth=0.6)
-    plot.legend(*axes.get_legend_handles_labels(), frameon=False, fontsize="small", loc="outside upper center", ncols=2)
+    axes.set(yscale="log", ylabel="bits per symbol above the true model")
+    legend(axes, outside="upper center", columns=2)
     return plot
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("table", choices=list(TABLES))
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), help="what the table shows, if not given")
-    parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--out", type=Path, help="logs/experiments/cloned/<table> if not given")
-    parser.add_argument("--quick", action="store_true", help="one seed, the first language, short data, few epochs")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    languages, seeds, out = TABLES[args.table], args.seeds, args.out or Path("logs/experiments/cloned") / args.table
-    most_epochs, length = None, None
-    if args.quick:
-        languages, seeds, most_epochs, length = languages[:1], 1, 3, 2000
-    settings = {"most_epochs": most_epochs}
-    records = Records(out / "records.jsonl")
-    for language in languages:
-        for method in args.methods or ["ours", *language.paper, *language.others]:
-            for seed in range(min(seeds, LSTM_SEEDS) if method.startswith("lstm") else seeds):
-                if not records.has(language=language.name, method=method, seed=seed, **settings):
-                    found = measure(method, language, seed, most_epochs, length)
-                    records.add(language=language.name, method=method, seed=seed, **settings, **found)
-                    print(f"{language.name}, {METHODS[method]}, seed {seed}: {found['test']:.4f} ({found['exact']:.4f})", flush=True)
-    methods = [method for method in METHODS if records.has(method=method, **settings)]
-    reached = ", ".join(f"{language.within:g}" for language in {language.within: language for language in languages}.values())
-    header = ["", "clones", "starts", "bits per symbol", "paper", "true model", f"within {reached}", "iterations", "seconds"]
-    table = markdown_table(header, rows(records, languages, settings))
-    (out / "table.md").write_text(table)
-    figure(records, languages, methods, settings).savefig(out / "figure.png", dpi=150)
-    print(table, f"Written to {out}: table.md, figure.png, records.jsonl.", sep="\n")
-
+EXPERIMENT = Experiment(
+    folder=lambda run: f"cloned/{run.table}",
+    description=__doc__,
+    cases=cases,
+    compute=compute,
+    table=table,
+    figure=figure,
+    options=[
+        Option("table", choices=list(TABLES), help="the table to compute"),
+        Option("--methods", nargs="+", choices=list(METHODS), help="methods to run (those of the table if not given)"),
+        Option("--seeds", type=int, default=10, help="number of seeds (%(default)s if not given)"),
+    ],
+    settings={"tables": TABLES, "most_epochs": None, "sizes": {}},
+    quick={
+        "tables": {name: languages[:1] for name, languages in TABLES.items()},
+        "seeds": 1,
+        "most_epochs": 3,
+        "sizes": {"length": 2000},
+    },
+    quick_help="one seed, the first language, short data, few epochs",
+)
 
 if __name__ == "__main__":
-    main()
+    run(EXPERIMENT)

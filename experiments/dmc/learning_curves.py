@@ -1,25 +1,28 @@
-"""Figures 2 and 3: how well 20 states with K = 1 to 5 kept transitions do on held-out data, along EM, beside the full HMM and two controls.
+"""Figures 2 and 3: held-out likelihood along EM of 20 states with K = 1 to 5 kept transitions.
 
-``python -m experiments.dmc.learning_curves`` (``--path`` for a real recording; ``--criterion largest`` for what the paper keeps)
+``python -m experiments.dmc.learning_curves`` (``--path`` for a real recording; ``--criterion largest`` for the paper's
+criterion)
 
-DMC-friendly, anti-DMC and accelerometer data. Each model is trained from 5 starts, and the curves are means over them. The table takes each run at the
-iteration at which the validation data are most probable; the paper took the test data for that.
+The full HMM and two controls are shown for comparison. The data are DMC-friendly, anti-DMC and accelerometer data. Each
+model is trained from 5 initializations, and the curves are their means. The table shows each run at the iteration with
+the largest validation likelihood; the paper used the test data for that.
 """
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 import numpy as np
-import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.dmc.learning import DATA, SEEDS, add_options, collect, mean_and_spread, settings_of, truth
-from experiments.records import Records, markdown_table
+from experiments.dmc.learning import DATA, learning_experiment, settings_of, truth
+from experiments.measures import mean_and_spread
+from experiments.panels import GREY, legend, panels
+from experiments.records import markdown_table
+from experiments.run import Run, run
 from lightning_hmm.plots import COLOURS
 
-EPOCHS = 100
 MODELS: dict[str, tuple[int, int | None]] = {
     "full": (20, None),
     **{f"K = {kept}": (20, kept) for kept in (5, 4, 3, 2, 1)},
@@ -35,60 +38,49 @@ STYLES: dict[str, dict[str, Any]] = {
 }
 
 
-def figure(records: Records, epochs: int, args: argparse.Namespace) -> Figure:
-    """Log-likelihood of the test data for each point, mean over the seeds, against the iteration."""
-    plot = Figure(figsize=(4.6 * len(args.data), 4.4), layout="constrained")
-    all_axes = plot.subplots(1, len(args.data), squeeze=False)[0]
-    for axes, name in zip(all_axes, args.data, strict=True):
-        points, true = truth(records, name, args)
-        ends = []
-        for label, (num_states, num_kept) in MODELS.items():
-            runs = [record["curve"] for record in records.where(**settings_of(name, num_states, num_kept, epochs, args))]
-            curve = np.mean(runs, axis=0) / points
-            ends.append(curve[1:])
-            axes.plot(range(len(curve)), curve, label=label, **STYLES[label])
-        if true is not None:
-            axes.axhline(true / points, color="#8C8C8C", linewidth=0.8, linestyle=":", label="the model of the data")
-        # The first iterations lie far below what matters.
-        top, low = max([curve.max() for curve in ends] + ([] if true is None else [true / points])), min(curve[-1] for curve in ends)
-        axes.set_ylim(low - 0.35 * (top - low), top + 0.12 * (top - low))
-        axes.set(title=DATA[name], xlabel="iteration of EM", ylabel="test log-likelihood per point (nats)" if axes is all_axes[0] else "")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", color="#E5E5E5", linewidth=0.6)
-    handles, labels = all_axes[0].get_legend_handles_labels()
-    plot.legend(handles, labels, frameon=False, fontsize="small", loc="outside right center")
+def table(run: Run) -> str:
+    rows = []
+    for label, size in MODELS.items():
+        row = [label]
+        for name in run.data:
+            points, _ = truth(run, name)
+            full, found = ({record["seed"]: record["test"] for record in run.records.where(**settings_of(run, name, *one))} for one in (MODELS["full"], size))
+            gaps = [(found[seed] - full[seed]) * 1000 / points for seed in full]
+            row += [mean_and_spread(list(found.values()), 1), "" if label == "full" else mean_and_spread(gaps, 2, "+")]
+        rows.append(row)
+    scores = [truth(run, name)[1] for name in run.data]
+    cells = [cell for score in scores for cell in ("" if score is None else f"{score:.1f}", "")]
+    heads = [head for name in run.data for head in (f"{DATA[name]}, test", "above full, per 1,000 points")]
+    return markdown_table(["model", *heads], [*rows, ["the model of the data", *cells]])
+
+
+def draw(run: Run, axes: Axes, name: str) -> None:
+    """Draws the log-likelihood of the test data per point, as a mean over the seeds, against the iteration."""
+    points, true = truth(run, name)
+    curves = {}
+    for label, size in MODELS.items():
+        curves[label] = np.mean(run.records.values("curve", **settings_of(run, name, *size)), axis=0) / points
+        axes.plot(range(len(curves[label])), curves[label], label=label, **STYLES[label])
+    tops = [curve[1:].max() for curve in curves.values()]
+    if true is not None:
+        axes.axhline(true / points, color=GREY, linewidth=0.8, linestyle=":", label="the model of the data")
+        tops.append(true / points)
+    # The first iterations are far below the range of interest.
+    top, low = max(tops), min(curve[-1] for curve in curves.values())
+    axes.set_ylim(low - 0.35 * (top - low), top + 0.12 * (top - low))
+    axes.set(title=DATA[name], xlabel="iteration of EM")
+
+
+def figure(run: Run) -> Figure:
+    plot, (all_axes,) = panels(4.6 * len(run.data), 4.4, 1, len(run.data), grid="y")
+    for axes, name in zip(all_axes, run.data, strict=True):
+        draw(run, axes, name)
+    all_axes[0].set_ylabel("test log-likelihood per point (nats)")
+    legend(all_axes[0], outside="right center")
     return plot
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_options(parser, "learning_curves", "one start, 3 iterations, 100 points to test on")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    seeds, epochs = (1, 3) if args.quick else (SEEDS, EPOCHS)
-    records = Records(args.out / "records.jsonl")
-    collect(records, MODELS, seeds, epochs, None, args)
-    rows = []
-    for label, (num_states, num_kept) in MODELS.items():
-        row = [label]
-        for name in args.data:
-            points, _ = truth(records, name, args)
-            full, found = (
-                {record["seed"]: record["test"] for record in records.where(**settings_of(name, *size, epochs, args))}
-                for size in (MODELS["full"], (num_states, num_kept))
-            )
-            mean, spread = mean_and_spread(list(found.values()))
-            gap, gap_spread = mean_and_spread([(found[seed] - full[seed]) * 1000 / points for seed in full])
-            row += [f"{mean:.1f} ± {spread:.1f}", "" if label == "full" else f"{gap:+.2f} ± {gap_spread:.2f}"]
-        rows.append(row)
-    true = [truth(records, name, args)[1] for name in args.data]
-    rows.append(["the model of the data", *(cell for score in true for cell in ("" if score is None else f"{score:.1f}", ""))])
-    heads = [head for name in args.data for head in (f"{DATA[name]}, test", "above full, per 1,000 points")]
-    table = markdown_table(["model", *heads], rows)
-    (args.out / "table.md").write_text(table)
-    figure(records, epochs, args).savefig(args.out / "figure.png", dpi=150)
-    print(table, f"Written to {args.out}: table.md, figure.png, records.jsonl.", sep="\n")
-
+EXPERIMENT = learning_experiment("learning_curves", __doc__, MODELS, table, figure, epochs=100, quick_epochs=3)
 
 if __name__ == "__main__":
-    main()
+    run(EXPERIMENT)

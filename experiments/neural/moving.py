@@ -1,41 +1,48 @@
-"""Table 1 and Figure 1b: errors of predicting where a particle goes next, by the dimension of the latent space.
+"""Table 1 and Figure 1b: errors of predicting the next position of a particle, by the dimension of the latent space.
 
-``python -m experiments.neural.moving`` (``--features 3``, ``--latent 2 4``, ``--models neural gru`` for some of it)
+``python -m experiments.neural.moving`` (``--features 3``, ``--latent 2 4``, ``--models neural gru`` for parts of it)
 
-For each of 10 environments (seeds 0 to 9; each has targets of its own), 200 trajectories to train on, 50 to stop early by and 150 to test:
-the neural HMM, the linear-Gaussian model on positions and on increments, and recurrent networks. Beside them what standing still and the
-exact filter with known targets err, and the share (error - floor) / (1 - floor) of what could be gained that was not.
+Each of 10 environments (seeds 0 to 9) has targets of its own, 200 trajectories for training, 50 for early stopping and
+150 for the test. The models are the neural HMM, the linear-Gaussian model of positions and of increments, and recurrent
+networks. They are compared with predicting the last position and with the exact filter with known targets (the floor).
+The share (error - floor) / (1 - floor) is the part of the possible gain that was not reached.
 """
 
 from __future__ import annotations
 
-import argparse
-import time
-from pathlib import Path
+from collections.abc import Iterator
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
-import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from datamodules import MovingTargetDataModule
+from experiments.measures import Stopwatch, mean_and_spread
 from experiments.neural.side_by_side import Stack
-from experiments.neural.training import CELLS, mean_and_spread, prediction_error, timed_fit
-from experiments.records import Records, markdown_table
+from experiments.neural.training import CELLS, prediction_error, timed_fit
+from experiments.panels import DARK, legend, log_ticks, panels
+from experiments.records import markdown_table
+from experiments.run import Case, Experiment, Option, Run, run
 from lightning_hmm.models import LinearGaussianHMM, NeuralHMM, RecurrentNet
 from lightning_hmm.models.baselines import persistence
 from lightning_hmm.plots import COLOURS
 
-ENVIRONMENTS = 10
-FEATURES = (3, 5)
 LATENT = (2, 3, 4, 5, 10, 20)
 SIZES: dict[str, Any] = {"num_sequences": 400, "val_fraction": 0.125, "test_fraction": 0.375}
-# Chosen on validation data of environment 100: long training, of which each E-step may be rough.
-NEURAL: dict[str, Any] = {"transition_order": 2, "num_particles": 8, "num_paths": 1, "m_steps": 8, "learning_rate": 1e-2}
-EPOCHS = {"neural": 40, "linear": 40}  # of 4 E-steps on 50 trajectories each; of exact EM
-MANY, FOR_MANY = 10, {"transition_log_variance": -4.0, "num_paths": 2}  # many dimensions want less noise in each, to start with, and more paths
+# Chosen on validation data of environment 100: long training with few particles in each E-step.
+NEURAL: dict[str, Any] = {
+    "transition_order": 2,
+    "num_particles": 8,
+    "num_paths": 1,
+    "m_steps": 8,
+    "learning_rate": 1e-2,
+}
+# From this dimension on, the initial noise of each dimension is smaller, and there are more paths.
+MANY, FOR_MANY = 10, {"transition_log_variance": -4.0, "num_paths": 2}
 TEST_PARTICLES = 128
-HIGHEST_SHOWN = 1.1  # error in the figure; the linear-Gaussian model of few dimensions is above it
+HIGHEST_SHOWN = 1.1  # largest error in the figure; the linear-Gaussian model of few dimensions is above it
 RECURRENT: dict[str, Any] = {"epochs": 600, "patience": 60, "learning_rate": 5e-3, "learning_rate_decay": 0.995}
 NAMES = {
     "neural": "neural HMM",
@@ -48,7 +55,7 @@ NAMES = {
     "lstm, direct": "LSTM, direct",
     "gru, direct": "GRU, direct",
 }
-# Mean and spread of the paper's Table 1; its HMM is the linear-Gaussian one.
+# Mean and spread in the paper's Table 1, whose HMM is the linear-Gaussian model.
 PAPER = {
     3: {
         "neural": [".65 ± .17", ".64 ± .17", ".66 ± .16", ".63 ± .16", ".65 ± .19", ".66 ± .18"],
@@ -67,135 +74,158 @@ PAPER = {
 }
 
 
-def make_data(features: int, environment: int) -> MovingTargetDataModule:
-    data = MovingTargetDataModule(features, seed=environment, batch_size=32, shuffle=True, **SIZES)
+@cache
+def make_data(run: Run, features: int, environment: int) -> MovingTargetDataModule:
+    data = MovingTargetDataModule(features, seed=environment, batch_size=32, shuffle=True, **run.sizes)
     data.setup()
     return data
-
-
-def recurrent(name: str, latent: int, data: list[MovingTargetDataModule]) -> list[dict[str, float]]:
-    """Errors of networks with a head of 3 layers, of all environments side by side."""
-    cell, _, variant = name.partition(", ")
-    models = [RecurrentNet(latent, num_features=drawn.num_features, cell=cell, residual=variant != "direct", seed=drawn.seed) for drawn in data]  # type: ignore[arg-type]
-    begin = time.process_time()
-    errors, epochs = Stack(models, data).fit(**RECURRENT)
-    seconds = round((time.process_time() - begin) / len(data), 2)
-    return [
-        {"error": error_of(model, drawn), "val_error": float(error), "epochs": int(epoch), "seconds": seconds}
-        for model, drawn, error, epoch in zip(models, data, errors, epochs, strict=True)
-    ]
-
-
-def neural(latent: int, data: MovingTargetDataModule) -> dict[str, float]:
-    """The error of a neural HMM after a fixed number of E-steps."""
-    model = NeuralHMM(latent, data.num_features, seed=data.seed, **NEURAL | (FOR_MANY if latent >= MANY else {}))
-    seconds = timed_fit(model, data, EPOCHS["neural"], batch_size=50)
-    return {"error": error_of(model, data, num_particles=TEST_PARTICLES), "epochs": EPOCHS["neural"], "seconds": seconds}
-
-
-def linear(name: str, latent: int, data: MovingTargetDataModule) -> dict[str, float]:
-    """The error of a linear-Gaussian model after a fixed number of exact EM steps."""
-    model = LinearGaussianHMM(latent, data.num_features, of="increments" if "increments" in name else "positions", seed=data.seed)
-    seconds = timed_fit(model, data, EPOCHS["linear"], batch_size=None)
-    return {"error": error_of(model, data), "epochs": EPOCHS["linear"], "seconds": seconds}
 
 
 def error_of(model: Any, data: MovingTargetDataModule, **options: Any) -> float:
     return prediction_error(model.predict_each(data.test_sequences, **options), data.test_sequences)
 
 
-def measure(name: str, latent: int, data: list[MovingTargetDataModule]) -> list[dict[str, float]]:
-    """Trains a model on each environment and gives its errors on test data."""
+def neural(latent: int, data: MovingTargetDataModule, epochs: int) -> dict[str, Any]:
+    """Returns the error of a neural HMM after a fixed number of epochs of 4 E-steps on 50 trajectories each."""
+    model = NeuralHMM(latent, data.num_features, seed=data.seed, **NEURAL | (FOR_MANY if latent >= MANY else {}))
+    seconds = timed_fit(model, data, epochs, batch_size=50)
+    return {"error": error_of(model, data, num_particles=TEST_PARTICLES), "epochs": epochs, "seconds": seconds}
+
+
+def linear(name: str, latent: int, data: MovingTargetDataModule, epochs: int) -> dict[str, Any]:
+    """Returns the error of a linear-Gaussian model after a fixed number of iterations of exact EM."""
+    of: Any = "increments" if "increments" in name else "positions"
+    model = LinearGaussianHMM(latent, data.num_features, of=of, seed=data.seed)
+    seconds = timed_fit(model, data, epochs, batch_size=None)
+    return {"error": error_of(model, data), "epochs": epochs, "seconds": seconds}
+
+
+@lru_cache(maxsize=1)
+def recurrent(run: Run, name: str, features: int, latent: int) -> dict[int, dict[str, Any]]:
+    """Returns the errors of networks with a head of 3 layers by environment, all trained side by side."""
+    cell, _, variant = name.partition(", ")
+    data = [make_data(run, features, environment) for environment in run.environments]
+    options: dict[str, Any] = {"num_features": features, "cell": cell, "residual": variant != "direct"}
+    models = [RecurrentNet(latent, seed=drawn.seed, **options) for drawn in data]
+    with Stopwatch() as watch:
+        errors, epochs = Stack(models, data).fit(**RECURRENT | run.recurrent)
+    seconds = round(watch.seconds / len(data), 2)
+    return {
+        drawn.seed: {
+            "error": error_of(model, drawn),
+            "val_error": float(error),
+            "epochs": int(epoch),
+            "seconds": seconds,
+        }
+        for model, drawn, error, epoch in zip(models, data, errors, epochs, strict=True)
+    }
+
+
+def cases(run: Run) -> Iterator[Case]:
+    for d in run.features:
+        for name in ("persistence", "floor"):
+            yield from ({"model": name, "d": d, "environment": environment} for environment in run.environments)
+        for latent in run.latent:
+            for name in run.models:
+                settings = {"model": name, "d": d, "latent": latent}
+                yield from ({**settings, "environment": environment} for environment in run.environments)
+
+
+def compute(run: Run, case: Case) -> dict[str, Any]:
+    name, environment, latent = case["model"], case["environment"], case.get("latent", 0)
     if name.partition(", ")[0] in CELLS:
-        return recurrent(name, latent, data)
-    return [neural(latent, drawn) if name == "neural" else linear(name, latent, drawn) for drawn in data]
+        return recurrent(run, name, case["d"], latent)[environment]
+    data = make_data(run, case["d"], environment)
+    if name == "persistence":
+        return {"error": prediction_error(persistence(data.test_sequences), data.test_sequences)}
+    if name == "floor":
+        return {"error": data.bayes_error()}
+    return neural(latent, data, run.epochs) if name == "neural" else linear(name, latent, data, run.epochs)
 
 
-def figure(records: Records, features: list[int], latents: list[int], models: list[str]) -> Figure:
-    plot = Figure(figsize=(5.5 * len(features), 4.4), layout="constrained")
-    for axes, d in zip(plot.subplots(1, len(features), squeeze=False)[0], features, strict=True):
-        for number, name in enumerate(name for name in models if "direct" not in name):
-            found = {latent: [record["error"] for record in records.where(model=name, d=d, latent=latent)] for latent in latents}
-            places = [latent for latent in latents if found[latent]]
-            means, spreads = [np.mean(found[latent]) for latent in places], [np.std(found[latent]) for latent in places]
-            axes.errorbar(places, means, spreads, marker="o", markersize=4, capsize=2, color=COLOURS[number], label=NAMES[name])
-        for name, label, style in (("persistence", "standing still", "--"), ("floor", "floor", ":")):
-            error = np.mean([record["error"] for record in records.where(model=name, d=d)])
-            axes.axhline(error, color="#4D4D4D", linestyle=style, linewidth=1, label=label)
-        axes.set_ylim(top=HIGHEST_SHOWN)
-        axes.set(title=f"d = {d}", xlabel="dimension of the latent space", ylabel="prediction error", xscale="log")
-        axes.set_xticks(latents, [str(latent) for latent in latents])
-        axes.minorticks_off()
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", color="#E5E5E5", linewidth=0.6)
-    plot.legend(*axes.get_legend_handles_labels(), loc="outside right", frameon=False, fontsize="small")
-    return plot
+def tables(run: Run, d: int) -> dict[str, str]:
+    """Errors and the paper's, and the shares of the possible gain that were not reached, over environments.
 
-
-def tables(records: Records, d: int, latents: list[int], models: list[str], environments: list[int]) -> dict[str, str]:
-    """Errors beside the paper's, and the shares of what could be gained that were not; mean and standard deviation over environments.
-
-    Where not all environments were run, their number is in brackets.
+    If not all environments were run, their number is in parentheses.
     """
-    header = ["", *(f"d_h = {latent}" for latent in latents)]
-    floors, still = ({run["environment"]: run["error"] for run in records.where(model=name, d=d)} for name in ("floor", "persistence"))
+    header = ["", *(f"d_h = {latent}" for latent in run.latent)]
+    floors, still = ({found["environment"]: found["error"] for found in run.records.where(model=name, d=d)} for name in ("floor", "persistence"))
 
     def cell(numbers: list[float]) -> str:
-        return mean_and_spread(numbers) + (f" ({len(numbers)})" if 0 < len(numbers) < len(environments) else "")
+        return mean_and_spread(numbers) + (f" ({len(numbers)})" if 0 < len(numbers) < len(run.environments) else "")
+
+    def lost(found: dict[str, Any]) -> float:
+        floor = floors[found["environment"]]
+        return float((found["error"] - floor) / (1 - floor))
 
     errors, shares = [], []
-    for name in models:
-        runs = [[run for run in records.where(model=name, d=d, latent=latent) if run["environment"] in environments] for latent in latents]
+    for name in run.models:
+        by_latent = [run.records.where(model=name, d=d, latent=latent) for latent in run.latent]
+        runs = [[found for found in records if found["environment"] in run.environments] for records in by_latent]
         if any(runs):
-            errors.append([NAMES[name], *(cell([run["error"] for run in found]) for found in runs)])
-            lost = [[(run["error"] - floors[run["environment"]]) / (1 - floors[run["environment"]]) for run in found] for found in runs]
-            shares.append([NAMES[name], *map(cell, lost)])
+            errors.append([NAMES[name], *(cell([found["error"] for found in records]) for records in runs)])
+            shares.append([NAMES[name], *(cell([lost(found) for found in records]) for records in runs)])
         if name in PAPER.get(d, {}):
             printed = dict(zip(LATENT, PAPER[d][name], strict=True))
-            errors.append([f"{NAMES[name]}, paper", *(printed.get(latent, "-") for latent in latents)])
-    for name, found in (("standing still", still), ("floor: exact filter, targets known", floors)):
-        errors.append([name, *[cell([found[environment] for environment in environments])] * len(latents)])
+            errors.append([f"{NAMES[name]}, paper", *(printed.get(latent, "-") for latent in run.latent)])
+    for name, bound in (("standing still", still), ("floor: exact filter, targets known", floors)):
+        errors.append([name, *[cell([bound[environment] for environment in run.environments])] * len(run.latent)])
     return {f"errors_d{d}": markdown_table(header, errors), f"shares_d{d}": markdown_table(header, shares)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--features", type=int, nargs="+", default=list(FEATURES), help="d")
-    parser.add_argument("--latent", type=int, nargs="+", default=list(LATENT), help="d_h")
-    parser.add_argument("--models", nargs="+", choices=list(NAMES), default=list(NAMES))
-    parser.add_argument("--environments", type=int, nargs="+", default=list(range(ENVIRONMENTS)), help="seeds; settings were chosen on 100 and above")
-    parser.add_argument("--out", type=Path, default=Path("logs/experiments/neural/moving"))
-    parser.add_argument("--quick", action="store_true", help="one small environment, few steps of training")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    if args.quick:
-        args.features, args.latent, args.environments = [3], [2], [0]
-        SIZES.update(num_sequences=20, length=20)
-        EPOCHS.update(neural=2, linear=2)
-        RECURRENT["epochs"] = 2
-    records = Records(args.out / "records.jsonl")
-    for d in args.features:
-        data = {environment: make_data(d, environment) for environment in args.environments}
-        for environment, drawn in data.items():
-            test = drawn.test_sequences
-            if not records.has(model="floor", d=d, environment=environment):
-                records.add(model="persistence", d=d, environment=environment, error=prediction_error(persistence(test), test))
-                records.add(model="floor", d=d, environment=environment, error=drawn.bayes_error())
-        for latent in args.latent:
-            for name in args.models:
-                missing = [environment for environment in data if not records.has(model=name, d=d, latent=latent, environment=environment)]
-                for group in [missing] if name.partition(", ")[0] in CELLS and missing else [[environment] for environment in missing]:
-                    for environment, found in zip(group, measure(name, latent, [data[number] for number in group]), strict=True):
-                        records.add(model=name, d=d, latent=latent, environment=environment, **found)
-                found = [record["error"] for record in records.where(model=name, d=d, latent=latent)]
-                print(f"d = {d}, d_h = {latent}, {NAMES[name]}: {mean_and_spread(found)}", flush=True)
-    for d in args.features:
-        for name, table in tables(records, d, args.latent, args.models, args.environments).items():
-            (args.out / f"{name}.md").write_text(table)
-            print(name, table, sep="\n\n")
-    figure(records, args.features, sorted(args.latent), args.models).savefig(args.out / "figure.png", dpi=150)
-    print(f"Written to {args.out}: tables, figure.png, records.jsonl.")
+def table(run: Run) -> dict[str, str]:
+    return {name: made for d in run.features for name, made in tables(run, d).items()}
 
+
+def draw(run: Run, axes: Axes, d: int) -> None:
+    latents = sorted(run.latent)
+    for number, name in enumerate(name for name in run.models if "direct" not in name):
+        found = {latent: run.records.values("error", model=name, d=d, latent=latent) for latent in latents}
+        means, spreads = ([function(errors) for errors in found.values() if errors] for function in (np.mean, np.std))
+        places = [latent for latent in latents if found[latent]]
+        style: dict[str, Any] = {"marker": "o", "markersize": 4, "capsize": 2, "color": COLOURS[number]}
+        axes.errorbar(places, means, spreads, label=NAMES[name], **style)
+    for name, label, style_of_line in (("persistence", "standing still", "--"), ("floor", "floor", ":")):
+        error = np.mean(run.records.values("error", model=name, d=d))
+        axes.axhline(error, color=DARK, linestyle=style_of_line, linewidth=1, label=label)
+    axes.set_ylim(top=HIGHEST_SHOWN)
+    axes.set(title=f"d = {d}", xlabel="dimension of the latent space", ylabel="prediction error")
+    log_ticks(axes, latents)
+
+
+def figure(run: Run) -> Figure:
+    plot, (all_axes,) = panels(5.5 * len(run.features), 4.4, 1, len(run.features), grid="y")
+    for axes, d in zip(all_axes, run.features, strict=True):
+        draw(run, axes, d)
+    legend(all_axes[-1], outside="right")
+    return plot
+
+
+SEEDS_HELP = "seeds of the environments; settings were chosen on 100 and above"
+EXPERIMENT = Experiment(
+    folder="neural/moving",
+    description=__doc__,
+    cases=cases,
+    compute=compute,
+    table=table,
+    figure=figure,
+    options=[
+        Option("--features", type=int, nargs="+", default=[3, 5], help="dimensions d of the positions"),
+        Option("--latent", type=int, nargs="+", default=list(LATENT), help="dimensions d_h of the latent space"),
+        Option("--models", nargs="+", choices=list(NAMES), default=list(NAMES), help="models (all if not given)"),
+        Option("--environments", type=int, nargs="+", default=list(range(10)), help=SEEDS_HELP),
+    ],
+    settings={"sizes": SIZES, "epochs": 40, "recurrent": {}},
+    quick={
+        "features": [3],
+        "latent": [2],
+        "environments": [0],
+        "sizes": {**SIZES, "num_sequences": 20, "length": 20},
+        "epochs": 2,
+        "recurrent": {"epochs": 2},
+    },
+    quick_help="one small environment, few steps of training",
+)
 
 if __name__ == "__main__":
-    main()
+    run(EXPERIMENT)

@@ -1,9 +1,13 @@
-"""Recurrent networks of one shape trained side by side, each on data of its own: at these sizes one costs nearly as much as ten."""
+"""Recurrent networks of one shape trained side by side on data of their own.
+
+At these sizes one network takes nearly as long as ten.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,18 +16,19 @@ from datamodules.base import SequenceDataModule
 from lightning_hmm.models import RecurrentNet
 from lightning_hmm.random import generator
 
-WIDEST = 60  # entries of the states of networks that run as one; beyond, zeros between the blocks cost more than calls
+WIDEST = 60  # largest joint state of networks that run as one; for larger ones the zeros cost more than separate calls
 
 
 class Stack:
-    """E networks with complete sequences of equal length T; all tensors have a first dimension E.
+    """E recurrent networks, each with complete sequences of equal length T. All tensors have a first dimension E.
 
-    The updates are those of `RecurrentNet`: Adam on the likelihood of each batch, gradients clipped for each network by itself. At the end each
-    network is as it was in the epoch with the least error on its validation part. Training ends when none has improved for `patience` epochs.
+    The updates are those of `RecurrentNet`: Adam on the likelihood of each batch, gradients clipped for each network by
+    itself. At the end each network is as it was in the epoch with the least error on its validation part. Training ends
+    when none has improved for `patience` epochs.
 
     Args:
-        models: of one cell and size; trained in place.
-        data: of each; its seed draws the order of the sequences.
+        models: Networks with the same cell and size. They are trained in place.
+        data: Data of each network. The seed determines the order of the sequences.
     """
 
     def __init__(self, models: Sequence[RecurrentNet], data: Sequence[SequenceDataModule]) -> None:
@@ -36,17 +41,17 @@ class Stack:
         self.residual = torch.tensor([float(model.residual) for model in models]).view(-1, 1, 1, 1)
 
     def _standard(self, part: str) -> Tensor:
-        """(E, N, T, D) the positions in the units of each network."""
+        """Returns the (E, N, T, D) standardized positions."""
         values = []
         for model, drawn in zip(self.models, self.data, strict=True):
             padded = getattr(drawn, f"{part}_sequences").padded()
             if bool(padded.isnan().any()):
-                raise ValueError(f"Networks side by side need complete sequences of equal length, but the part {part!r} has missing values.")
+                raise ValueError(f"`Stack` needs complete sequences of equal length, but the part {part!r} has missing values.")
             values.append((padded - model.centre) / model.scale.sqrt())
         return torch.stack(values).float()
 
     def outputs(self, values: Tensor) -> Tensor:
-        """(E, N, T, D) -> (E, N, T, D): what is expected at each step from those before it."""
+        """(E, N, T, D) -> (E, N, T, D) one-step predictions."""
         networks, count, steps, features = values.shape
         late = torch.cat([torch.zeros_like(values[:, :, :1]), values[:, :, :-1]], 2)
         seen = torch.ones_like(late)
@@ -62,7 +67,7 @@ class Stack:
         return found.view(networks, count, steps, features) + self.residual * late
 
     def _run(self, group: Tensor, inputs: Tensor) -> Tensor:
-        """(E, N, T, 2 D) -> (E, N, T, hidden) of some of the networks: their cells are one with blocks of weights along the diagonal."""
+        """(E, N, T, 2 D) -> (E, N, T, hidden) of some networks, run as one cell with block-diagonal weights."""
         networks, count = inputs.shape[:2]
         own = {name: self.parameters[f"cell.{name}_l0"][group] for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")}
         hidden, alone = own["weight_hh"].shape[2], torch.eye(networks)
@@ -72,24 +77,34 @@ class Stack:
             weights.append(torch.einsum("gehk,ef->gehfk", parts, alone).flatten(0, 2).flatten(1) if "weight" in name else parts.flatten())
         start = inputs.new_zeros(1, count, networks * hidden)
         cell = self.models[0].hparams["cell"]
-        run = {"rnn": torch.rnn_tanh, "lstm": torch.lstm, "gru": torch.gru}[cell]
-        states = run(inputs.permute(1, 2, 0, 3).flatten(2), (start, start) if cell == "lstm" else start, weights, True, 1, 0.0, True, False, True)[0]
+        run: Any = {"rnn": torch.rnn_tanh, "lstm": torch.lstm, "gru": torch.gru}[cell]
+        states = run(
+            inputs.permute(1, 2, 0, 3).flatten(2),
+            (start, start) if cell == "lstm" else start,
+            weights,
+            True,
+            1,
+            0.0,
+            True,
+            False,
+            True,
+        )[0]
         return states.unflatten(2, (networks, hidden)).permute(2, 0, 1, 3)
 
     def loss(self, values: Tensor) -> Tensor:
-        """(E,) minus the log-likelihood of a step, but for a constant."""
-        log_variance = self.parameters["log_variance"]  # (E, 2, D): of the first step, and of the others
+        """Returns (E,) negative log-likelihoods per step, without a constant."""
+        log_variance = self.parameters["log_variance"]  # (E, 2, D): of the first step and of the others
         spread = log_variance[:, [0] + [1] * (values.shape[2] - 1)].unsqueeze(1)  # (E, 1, T, D)
         return 0.5 * ((values - self.outputs(values)).square() / spread.exp() + spread).sum(3).mean((1, 2))
 
     @torch.no_grad()
     def errors(self, values: Tensor) -> Tensor:
-        """(E,) mean distance of predictions, in the units of the data."""
+        """Returns (E,) mean distances of predictions in the units of the data."""
         scales = torch.stack([model.scale.sqrt().float() for model in self.models]).view(len(self.models), 1, 1, -1)
         return ((self.outputs(values) - values) * scales)[:, :, 1:].norm(dim=3).mean((1, 2))
 
     def fit(self, epochs: int, patience: int, learning_rate: float, learning_rate_decay: float = 1.0, batch_size: int = 32) -> tuple[Tensor, Tensor]:
-        """(E,) errors on validation data and the epochs that they are of."""
+        """Returns the (E,) least validation errors and their epochs."""
         optimizer = torch.optim.Adam(self.parameters.values(), lr=learning_rate, fused=True)
         best, when = torch.full((len(self.models),), torch.inf), torch.zeros(len(self.models), dtype=torch.int64)
         kept = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
@@ -116,8 +131,8 @@ class Stack:
         return best, when
 
     def _clip(self, largest: float) -> None:
-        gradients = [parameter.grad for parameter in self.parameters.values()]
+        gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
         norms = torch.stack([gradient.flatten(1).square().sum(1) for gradient in gradients]).sum(0).sqrt()
-        shares = (largest / (norms + 1e-6)).clamp(max=1.0)  # as torch clips one network's
+        shares = (largest / (norms + 1e-6)).clamp(max=1.0)  # as torch clips the gradient of one network
         for gradient in gradients:
             gradient.mul_(shares.view(-1, *[1] * (gradient.dim() - 1)))

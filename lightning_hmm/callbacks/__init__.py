@@ -1,9 +1,10 @@
-"""Callbacks: checkpoints, convergence, figures for TensorBoard, files of predictions, reports."""
+"""Callbacks: checkpoints, convergence, the best epoch, figures for TensorBoard, files of predictions, reports."""
 
 from lightning_hmm.callbacks.checkpoints import BestCheckpoint, LastCheckpoint
 from lightning_hmm.callbacks.convergence import Convergence
 from lightning_hmm.callbacks.cooccurrence import CooccurrenceReport
 from lightning_hmm.callbacks.figures import Figures
+from lightning_hmm.callbacks.keep_best import KeepBest
 from lightning_hmm.callbacks.predictions import PredictionWriter
 from lightning_hmm.callbacks.pruning import Pruning
 from lightning_hmm.callbacks.retraining import Retraining
@@ -13,6 +14,7 @@ __all__ = [
     "Convergence",
     "CooccurrenceReport",
     "Figures",
+    "KeepBest",
     "LastCheckpoint",
     "PredictionWriter",
     "Pruning",
