@@ -95,7 +95,7 @@ def neural(latent: int, data: MovingTargetDataModule) -> dict[str, float]:
 
 def linear(name: str, latent: int, data: MovingTargetDataModule) -> dict[str, float]:
     """The error of a linear-Gaussian model after a fixed number of exact EM steps."""
-    model = LinearGaussianHMM(latent, data.num_features, of="increments" if "increments" in name else "positions", seed=data.seed)
+    model = LinearGaussianHMM(latent, data.num_features, target="increments" if "increments" in name else "positions", seed=data.seed)
     seconds = timed_fit(model, data, EPOCHS["linear"], batch_size=None)
     return {"error": error_of(model, data), "epochs": EPOCHS["linear"], "seconds": seconds}
 

@@ -49,7 +49,7 @@ def make_model(kind: str, variant: str, value: float, data: MovingTargetDataModu
     if kind == "depth" and value == 0:
         if variant == "discrete":
             return StandardHMM(STATES, emission="gaussian", num_features=num_features, seed=seed), EPOCHS["exact EM"], None
-        return LinearGaussianHMM(LATENT, num_features, of="positions" if variant == "order 0" else "increments", seed=seed), EPOCHS["exact EM"], None
+        return LinearGaussianHMM(LATENT, num_features, target="positions" if variant == "order 0" else "increments", seed=seed), EPOCHS["exact EM"], None
     if variant == "discrete":
         return NeuralDiscreteHMM(STATES, num_features, num_layers=int(value), m_steps=8, learning_rate=1e-2, seed=seed), EPOCHS[kind], 50
     options, more = dict(NEURAL), FINE_TUNING if variant == "fine-tuned" else 0

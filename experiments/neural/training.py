@@ -16,7 +16,7 @@ from torch import Tensor
 
 from datamodules.base import SequenceDataModule
 from lightning_hmm.metrics import PredictionError
-from lightning_hmm.models.neural_starts import moving_sum
+from lightning_hmm.models.neural.starts import moving_sum
 from lightning_hmm.sequences import Sequences
 from lightning_hmm.training import fit, quiet_lightning
 
