@@ -339,7 +339,7 @@ class _Failures:
         self.undefined |= increment.isnan() | (increment == torch.inf)
 
     def raise_first(self, num_particles: int) -> None:
-        """Raises an error for the sequence that failed first, if any did. It is the only host read of the filter."""
+        """Raises an error for the sequence that failed first, if any did. Reads from the device once, after all steps."""
         if not bool((self.first_step < self.never).any()):
             return
         sequence = int(self.first_step.argmin())
