@@ -31,9 +31,9 @@ from baum_welch import environment, peak_bytes, resident_bytes
 from torch import Tensor
 
 from lightning_hmm import NeuralHMM, Sequences
+from lightning_hmm.distributions.densities import DiagonalGaussian
 from lightning_hmm.inference import kalman, particle
-from lightning_hmm.inference.particle import DiagonalGaussian
-from lightning_hmm.models.neural_state_space import PathDensity
+from lightning_hmm.models.neural.state_space import PathDensity
 from lightning_hmm.random import generator
 
 HERE = Path(__file__).resolve().parent
@@ -64,7 +64,7 @@ class Neural:
         change, scale = self.network("transition", states)
         return DiagonalGaussian(0.8 * states + change, scale)
 
-    def log_evidence(self, t: int, states: Tensor) -> Tensor:
+    def log_obs(self, t: int, states: Tensor) -> Tensor:
         mean, scale = self.network("emission", states)
         return DiagonalGaussian(mean, scale).log_prob(self.values[:, t].unsqueeze(1))
 
@@ -193,7 +193,7 @@ class Linear:
     def transition(self, t: int, states: Tensor) -> DiagonalGaussian:
         return DiagonalGaussian(states @ self.model.transition.T, self.model.transition_cov[0, 0].sqrt())
 
-    def log_evidence(self, t: int, states: Tensor) -> Tensor:
+    def log_obs(self, t: int, states: Tensor) -> Tensor:
         return DiagonalGaussian(states @ self.model.emission.T, self.model.emission_cov[0, 0].sqrt()).log_prob(self.values[:, t].unsqueeze(1))
 
 

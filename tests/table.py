@@ -193,7 +193,7 @@ ROWS: dict[str, Row] = {
     ),
     "cloned, pruned": Row(lambda: ClonedHMM(15, V, **SPARSE), "whole symbols", closed=False, callbacks=lambda: [Pruning(1e-3, density=0.9)], tolerance=1e-8),
     "linear-Gaussian": Row(lambda: LinearGaussianHMM(2, D), **LINEAR),
-    "linear-Gaussian, increments": Row(lambda: LinearGaussianHMM(2, D, of="increments"), **LINEAR),
+    "linear-Gaussian, increments": Row(lambda: LinearGaussianHMM(2, D, target="increments"), **LINEAR),
     "linear-Gaussian, online": Row(lambda: LinearGaussianHMM(2, D, discount=0.8, variance_prior=0.1), "vectors", **ONLINE),
     "neural": Row(lambda: NeuralHMM(**EXACT), **NEURAL),
     "neural, shares": Row(lambda: NeuralHMM(**EXACT, e_step_fraction=0.5, transition_order=1), random_shares=True, **NEURAL),

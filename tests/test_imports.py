@@ -57,6 +57,13 @@ def test_every_module_imports_only_what_is_below_it():
                 assert ORDER.index(rest.split(".")[0]) <= ORDER.index(room), f"{path} imports {name}"
 
 
+def test_models_do_not_import_baselines():
+    """The exception is `contexts`, whose smoothed n-grams are those of the Kneser-Ney model."""
+    for path in (ROOT / "lightning_hmm/models").rglob("*.py"):
+        if path.parent.name != "baselines" and path.name not in ("__init__.py", "contexts.py"):
+            assert not {name for name in imported(path) if name.startswith("lightning_hmm.models.baselines")}, path
+
+
 def test_inference_knows_neither_lightning_nor_models():
     for path in (ROOT / "lightning_hmm/inference").rglob("*.py"):
         assert not {name for name in imported(path) if name.split(".")[0] in ("lightning", "pytorch_lightning")}, path

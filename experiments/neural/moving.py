@@ -94,8 +94,8 @@ def neural(latent: int, data: MovingTargetDataModule, epochs: int) -> dict[str, 
 
 def linear(name: str, latent: int, data: MovingTargetDataModule, epochs: int) -> dict[str, Any]:
     """Returns the error of a linear-Gaussian model after a fixed number of iterations of exact EM."""
-    of: Any = "increments" if "increments" in name else "positions"
-    model = LinearGaussianHMM(latent, data.num_features, of=of, seed=data.seed)
+    target: Any = "increments" if "increments" in name else "positions"
+    model = LinearGaussianHMM(latent, data.num_features, target=target, seed=data.seed)
     seconds = timed_fit(model, data, epochs, batch_size=None)
     return {"error": error_of(model, data), "epochs": epochs, "seconds": seconds}
 

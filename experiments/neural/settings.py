@@ -58,8 +58,8 @@ def exact_model(variant: str, num_features: int | None, seed: int) -> Any:
     """Returns the model of depth 0."""
     if variant == "discrete":
         return StandardHMM(STATES, emission="gaussian", num_features=num_features, seed=seed)
-    of: Any = "positions" if variant == "order 0" else "increments"
-    return LinearGaussianHMM(LATENT, num_features, of=of, seed=seed)
+    target: Any = "positions" if variant == "order 0" else "increments"
+    return LinearGaussianHMM(LATENT, num_features, target=target, seed=seed)
 
 
 def make_model(run: Run, kind: str, variant: str, value: float, data: MovingTargetDataModule) -> tuple[Any, int, int | None]:

@@ -47,7 +47,7 @@ class Stack:
             padded = getattr(drawn, f"{part}_sequences").padded()
             if bool(padded.isnan().any()):
                 raise ValueError(f"`Stack` needs complete sequences of equal length, but the part {part!r} has missing values.")
-            values.append((padded - model.centre) / model.scale.sqrt())
+            values.append((padded - model.center) / model.data_variance.sqrt())
         return torch.stack(values).float()
 
     def outputs(self, values: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ class Stack:
     @torch.no_grad()
     def errors(self, values: Tensor) -> Tensor:
         """Returns (E,) mean distances of predictions in the units of the data."""
-        scales = torch.stack([model.scale.sqrt().float() for model in self.models]).view(len(self.models), 1, 1, -1)
+        scales = torch.stack([model.data_variance.sqrt().float() for model in self.models]).view(len(self.models), 1, 1, -1)
         return ((self.outputs(values) - values) * scales)[:, :, 1:].norm(dim=3).mean((1, 2))
 
     def fit(self, epochs: int, patience: int, learning_rate: float, learning_rate_decay: float = 1.0, batch_size: int = 32) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from experiments.measures import Stopwatch
 from experiments.run import QUIET_TRAINER
 from lightning_hmm.callbacks import KeepBest
 from lightning_hmm.metrics import PredictionError
-from lightning_hmm.models.neural_starts import moving_sum
+from lightning_hmm.models.neural.starts import moving_sum
 from lightning_hmm.sequences import Sequences
 from lightning_hmm.training import fit, quiet_lightning
 

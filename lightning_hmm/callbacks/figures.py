@@ -137,7 +137,7 @@ class Figures(Callback):
         target = getattr(model, "target_cooccurrences", None)
         if target is not None and len(target) <= _MAX_PAIRED:
             yield "cooccurrences", lambda: plots.cooccurrences(target, model.cooccurrences, _symbol_names(model), self.max_labels)
-        if hasattr(model, "track"):
+        if hasattr(model, "one_step_predictions"):
             yield from self._latent_figures(model)
         epochs = sorted(self.train.keys() | self.val.keys())
         if epochs:
@@ -150,10 +150,10 @@ class Figures(Callback):
         if excerpt is None or not excerpt[:_MAX_TRACKS].num_steps:
             return
         data = excerpt[:_MAX_TRACKS]
-        track = functools.cache(lambda: model.track(data))
-        yield "effective_size", lambda: latent_plots.effective_size(track().effective_size.values, data.lengths)
+        predicted = functools.cache(lambda: model.one_step_predictions(data))
+        yield "effective_size", lambda: latent_plots.effective_size(predicted().effective_size.values, data.lengths)
         yield "latents", lambda: self._latents(model, data)
-        yield "predictions", lambda: _predictions(data, track())
+        yield "predictions", lambda: _predictions(data, predicted())
 
     def _latents(self, model: Any, data: Sequences) -> Figure:
         clusters = model.cluster_latents(data, min(self.num_clusters, data.num_steps), lead=self.lead)
@@ -235,10 +235,10 @@ def _state_usage(share: np.ndarray | None, source: str, transition: np.ndarray |
     return plots.state_usage(share, None if transition is None else plots.expected_dwell(transition), source)
 
 
-def _predictions(data: Sequences, track: Any) -> Figure:
+def _predictions(data: Sequences, predicted: Any) -> Figure:
     """The longest sequence and what was expected of it."""
     longest = int(data.lengths.argmax())
-    mean, half = track.mean[longest], _WITHIN_90 * track.variance[longest].sqrt()
+    mean, half = predicted.mean[longest], _WITHIN_90 * predicted.variance[longest].sqrt()
     return latent_plots.predictions(data[longest], mean, mean - half, mean + half, 0.9)
 
 

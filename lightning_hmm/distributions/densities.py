@@ -1,7 +1,8 @@
-r"""Densities that a network describes: independent Gaussian entries, independent entries of Student's t, mixtures of the former.
+r"""Densities whose parameters a network computes: Gaussian, Student's t, and mixtures of Gaussians.
 
-They are what `inference.particle` knows as a `Density`, so that particles can be drawn from them, and in addition leave out entries that are missing.
-All but `sample` and `log_prob_of_each` pass on gradients. R x N of them, of d entries.
+Each object holds R x N densities of d entries. It implements `inference.particle.Density`, so particles can be drawn
+from it, and it can also leave out missing entries. `DensityHead` turns the outputs of a network into such an object.
+All methods but `sample` and `log_prob_of_each` are differentiable.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from lightning_hmm.inference import particle
-from lightning_hmm.inference.particle import Density, Randomness, Streams, uniform
+from lightning_hmm.inference.particle import Density, Randomness, Streams, normal, pick, uniform
 
 Family = Literal["gaussian", "student", "mixture"]
-# Log-variances stay this near to what they start from. A variance that grows with the state makes it larger still: without a bound, states explode.
+# Log-variances stay this close to their initial value. Without a bound, a variance that grows with the state makes the
+# state larger still, and states explode.
 LOG_VARIANCE_RANGE = 4.0
 
 
 class PartialDensity(Density):
-    """A density that can be asked about some entries alone, and knows its variance."""
+    """A density with a variance, which can be evaluated at some of its entries only."""
 
     @property
     @abstractmethod
@@ -31,33 +32,74 @@ class PartialDensity(Density):
 
     @abstractmethod
     def log_prob(self, states: Tensor, observed: Tensor | None = None) -> Tensor:
-        """(R, N, d) -> (R, N): without the entries that are not `observed`, which are integrated out."""
+        """(R, N, d) -> (R, N): the log-density with the entries that are not `observed` integrated out."""
 
 
-class Gaussian(particle.DiagonalGaussian, PartialDensity):
-    """Independent Gaussian entries."""
+class DiagonalGaussian(PartialDensity):
+    """Gaussian densities with independent entries.
+
+    Args:
+        mean: (R, N, d).
+        scale: Standard deviations, of any shape that broadcasts to that of `mean`. They are not expanded in memory.
+    """
+
+    def __init__(self, mean: Tensor, scale: Tensor) -> None:
+        self._mean = mean
+        self.scale = scale
+
+    @property
+    def mean(self) -> Tensor:
+        return self._mean
 
     @property
     def variance(self) -> Tensor:
         return self.scale.expand_as(self.mean).square()
 
+    def sample(self, generator: Randomness) -> Tensor:
+        noise = normal(tuple(self.mean.shape), self.mean, generator)
+        return torch.addcmul(self.mean, self.scale.expand_as(self.mean), noise)
+
     def log_prob(self, states: Tensor, observed: Tensor | None = None) -> Tensor:
         if observed is None:
-            return super().log_prob(states)
+            squares = ((states - self.mean) / self.scale).square().sum(-1)
+            return -0.5 * squares - self._log_norm()
         entries = -0.5 * ((states - self.mean) / self.scale).square() - self.scale.log() - 0.5 * math.log(2 * math.pi)
         return torch.where(observed, entries, 0.0).sum(-1)
 
+    def log_prob_of_each(self, states: Tensor) -> Tensor:
+        """As one matrix product: (x - m)^2 / s^2 = x^2 / s^2 - 2 x m / s^2 + m^2 / s^2.
+
+        The average of the means is subtracted first, so that no digits are lost where they are far from zero.
+        """
+        center = self.mean.mean(1, keepdim=True)
+        precision = self.scale.expand_as(self.mean).reciprocal().square()
+        mean, states = self.mean - center, states - center
+        features = torch.cat([states.square(), states], dim=2)  # (R, M, 2 d)
+        weights = torch.cat([-0.5 * precision, precision * mean], dim=2)  # (R, N, 2 d)
+        constant = -0.5 * (precision * mean.square()).sum(2) - self._log_norm()
+        return torch.baddbmm(constant.expand(len(mean), -1).unsqueeze(1), features, weights.mT)
+
+    def pick(self, particles: Tensor) -> DiagonalGaussian:
+        differs = self.scale.dim() == 3 and self.scale.shape[1] > 1
+        return DiagonalGaussian(pick(self.mean, particles), pick(self.scale, particles) if differs else self.scale)
+
+    def _log_norm(self) -> Tensor:
+        return self.scale.expand_as(self.mean).log().sum(-1) + self.mean.shape[-1] / 2 * math.log(2 * math.pi)
+
 
 class StudentT(PartialDensity):
-    """Independent entries of Student's t: like a Gaussian, but a jump is not impossible.
+    """Student's t densities with independent entries, whose heavy tails allow for jumps.
 
     Args:
-        mean, scale: (R, N, d).
+        mean: (R, N, d).
+        scale: (R, N, d) scale parameters. The standard deviations are larger, see `variance`.
         freedom: (d,) degrees of freedom, above 2.
     """
 
     def __init__(self, mean: Tensor, scale: Tensor, freedom: Tensor) -> None:
-        self._mean, self.scale, self.freedom = mean, scale, freedom
+        self._mean = mean
+        self.scale = scale
+        self.freedom = freedom
 
     @property
     def mean(self) -> Tensor:
@@ -71,11 +113,13 @@ class StudentT(PartialDensity):
         shape = tuple(self.mean.shape)
         half = (self.freedom.detach() / 2).expand(shape).contiguous()
         if isinstance(generator, Streams):
-            # Copied, since `fill` works in place and `half` is needed below.
-            gamma = generator.fill(half.to("cpu", copy=True), lambda row, own: row.copy_(torch._standard_gamma(row, generator=own))).to(self.mean.device)
+            # A copy, because `fill` works in place and `half` is needed below.
+            numbers = half.to("cpu", copy=True)
+            gamma = generator.fill(numbers, lambda row, own: row.copy_(torch._standard_gamma(row, generator=own)))
         else:
-            gamma = torch._standard_gamma(half.to(generator.device), generator=generator).to(self.mean.device)
-        return self.mean + self.scale * particle.normal(shape, self.mean, generator) * (half / gamma).sqrt()
+            gamma = torch._standard_gamma(half.to(generator.device), generator=generator)
+        noise = normal(shape, self.mean, generator)
+        return self.mean + self.scale * noise * (half / gamma.to(self.mean.device)).sqrt()
 
     def log_prob(self, states: Tensor, observed: Tensor | None = None) -> Tensor:
         entries = self._entries(states, self.mean, self.scale)
@@ -85,64 +129,76 @@ class StudentT(PartialDensity):
         return self._entries(states.unsqueeze(2), self.mean.unsqueeze(1), self.scale.unsqueeze(1)).sum(-1)
 
     def _entries(self, states: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+        """The log-density of each entry."""
         freedom = self.freedom
         constant = torch.lgamma((freedom + 1) / 2) - torch.lgamma(freedom / 2) - 0.5 * (math.pi * freedom).log()
         return constant - scale.log() - (freedom + 1) / 2 * (((states - mean) / scale).square() / freedom).log1p()
 
     def pick(self, particles: Tensor) -> StudentT:
-        return StudentT(_pick(self.mean, particles), _pick(self.scale, particles), self.freedom)
+        return StudentT(pick(self.mean, particles), pick(self.scale, particles), self.freedom)
 
 
-class Mixture(PartialDensity):
+class GaussianMixture(PartialDensity):
     """Mixtures of C Gaussians with independent entries.
 
     Args:
-        log_shares: (R, N, C), normalised.
-        means, scales: (R, N, C, d).
+        log_weights: (R, N, C) normalized log-weights of the components.
+        means: (R, N, C, d).
+        scales: (R, N, C, d) standard deviations.
     """
 
-    def __init__(self, log_shares: Tensor, means: Tensor, scales: Tensor) -> None:
-        self.log_shares, self.means, self.scales = log_shares, means, scales
+    def __init__(self, log_weights: Tensor, means: Tensor, scales: Tensor) -> None:
+        self.log_weights = log_weights
+        self.means = means
+        self.scales = scales
 
     @property
     def mean(self) -> Tensor:
-        return (self.log_shares.exp().unsqueeze(-1) * self.means).sum(-2)
+        return (self.log_weights.exp().unsqueeze(-1) * self.means).sum(-2)
 
     @property
     def variance(self) -> Tensor:
         about_mean = self.scales.square() + (self.means - self.mean.unsqueeze(-2)).square()
-        return (self.log_shares.exp().unsqueeze(-1) * about_mean).sum(-2)
+        return (self.log_weights.exp().unsqueeze(-1) * about_mean).sum(-2)
 
     def sample(self, generator: Randomness) -> Tensor:
-        level = uniform((*self.log_shares.shape[:2], 1), self.means, generator)
-        component = (self.log_shares.exp().cumsum(-1) <= level).sum(-1).clamp(max=self.log_shares.shape[-1] - 1)
-        chosen = component[..., None, None].expand(-1, -1, 1, self.means.shape[-1])
-        mean, scale = (part.gather(2, chosen).squeeze(2) for part in (self.means, self.scales))
-        return torch.addcmul(mean, scale, particle.normal(tuple(mean.shape), mean, generator))
+        level = uniform((*self.log_weights.shape[:2], 1), self.means, generator)
+        last = self.log_weights.shape[-1] - 1
+        component = (self.log_weights.exp().cumsum(-1) <= level).sum(-1).clamp(max=last)
+        index = component[..., None, None].expand(-1, -1, 1, self.means.shape[-1])
+        mean, scale = (part.gather(2, index).squeeze(2) for part in (self.means, self.scales))
+        return torch.addcmul(mean, scale, normal(tuple(mean.shape), mean, generator))
 
     def log_prob(self, states: Tensor, observed: Tensor | None = None) -> Tensor:
-        hidden = None if observed is None else observed.unsqueeze(-2)
-        return (self.log_shares + Gaussian(self.means, self.scales).log_prob(states.unsqueeze(-2), hidden)).logsumexp(-1)
+        observed = None if observed is None else observed.unsqueeze(-2)
+        components = DiagonalGaussian(self.means, self.scales).log_prob(states.unsqueeze(-2), observed)
+        return (self.log_weights + components).logsumexp(-1)
 
     def log_prob_of_each(self, states: Tensor) -> Tensor:
-        components = Gaussian(self.means.flatten(1, 2), self.scales.flatten(1, 2)).log_prob_of_each(states)
-        return (components.unflatten(2, self.log_shares.shape[1:]) + self.log_shares.unsqueeze(1)).logsumexp(-1)
+        flat = DiagonalGaussian(self.means.flatten(1, 2), self.scales.flatten(1, 2))
+        components = flat.log_prob_of_each(states).unflatten(2, self.log_weights.shape[1:])
+        return (components + self.log_weights.unsqueeze(1)).logsumexp(-1)
 
-    def pick(self, particles: Tensor) -> Mixture:
-        means, scales = (_pick(part.flatten(2), particles).unflatten(2, part.shape[2:]) for part in (self.means, self.scales))
-        return Mixture(_pick(self.log_shares, particles), means, scales)
+    def pick(self, particles: Tensor) -> GaussianMixture:
+        means, scales = (
+            pick(part.flatten(2), particles).unflatten(2, part.shape[2:]) for part in (self.means, self.scales)
+        )
+        return GaussianMixture(pick(self.log_weights, particles), means, scales)
 
 
 class DensityHead(nn.Module):
-    """Makes densities of what a network says: `num_outputs` numbers for each.
+    """The last layer of a network with a density as its output: turns `num_outputs` numbers into one density.
 
     Args:
-        family: "gaussian"; "student", with degrees of freedom that are learned, one number for each entry; or "mixture" of Gaussians.
-        size: d.
-        log_variance: what it is where the network says 0; it stays within 4 of that, by tanh.
-        num_components: of a mixture.
-        bound: means are bound * tanh(what the network says / bound).
-        dtype: of its parameters.
+        family: "gaussian"; "student", with one learned number of degrees of freedom for each entry; or "mixture" of
+            Gaussians.
+        size: d, the number of entries.
+        log_variance: Logarithm of the variance where the output of the network is 0. A tanh keeps it within 4 of this
+            value.
+        num_components: Number of components of a mixture.
+        bound: Largest absolute value of a mean, which is bound * tanh(output / bound). Means are unbounded if not
+            given.
+        dtype: Data type of the parameters.
     """
 
     def __init__(
@@ -157,21 +213,24 @@ class DensityHead(nn.Module):
         super().__init__()
         if family not in get_args(Family):
             raise ValueError(f"`family` must be one of {', '.join(get_args(Family))}, but is {family!r} instead.")
-        self.family, self.size, self.log_variance, self.bound = family, size, log_variance, bound
+        self.family = family
+        self.size = size
+        self.log_variance = log_variance
+        self.bound = bound
         self.num_components = num_components if family == "mixture" else 1
         self.num_outputs = (2 * size + (family == "mixture")) * self.num_components
-        if family == "student":
-            self.log_freedom = nn.Parameter(torch.full((size,), math.log(3), dtype=dtype))  # above 2, where there is a variance
+        if family == "student":  # degrees of freedom are 2 + exp(log_freedom), so that there is a variance
+            self.log_freedom = nn.Parameter(torch.full((size,), math.log(3), dtype=dtype))
 
     @property
     def is_log_variance(self) -> Tensor:
-        """(num_outputs,) which of the numbers are."""
-        of_one = torch.arange(2 * self.size) >= self.size
-        shares = torch.zeros(self.num_components if self.family == "mixture" else 0, dtype=torch.bool)
-        return torch.cat([shares, of_one.repeat(self.num_components)])
+        """(num_outputs,) whether each output is a log-variance."""
+        of_component = torch.arange(2 * self.size) >= self.size
+        weights = torch.zeros(self.num_components if self.family == "mixture" else 0, dtype=torch.bool)
+        return torch.cat([weights, of_component.repeat(self.num_components)])
 
     def forward(self, outputs: Tensor, shift: Tensor | None = None) -> PartialDensity:
-        """(R, N, num_outputs), and perhaps (R, N, d) or (R, 1, d) what is added to the means -> R x N densities."""
+        """(R, N, num_outputs) -> R x N densities. `shift`, (R, N, d) or (R, 1, d), is added to the means."""
         if self.family == "mixture":
             parts = outputs[..., self.num_components :].unflatten(-1, (self.num_components, 2 * self.size))
             shift = None if shift is None else shift.unsqueeze(-2)
@@ -184,10 +243,7 @@ class DensityHead(nn.Module):
         if self.bound is not None:
             mean = self.bound * (mean / self.bound).tanh()
         if self.family == "mixture":
-            return Mixture(outputs[..., : self.num_components].log_softmax(-1), mean, scale)
-        return Gaussian(mean, scale) if self.family == "gaussian" else StudentT(mean, scale, 2 + self.log_freedom.exp())
-
-
-def _pick(values: Tensor, particles: Tensor) -> Tensor:
-    """(R, N, d), (R, M) -> (R, M, d)."""
-    return values.gather(1, particles.unsqueeze(2).expand(-1, -1, values.shape[2]))
+            return GaussianMixture(outputs[..., : self.num_components].log_softmax(-1), mean, scale)
+        if self.family == "student":
+            return StudentT(mean, scale, 2 + self.log_freedom.exp())
+        return DiagonalGaussian(mean, scale)

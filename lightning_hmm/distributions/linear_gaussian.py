@@ -1,15 +1,18 @@
 """The parts of a linear-Gaussian state-space model: the initial state, the transition and the emission.
 
-Each part stores means and covariances, because these keep more digits than natural parameters. The statistics are still gradients of the
-log-likelihood in natural parameters, which `natural_form` returns: with z = (x, 1) and J = (A b), the log-density of a transition from x to x' is
+Each part stores means and covariances, because these keep more digits than natural parameters. The statistics are still
+gradients of the log-likelihood in natural parameters, which `natural_form` returns: with z = (x, 1) and J = (A b), the
+log-density of a transition from x to x' is
 
-.. math:: \\log N(x' \\mid A x + b, Q) = \\langle -\\tfrac12 Q^{-1}, x' x'^T \\rangle + \\langle Q^{-1} J, x' z^T \\rangle
+.. math:: \\log N(x' \\mid A x + b, Q) = \\langle -\\tfrac12 Q^{-1}, x' x'^T \\rangle
+    + \\langle Q^{-1} J, x' z^T \\rangle
     + \\langle -\\tfrac12 J^T Q^{-1} J - \\tfrac12 \\log|2 \\pi Q| \\, e e^T, z z^T \\rangle
 
-where e is the unit vector of the last entry of z. The gradients in these three matrices are the expected sums of x'x'^T, x'z^T and zz^T.
+where e is the unit vector of the last entry of z. The gradients in these three matrices are the expected sums of
+x'x'^T, x'z^T and zz^T.
 
-The prior of every part is :math:`\\exp(-\\tfrac{s}{2} \\operatorname{tr} Q^{-1})` with ``variance_prior = s`` for its covariance Q. It adds s to the scatter
-along every axis, so that no variance falls to zero.
+The prior of every part is :math:`\\exp(-\\tfrac{s}{2} \\operatorname{tr} Q^{-1})` with ``variance_prior = s`` for its
+covariance Q. It adds s to the scatter along every axis, so that no variance falls to zero.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ from lightning_hmm.distributions.base import Distribution, check_not_negative
 class GaussianState(Distribution):
     """The initial state x_1 ~ N(mean, cov).
 
-    Statistics: (d + 1,) the sum of E[z_1], whose last entry is the number of sequences, and (d, d) the sum of E[x_1 x_1^T].
+    Statistics: (d + 1,) the sum of E[z_1], whose last entry is the number of sequences, and (d, d) the sum of E[x_1
+        x_1^T].
 
     Args:
         mean: (d,).
@@ -69,7 +73,8 @@ class GaussianState(Distribution):
 class LinearGaussianTransition(Distribution):
     """The transition x_t ~ N(matrix x_t-1 + offset, cov).
 
-    Statistics: (d, d + 1) the sum of E[x_t z_t-1^T], (d + 1, d + 1) the sum of E[z_t-1 z_t-1^T], whose last entry is the number of transitions, and
+    Statistics: (d, d + 1) the sum of E[x_t z_t-1^T], (d + 1, d + 1) the sum of E[z_t-1 z_t-1^T], whose last entry is
+        the number of transitions, and
     (d, d) the sum of E[x_t x_t^T].
 
     Args:
@@ -115,8 +120,8 @@ class LinearGaussianTransition(Distribution):
 class LinearGaussianEmission(Distribution):
     """The emission y_t ~ N(matrix x_t + offset, diag variance), whose features are independent given the state.
 
-    Statistics, each over the steps at which a feature is observed: (D, d + 1) the sum of E[y_t z_t], (D, d + 1, d + 1) the sum of E[z_t z_t^T], whose
-    last entry is the number of these steps, and (D,) the sum of E[y_t^2].
+    Statistics, each over the steps at which a feature is observed: (D, d + 1) the sum of E[y_t z_t], (D, d + 1, d + 1)
+    the sum of E[z_t z_t^T], whose last entry is the number of these steps, and (D,) the sum of E[y_t^2].
 
     Args:
         matrix: (D, d).
@@ -147,7 +152,9 @@ class LinearGaussianEmission(Distribution):
         """As `Distribution.maximize`. One value is read on the host: a feature without noise raises an error."""
         products, states, squares = statistics
         seen, count = states[:, -1, -1] > 0, _or_one(states[:, -1, -1])
-        joint = torch.linalg.solve(torch.where(seen[:, None, None], states, _unit(states[0])), products.unsqueeze(2)).squeeze(2)
+        joint = torch.linalg.solve(
+            torch.where(seen[:, None, None], states, _unit(states[0])), products.unsqueeze(2)
+        ).squeeze(2)
         variance = (squares - (joint * products).sum(1) + self.prior["variance_prior"] * weight) / count
         if bool((seen & ~(variance > 0)).any()):
             feature = int(torch.nonzero(seen & ~(variance > 0))[0, 0])

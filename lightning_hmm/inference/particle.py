@@ -1,20 +1,36 @@
-r"""Inference in state-space models by weighted particles (sequential Monte Carlo).
+r"""Inference in state-space models with weighted particles (sequential Monte Carlo).
 
 .. math:: x_0 \sim \mu, \qquad x_t \sim f(\cdot \mid x_{t-1}), \qquad y_t \sim g(\cdot \mid x_t)
 
-A model is anything with the three methods of `StateSpaceModel`, bound to the B sequences it is asked about: what f and g may depend on beside
-the state, such as earlier observations, is its own business. `filter` draws N particles for each sequence, all B x N at once, and keeps for each
-step states, weights, ancestors and transition densities: O(T B N d) memory, no path is ever copied. What is wanted of the past is
-read off that: `genealogy`, `fixed_lag`, `backward_simulation`. Sequences may differ in length: past its end nothing is observed and
-nothing resampled.
+A model is any object with the three methods of `StateSpaceModel`. It is bound to B sequences, so f and g may depend on
+more than the state, for example on earlier observations. The functions of this module are:
 
-The letters: T steps, B sequences, N particles, M paths, d entries of a state. Results have time first. All random numbers are from the
-generator passed in, drawn on its device; with `Streams`, one for each sequence, what is found of a sequence does not depend on those beside it.
-Nothing here needs gradients.
+- `filter` runs N particles along each sequence, all B x N of them at once, and estimates the likelihood without bias.
+  By default it is the bootstrap filter. With a `Proposal` it is a guided filter, and with `look_ahead=auxiliary(model)`
+  the auxiliary filter.
+- `backward_simulation` draws whole paths given the whole sequence. `genealogy` is cheaper, but its paths coincide far
+  back.
+- `fixed_lag` smooths each state with the observations up to `lag` steps after it.
+- `predict` draws states some steps ahead.
 
-References: Gordon, Salmond and Smith (1993), the bootstrap filter; Pitt and Shephard (1999), the auxiliary filter; Godsill, Doucet and West (2004),
-backward simulation; Kitagawa (1996), fixed lags. Weights are g(y_t | x_t) after a resampling, and the old weights times it where there was none;
-Algorithm 1 of Jarboui and Perchet (2021) multiplies with weights that resampling has already spent.
+`filter` keeps the states, weights, ancestors and transition densities of every step and never copies a path, so its
+memory is O(T B N d). Sequences may differ in length: past the end of a sequence nothing is observed and nothing is
+resampled.
+
+T is the number of steps, B of sequences, N of particles, M of paths and d of entries of a state. Time is the first
+dimension of all results. All random numbers come from the generator that is passed in and are drawn on its device. With
+`Streams`, which holds one generator for each sequence, the result for a sequence does not depend on the other sequences
+of the batch. No function computes gradients.
+
+The weights are g(y_t | x_t) after a resampling step, and the previous weights times g(y_t | x_t) otherwise. Algorithm 1
+of Jarboui and Perchet (2021) multiplies by weights that resampling has already used.
+
+References:
+    Gordon, Salmond, Smith: Novel approach to nonlinear/non-Gaussian Bayesian state estimation, 1993: the bootstrap
+        filter.
+    Pitt, Shephard: Filtering via simulation: auxiliary particle filters, 1999.
+    Godsill, Doucet, West: Monte Carlo smoothing for nonlinear time series, 2004: backward simulation.
+    Kitagawa: Monte Carlo filter and smoother for non-Gaussian nonlinear state space models, 1996: fixed lags.
 """
 
 from __future__ import annotations
@@ -28,32 +44,40 @@ import torch
 from torch import Tensor
 
 Resampling = Literal["systematic", "stratified", "multinomial"]
-_AHEAD = 4096  # numbers that a stream draws at once
+_BLOCK = 4096  # numbers that a stream draws at once
 
 
 class Streams:
-    """Random numbers for B sequences, each from a generator of its own. They are drawn for some requests ahead, as one for each sequence would take time."""
+    """Random numbers for B sequences, each from a generator of its own.
+
+    Numbers are drawn in blocks of several requests, because a call of each generator for each request would take too
+    long.
+    """
 
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
         self.generators = list(generators)
-        self._ahead: dict[tuple[Any, ...], Iterator[Tensor]] = {}
+        self._blocks: dict[tuple[Any, ...], Iterator[Tensor]] = {}
 
     def fill(self, numbers: Tensor, draw: Callable[[Tensor, torch.Generator], object]) -> Tensor:
-        """`draw` called in place with the rows of (B, ...) numbers and their generators."""
+        """Calls `draw`, which works in place, with each row of (B, ...) numbers and the generator of that row."""
         if len(numbers) != len(self.generators):
-            raise ValueError(f"`generators` must be one for each of {len(numbers)} sequences, but are {len(self.generators)} instead.")
+            raise ValueError(
+                f"`generators` must be one for each of {len(numbers)} sequences, "
+                f"but are {len(self.generators)} instead."
+            )
         for row, generator in zip(numbers, self.generators, strict=True):
             draw(row, generator)
         return numbers
 
-    def draw(self, kind: str, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Of `size`, by the method of a tensor called `kind`: "normal_" or "uniform_"."""
-        key = (kind, size, dtype)
-        numbers = next(self._ahead.get(key, iter(())), None)
+    def draw(self, method: str, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Random numbers of shape `size`, drawn with the tensor method "normal_" or "uniform_"."""
+        key = (method, size, dtype)
+        numbers = next(self._blocks.get(key, iter(())), None)
         if numbers is None:
-            block = torch.empty(size[0], max(1, _AHEAD // max(math.prod(size[1:]), 1)), *size[1:], dtype=dtype)
-            self._ahead[key] = iter(self.fill(block, lambda row, own: getattr(row, kind)(generator=own)).unbind(1))
-            numbers = next(self._ahead[key])
+            block = torch.empty(size[0], max(1, _BLOCK // max(math.prod(size[1:]), 1)), *size[1:], dtype=dtype)
+            filled = self.fill(block, lambda row, own: getattr(row, method)(generator=own))
+            self._blocks[key] = iter(filled.unbind(1))
+            numbers = next(self._blocks[key])
         return numbers
 
 
@@ -61,106 +85,75 @@ Randomness = torch.Generator | Streams
 
 
 def normal(size: tuple[int, ...], like: Tensor, generator: Randomness) -> Tensor:
-    """(B, ...) standard normal numbers, of the type of `like`."""
+    """(B, ...) standard normal numbers with the dtype and device of `like`."""
     if isinstance(generator, Streams):
         return generator.draw("normal_", size, like.dtype).to(like.device)
     return torch.randn(size, dtype=like.dtype, generator=generator, device=generator.device).to(like.device)
 
 
 def uniform(size: tuple[int, ...], like: Tensor, generator: Randomness) -> Tensor:
-    """(B, ...) numbers from [0, 1), of the type of `like`."""
+    """(B, ...) numbers from [0, 1) with the dtype and device of `like`."""
     if isinstance(generator, Streams):
         return generator.draw("uniform_", size, like.dtype).to(like.device)
     return torch.rand(size, dtype=like.dtype, generator=generator, device=generator.device).to(like.device)
 
 
 class Density(ABC):
-    """A density over states for each particle: B x N of them."""
+    """B x N densities over states, one for each particle. The families are in `distributions.densities`."""
 
     @property
     @abstractmethod
     def mean(self) -> Tensor:
-        """(B, N, d)."""
+        """(B, N, d) the mean of each density."""
 
     @abstractmethod
     def sample(self, generator: Randomness) -> Tensor:
-        """(B, N, d): one state of each."""
+        """(B, N, d) one state from each density."""
 
     @abstractmethod
     def log_prob(self, states: Tensor) -> Tensor:
-        """(B, N, d) -> (B, N): each state under its own density."""
+        """(B, N, d) -> (B, N): the log-density of each state under its own density."""
 
     @abstractmethod
     def log_prob_of_each(self, states: Tensor) -> Tensor:
-        """(B, M, d) -> (B, M, N): each state under the density of each particle of its sequence."""
+        """(B, M, d) -> (B, M, N): the log-density of each state under the density of each particle of its sequence."""
 
     @abstractmethod
     def pick(self, particles: Tensor) -> Density:
-        """(B, N) -> the densities of these particles."""
-
-
-class DiagonalGaussian(Density):
-    """Independent Gaussian entries.
-
-    Args:
-        mean: (B, N, d).
-        scale: standard deviations, of any shape that broadcasts to that of `mean`; only as much is kept.
-    """
-
-    def __init__(self, mean: Tensor, scale: Tensor) -> None:
-        self._mean, self.scale = mean, scale
-
-    @property
-    def mean(self) -> Tensor:
-        return self._mean
-
-    def sample(self, generator: Randomness) -> Tensor:
-        return torch.addcmul(self.mean, self.scale.expand_as(self.mean), normal(tuple(self.mean.shape), self.mean, generator))
-
-    def log_prob(self, states: Tensor) -> Tensor:
-        normal = ((states - self.mean) / self.scale).square().sum(-1)
-        return -0.5 * normal - self._log_norm()
-
-    def log_prob_of_each(self, states: Tensor) -> Tensor:
-        """As one product of matrices: (x - m)^2 / s^2 = x^2 / s^2 - 2 x m / s^2 + m^2 / s^2, about the middle of the means to lose no digits."""
-        centre = self.mean.mean(1, keepdim=True)
-        precision = self.scale.expand_as(self.mean).reciprocal().square()
-        mean, states = self.mean - centre, states - centre
-        features = torch.cat([states.square(), states], dim=2)  # (B, M, 2 d)
-        weights = torch.cat([-0.5 * precision, precision * mean], dim=2)  # (B, N, 2 d)
-        constant = -0.5 * (precision * mean.square()).sum(2) - self._log_norm()
-        return torch.baddbmm(constant.expand(len(mean), -1).unsqueeze(1), features, weights.mT)
-
-    def pick(self, particles: Tensor) -> DiagonalGaussian:
-        scale = self.scale
-        return DiagonalGaussian(_pick(self.mean, particles), _pick(scale, particles) if scale.dim() == 3 and scale.shape[1] > 1 else scale)
-
-    def _log_norm(self) -> Tensor:
-        return self.scale.expand_as(self.mean).log().sum(-1) + self.mean.shape[-1] / 2 * math.log(2 * math.pi)
+        """(B, M) numbers of particles -> the B x M densities of these particles."""
 
 
 class StateSpaceModel(Protocol):
-    """What particles need to know of a model, about B sequences at once."""
+    """A model that is bound to B sequences, as `filter` and `predict` use it."""
 
     def initial(self, num_particles: int) -> Density:
-        """p(x_0), as a B x `num_particles` density."""
+        """p(x_0) as B x `num_particles` densities."""
 
     def transition(self, t: int, states: Tensor) -> Density:
         """p(x_t | x_{t-1}) for (B, N, d) states x_{t-1}."""
 
-    def log_evidence(self, t: int, states: Tensor) -> Tensor:
-        """(B, N) log p(y_t | x_t) for (B, N, d) states x_t; zeros where y_t is missing. Past the end of a sequence anything."""
+    def log_obs(self, t: int, states: Tensor) -> Tensor:
+        """(B, N) log p(y_t | x_t) for (B, N, d) states x_t.
+
+        It must be zero where y_t is missing. Past the end of a sequence its values are ignored.
+        """
 
 
-# A better guess than the transition of where y_t is: from the step, the (B, N, d) states before (none at the first step) and the transitions from
-# them to the density to draw from; a torch module may be one.
+# Returns the density that states are drawn from instead of the transition, for example an approximation of p(x_t |
+# x_{t-1}, y_t). Arguments: the step, the (B, N, d) states before it (None at the first step) and the transition
+# densities from these states.
 Proposal = Callable[[int, Tensor | None, Density], Density]
-# (B, N) an approximate log p(y_t | x_{t-1}), from the same; particles are resampled by it before they move.
+# Returns (B, N) an approximation of log p(y_t | x_{t-1}), by which particles are resampled before they move. Arguments:
+# as above.
 LookAhead = Callable[[int, Tensor, Density], Tensor]
 
 
-class Cloud(NamedTuple):
-    """Weighted states. states: (..., B, N, d); log_weights: (B, N) or (..., B, N), each cloud's weights summing to 1."""
+class WeightedParticles(NamedTuple):
+    """States with normalized weights, which approximate a distribution.
+
+    states: (..., B, N, d).
+    log_weights: (B, N) or (..., B, N). The weights of the N particles of a sequence sum to 1.
+    """
 
     states: Tensor
     log_weights: Tensor
@@ -173,17 +166,19 @@ class Cloud(NamedTuple):
     @property
     def variance(self) -> Tensor:
         """(..., B, d)."""
-        return (self.log_weights.exp().unsqueeze(-1) * (self.states - self.mean.unsqueeze(-2)).square()).sum(-2)
+        deviations = self.states - self.mean.unsqueeze(-2)
+        return (self.log_weights.exp().unsqueeze(-1) * deviations.square()).sum(-2)
 
 
 class Particles(NamedTuple):
-    """All that a filter has seen.
+    """The result of `filter`.
 
     states: (T, B, N, d).
-    log_weights: (T, B, N) of p(x_t | y_0:t), before any resampling, each row's weights summing to 1.
-    ancestors: (T, B, N) the particle of the step before that each comes from; itself where nothing was resampled.
+    log_weights: (T, B, N) weights of p(x_t | y_0:t) before resampling. The weights of the N particles sum to 1.
+    ancestors: (T, B, N) for each particle, the number of the particle of the step before that it comes from. Where
+        nothing was resampled, it is the particle's own number.
     transitions: p(x_{t+1} | x_t) of the particles of step t, for each step but the last.
-    log_evidence: (T, B) log of the estimate of p(y_t | y_0:t-1); 0 past the end.
+    log_increments: (T, B) logarithms of the estimates of p(y_t | y_0:t-1), and 0 past the end of a sequence.
     effective_size: (T, B) 1 / sum of squared weights.
     lengths: (B,).
     """
@@ -192,26 +187,29 @@ class Particles(NamedTuple):
     log_weights: Tensor
     ancestors: Tensor
     transitions: list[Density]
-    log_evidence: Tensor
+    log_increments: Tensor
     effective_size: Tensor
     lengths: Tensor
 
     @property
     def log_likelihood(self) -> Tensor:
-        """(B,) log of an unbiased estimate of p(y)."""
-        return self.log_evidence.sum(0)
+        """(B,) logarithm of an unbiased estimate of p(y)."""
+        return self.log_increments.sum(0)
 
     @property
     def last_log_weights(self) -> Tensor:
-        """(B, N) at the last step of each sequence; those of the last step of all, as nothing changes past the end of a sequence."""
+        """(B, N) the weights at the last step of each sequence.
+
+        They are those of step T - 1, because the weights do not change past the end of a sequence.
+        """
         _, num_sequences, num_particles = self.log_weights.shape
         even = self.log_weights.new_full((num_sequences, num_particles), -math.log(num_particles))
         return self.log_weights[-1] if len(self.log_weights) else even
 
     @property
-    def filtered(self) -> Cloud:
+    def filtered(self) -> WeightedParticles:
         """p(x_t | y_0:t)."""
-        return Cloud(self.states, self.log_weights)
+        return WeightedParticles(self.states, self.log_weights)
 
 
 @torch.no_grad()
@@ -226,85 +224,147 @@ def filter(
     proposal: Proposal | None = None,
     look_ahead: LookAhead | None = None,
 ) -> Particles:
-    """Runs the particles along the sequences, in O(T B N d) beside what the model costs.
+    """Runs particles along the sequences. The cost is O(T B N d) in addition to that of the model.
 
     Args:
-        model: bound to B sequences.
-        lengths: (B,) their lengths.
-        num_particles: N.
-        generator: of all random numbers.
-        resampling: how ancestors are drawn: "systematic" (least noise), "stratified" or "multinomial".
-        threshold: resample where the effective number of particles is below this share of N: 0 for never, 1 for always.
-        proposal: draw states from this instead of the transition; the weights make up for it.
-        look_ahead: resample by the weights times this, for example `auxiliary(model)`; the weights make up for it.
+        model: Model that is bound to B sequences.
+        lengths: (B,) lengths of the sequences.
+        num_particles: N, the number of particles for each sequence.
+        generator: Source of all random numbers.
+        resampling: How ancestors are drawn: "systematic" (least noise), "stratified" or "multinomial".
+        threshold: Particles are resampled where their effective number is below this fraction of N: 0 for never, 1 for
+            always.
+        proposal: Density to draw states from instead of the transition. The weights correct for the difference.
+        look_ahead: Factor of the weights by which particles are resampled, for example `auxiliary(model)`. The weights
+            correct for it.
     """
-    if num_particles < 1:
-        raise ValueError(f"`num_particles` must be positive, but is {num_particles} instead.")
-    if resampling not in get_args(Resampling):
-        raise ValueError(f"`resampling` must be one of {', '.join(get_args(Resampling))}, but is {resampling!r} instead.")
-    if not 0 <= threshold <= 1:
-        raise ValueError(f"`threshold` must be from 0 to 1, but is {threshold} instead.")
-    num_steps = int(lengths.max()) if len(lengths) else 0
+    _check_options(num_particles, resampling, threshold)
     density = model.initial(num_particles)
-    states = density.mean  # for its type; the first step draws
-    shape = (num_steps, *states.shape[:2])
-    if shape[1:] != (len(lengths), num_particles):
-        raise ValueError(f"`initial` must give {(len(lengths), num_particles)} densities, sequences by particles, but gives {tuple(shape[1:])} instead.")
-    device = states.device
-    lengths = lengths.to(device)
-    every_state = states.new_empty(*shape, states.shape[2])
-    every_weight, log_evidence, effective_size = states.new_empty(shape), states.new_empty(shape[:2]), states.new_empty(shape[:2])
-    itself = torch.arange(num_particles, device=device).expand(shape[1:])
-    every_ancestor = itself.repeat(num_steps, 1, 1)
-    transitions: list[Density] = []
-    log_weights = states.new_full(shape[1:], -math.log(num_particles))
-    even = log_weights
-    failed = torch.full_like(lengths, num_steps)  # the first step at which all weights vanished
-    undefined = torch.zeros_like(lengths, dtype=torch.bool)
-    for t in range(num_steps):
+    states = density.mean  # for its shape and dtype; the first step draws
+    found = _allocate(states, lengths, num_particles)
+    lengths, failures = found.lengths, _Failures(len(states), states.device)
+    even = log_weights = torch.full_like(states[..., 0], -math.log(num_particles))
+    for t in range(len(found.states)):
         active = (t < lengths).unsqueeze(1)
         parents = None
         if t > 0:
             density = model.transition(t, states)
-            transitions.append(density)
-            ahead = torch.zeros_like(log_weights) if look_ahead is None else torch.where(active, look_ahead(t, states, density), 0.0)
-            # If no particle looks promising at all, looking ahead says nothing.
-            ahead = torch.where((log_weights + ahead).logsumexp(1, keepdim=True).isfinite(), ahead, 0.0)
-            first_stage = log_weights + ahead
-            total = first_stage.logsumexp(1, keepdim=True)
-            first_stage = first_stage - total
-            fresh = active & (_effective_size(first_stage).unsqueeze(1) < threshold * num_particles)
-            ancestors = torch.where(fresh, resample(first_stage, num_particles, generator, resampling), itself)
-            every_ancestor[t] = ancestors
-            log_weights = torch.where(fresh, even + total - ahead.gather(1, ancestors), log_weights)
-            density, parents = density.pick(ancestors), _pick(states, ancestors) if proposal is not None else None
+            found.transitions.append(density)
+            ahead = torch.zeros_like(even)
+            if look_ahead is not None:
+                ahead = torch.where(active, look_ahead(t, states, density), 0.0)
+            ancestors, log_weights = _resample_some(log_weights, ahead, active, threshold, generator, resampling)
+            found.ancestors[t] = ancestors
+            density, parents = density.pick(ancestors), pick(states, ancestors) if proposal is not None else None
         if proposal is None:
             states = density.sample(generator)
-            gained = model.log_evidence(t, states)
+            log_factors = model.log_obs(t, states)
         else:
             proposed = proposal(t, parents, density)
             states = proposed.sample(generator)
-            gained = model.log_evidence(t, states) + density.log_prob(states) - proposed.log_prob(states)
-        log_weights = log_weights + torch.where(active, gained, 0.0)
-        evidence = log_weights.logsumexp(1, keepdim=True)
-        lost = ~evidence.isfinite()
-        failed = torch.where(lost.squeeze(1), failed.clamp(max=t), failed)
-        undefined |= evidence.squeeze(1).isnan() | (evidence.squeeze(1) == torch.inf)
-        log_weights = torch.where(lost, even, log_weights - evidence)
-        every_state[t], every_weight[t] = states, log_weights
-        log_evidence[t] = torch.where(active, evidence, 0.0).squeeze(1)
-        effective_size[t] = _effective_size(log_weights)
-    _refuse_vanished(failed, undefined, num_steps, num_particles)
-    return Particles(every_state, every_weight, every_ancestor, transitions, log_evidence, effective_size, lengths)
+            log_factors = model.log_obs(t, states) + density.log_prob(states) - proposed.log_prob(states)
+        log_weights = log_weights + torch.where(active, log_factors, 0.0)
+        increment = log_weights.logsumexp(1, keepdim=True)
+        failures.note(t, increment.squeeze(1))
+        log_weights = torch.where(increment.isfinite(), log_weights - increment, even)
+        found.states[t], found.log_weights[t] = states, log_weights
+        found.log_increments[t] = torch.where(active, increment, 0.0).squeeze(1)
+        found.effective_size[t] = _effective_size(log_weights)
+    failures.raise_first(num_particles)
+    return found
+
+
+def _check_options(num_particles: int, resampling: Resampling, threshold: float) -> None:
+    if num_particles < 1:
+        raise ValueError(f"`num_particles` must be positive, but is {num_particles} instead.")
+    if resampling not in get_args(Resampling):
+        choices = ", ".join(get_args(Resampling))
+        raise ValueError(f"`resampling` must be one of {choices}, but is {resampling!r} instead.")
+    if not 0 <= threshold <= 1:
+        raise ValueError(f"`threshold` must be from 0 to 1, but is {threshold} instead.")
+
+
+def _allocate(states: Tensor, lengths: Tensor, num_particles: int) -> Particles:
+    """Room for the result of `filter`, for (B, N, d) first states. At first every particle is its own ancestor."""
+    num_steps = int(lengths.max()) if len(lengths) else 0
+    if states.shape[:2] != (len(lengths), num_particles):
+        raise ValueError(
+            f"`initial` must give {(len(lengths), num_particles)} densities, sequences by particles, "
+            f"but gives {tuple(states.shape[:2])} instead."
+        )
+    shape = (num_steps, *states.shape[:2])
+    return Particles(
+        states=states.new_empty(*shape, states.shape[2]),
+        log_weights=states.new_empty(shape),
+        ancestors=torch.arange(num_particles, device=states.device).repeat(num_steps, len(states), 1),
+        transitions=[],
+        log_increments=states.new_empty(shape[:2]),
+        effective_size=states.new_empty(shape[:2]),
+        lengths=lengths.to(states.device),
+    )
+
+
+def _resample_some(
+    log_weights: Tensor, ahead: Tensor, active: Tensor, threshold: float, generator: Randomness, method: Resampling
+) -> tuple[Tensor, Tensor]:
+    """Resamples the active sequences whose effective number of particles is below the threshold.
+
+    Returns (B, N) ancestors, which are the particles themselves where nothing is resampled, and (B, N) log-weights.
+    `ahead` is the logarithm of a factor of the weights by which ancestors are drawn; it is ignored where it rules out
+    all particles.
+    """
+    num_particles = log_weights.shape[1]
+    ahead = torch.where((log_weights + ahead).logsumexp(1, keepdim=True).isfinite(), ahead, 0.0)
+    first_stage = log_weights + ahead
+    total = first_stage.logsumexp(1, keepdim=True)
+    first_stage = first_stage - total
+    fresh = active & (_effective_size(first_stage).unsqueeze(1) < threshold * num_particles)
+    itself = torch.arange(num_particles, device=log_weights.device).expand_as(log_weights)
+    ancestors = torch.where(fresh, resample(first_stage, num_particles, generator, method), itself)
+    even = torch.full_like(log_weights, -math.log(num_particles))
+    return ancestors, torch.where(fresh, even + total - ahead.gather(1, ancestors), log_weights)
+
+
+class _Failures:
+    """The first step of each sequence at which the weights of all particles vanished or were undefined."""
+
+    def __init__(self, num_sequences: int, device: torch.device) -> None:
+        self.never = torch.iinfo(torch.int64).max
+        self.first_step = torch.full((num_sequences,), self.never, device=device)
+        self.undefined = torch.zeros(num_sequences, dtype=torch.bool, device=device)
+
+    def note(self, t: int, increment: Tensor) -> None:
+        """Notes the sequences whose (B,) logarithm of the sum of the weights is not finite."""
+        self.first_step = torch.where(increment.isfinite(), self.first_step, self.first_step.clamp(max=t))
+        self.undefined |= increment.isnan() | (increment == torch.inf)
+
+    def raise_first(self, num_particles: int) -> None:
+        """Raises an error for the sequence that failed first, if any did. Reads from the device once, after all steps."""
+        if not bool((self.first_step < self.never).any()):
+            return
+        sequence = int(self.first_step.argmin())
+        t = int(self.first_step[sequence])
+        if bool(self.undefined[sequence]):
+            raise ValueError(
+                f"`log_obs` must be numbers below infinity, but is not at step {t} of sequence {sequence}. "
+                "Are there NaN in parameters or data?"
+            )
+        raise ValueError(
+            f"Particles must be able to explain what is observed, but the weights of all {num_particles} vanish "
+            f"at step {t} of sequence {sequence}. Use more particles, or a wider emission."
+        )
 
 
 def auxiliary(model: StateSpaceModel) -> LookAhead:
-    """The auxiliary filter's look ahead: the evidence of y_t at the mean of the transition (Pitt and Shephard, 1999)."""
-    return lambda t, states, transition: model.log_evidence(t, transition.mean)
+    """The auxiliary filter of Pitt and Shephard (1999): log p(y_t | x_t) at the mean of the transition."""
+    return lambda t, states, transition: model.log_obs(t, transition.mean)
 
 
 def resample(log_weights: Tensor, num_draws: int, generator: Randomness, method: Resampling = "systematic") -> Tensor:
-    """(B, N) normalised -> (B, num_draws): particles, each drawn so often on average as its weight says; never one of weight zero."""
+    """(B, N) normalized log-weights -> (B, num_draws) numbers of particles.
+
+    The expected number of draws of a particle is proportional to its weight. A particle of weight zero is never drawn.
+    """
     size = (len(log_weights), 1 if method == "systematic" else num_draws)
     levels = uniform(size, log_weights, generator)
     if method != "multinomial":
@@ -312,10 +372,14 @@ def resample(log_weights: Tensor, num_draws: int, generator: Randomness, method:
     return _invert(log_weights.exp(), levels)
 
 
-def genealogy(particles: Particles, num_paths: int | None = None, generator: Randomness | None = None) -> Cloud:
-    """Whole paths of p(x_0:T | y_0:T), (T, B, M, d), traced back along the ancestors; past the end of a sequence they mean nothing.
+def genealogy(
+    particles: Particles, num_paths: int | None = None, generator: Randomness | None = None
+) -> WeightedParticles:
+    """Whole paths of p(x_0:T | y_0:T), (T, B, M, d), traced back along the ancestors in O(T B M d).
 
-    All N with the last weights, or `num_paths` drawn by them, which then weigh the same. Far back all paths are one: O(T M).
+    The result has all N paths with the weights of the last step, or `num_paths` paths drawn with these weights, which
+    then have equal weights. Far back all paths coincide. Past the end of a sequence the states of a path have no
+    meaning.
     """
     last = particles.last_log_weights
     if num_paths is None:
@@ -323,16 +387,20 @@ def genealogy(particles: Particles, num_paths: int | None = None, generator: Ran
     else:
         if generator is None:
             raise ValueError("`generator` must be given to draw `num_paths` paths.")
-        index, log_weights = resample(last, num_paths, generator), last.new_full((len(last), num_paths), -math.log(num_paths))
+        index = resample(last, num_paths, generator)
+        log_weights = last.new_full((len(last), num_paths), -math.log(num_paths))
     paths = particles.states.new_empty(len(particles.states), *index.shape, particles.states.shape[3])
     for t in range(len(paths) - 1, -1, -1):
-        paths[t] = _pick(particles.states[t], index)
+        paths[t] = pick(particles.states[t], index)
         index = particles.ancestors[t].gather(1, index)
-    return Cloud(paths, log_weights)
+    return WeightedParticles(paths, log_weights)
 
 
-def fixed_lag(particles: Particles, lag: int) -> Cloud:
-    """p(x_t | y_0:t+lag) for each step, (T, B, N, d): the ancestors, `lag` steps back, of the particles there. O(lag T B N)."""
+def fixed_lag(particles: Particles, lag: int) -> WeightedParticles:
+    """p(x_t | y_0:t+lag) for each step, (T, B, N, d), in O(lag T B N).
+
+    The states of step t are the ancestors, `lag` steps back, of the particles of step t + lag.
+    """
     if lag < 0:
         raise ValueError(f"`lag` must not be negative, but is {lag} instead.")
     num_steps = len(particles.states)
@@ -341,57 +409,68 @@ def fixed_lag(particles: Particles, lag: int) -> Cloud:
     itself = torch.arange(particles.states.shape[2], device=particles.states.device)
     index = itself.expand_as(particles.ancestors)
     for distance in range(lag, 0, -1):
-        later = torch.cat([particles.ancestors[distance:], itself.expand(distance, *particles.ancestors.shape[1:])])
-        index = later.gather(2, index)
+        past_end = itself.expand(distance, *particles.ancestors.shape[1:])
+        index = torch.cat([particles.ancestors[distance:], past_end]).gather(2, index)
     states = particles.states.gather(2, index.unsqueeze(3).expand_as(particles.states))
-    return Cloud(states, particles.log_weights[(steps + lag).clamp(max=num_steps - 1)])
+    return WeightedParticles(states, particles.log_weights[(steps + lag).clamp(max=num_steps - 1)])
 
 
 @torch.no_grad()
-def backward_simulation(particles: Particles, num_paths: int, generator: Randomness) -> Cloud:
-    """Paths drawn from p(x_0:T | y_0:T), (T, B, M, d), all of the same weight: particles of each step are chosen anew, backwards in time, by
-    their weight times the density of the step to the one chosen after (FFBSi). Past the end of a sequence they mean nothing. O(T B M N d)."""
+def backward_simulation(particles: Particles, num_paths: int, generator: Randomness) -> WeightedParticles:
+    """Paths drawn from p(x_0:T | y_0:T), (T, B, M, d), with equal weights, in O(T B M N d) (FFBSi).
+
+    Backwards in time, a particle of each step is drawn with its weight times the density of the transition to the
+    particle that was drawn for the next step. Past the end of a sequence the states of a path have no meaning.
+    """
     num_steps, num_sequences, _, size = particles.states.shape
     if num_paths < 1:
         raise ValueError(f"`num_paths` must be positive, but is {num_paths} instead.")
     paths = particles.states.new_empty(num_steps, num_sequences, num_paths, size)
     order = torch.arange(num_paths, device=paths.device)
-    every_level = uniform((num_sequences, num_steps, num_paths), paths, generator)  # from the first step on, so that its place in time alone matters
+    # Drawn for all steps from the first on, so that the numbers of a step do not depend on the longest sequence of the
+    # batch.
+    every_level = uniform((num_sequences, num_steps, num_paths), paths, generator)
     for t in range(num_steps - 1, -1, -1):
         logits = particles.log_weights[t].unsqueeze(1)  # (B, 1, N)
         levels = every_level[:, t]
-        levels = torch.where(particles.lengths.eq(t + 1).unsqueeze(1), (order + levels) / num_paths, levels)  # stratified at the end
+        is_last = particles.lengths.eq(t + 1).unsqueeze(1)
+        levels = torch.where(is_last, (order + levels) / num_paths, levels)  # stratified at the last step
         if t < num_steps - 1:
             following = particles.transitions[t].log_prob_of_each(paths[t + 1])
             logits = logits + torch.where((t + 1 < particles.lengths).view(-1, 1, 1), following, 0.0)
         index = _invert(logits.softmax(2).expand(-1, num_paths, -1), levels.unsqueeze(2)).squeeze(2)
-        paths[t] = _pick(particles.states[t], index)
-    return Cloud(paths, paths.new_full((num_sequences, num_paths), -math.log(num_paths)))
+        paths[t] = pick(particles.states[t], index)
+    return WeightedParticles(paths, paths.new_full((num_sequences, num_paths), -math.log(num_paths)))
 
 
 @torch.no_grad()
-def predict(model: StateSpaceModel, particles: Particles, steps: int, generator: Randomness, *, after: int | None = None) -> Cloud:
-    """p(x_{t+steps} | y_0:t) for each step t, (T, B, N, d), or for t = `after` alone, (B, N, d). The row of the last step of a sequence is its future.
+def predict(
+    model: StateSpaceModel, particles: Particles, steps: int, generator: Randomness, *, after: int | None = None
+) -> WeightedParticles:
+    """p(x_{t+steps} | y_0:t) for each step t, (T, B, N, d), or for t = `after` only, (B, N, d).
 
-    The model is asked for transitions up to step T - 1 + `steps`, or `after` + `steps`.
+    The row of the last step of a sequence is a prediction of its future. The model must have transitions up to step
+    T - 1 + `steps`, or `after` + `steps`.
     """
     if steps < 1:
         raise ValueError(f"`steps` must be positive, but is {steps} instead.")
 
-    def ahead(t: int) -> Tensor:
+    def states_after(t: int) -> Tensor:
         states = particles.states[t]
         for k in range(1, steps + 1):
-            density = particles.transitions[t] if k == 1 and t < len(particles.transitions) else model.transition(t + k, states)
+            is_known = k == 1 and t < len(particles.transitions)
+            density = particles.transitions[t] if is_known else model.transition(t + k, states)
             states = density.sample(generator)
         return states
 
     if after is not None:
-        return Cloud(ahead(after), particles.log_weights[after])
-    return Cloud(torch.stack([ahead(t) for t in range(len(particles.states))]), particles.log_weights)
+        return WeightedParticles(states_after(after), particles.log_weights[after])
+    every_state = torch.stack([states_after(t) for t in range(len(particles.states))])
+    return WeightedParticles(every_state, particles.log_weights)
 
 
-def _pick(values: Tensor, particles: Tensor) -> Tensor:
-    """(B, N, d), (B, M) -> (B, M, d)."""
+def pick(values: Tensor, particles: Tensor) -> Tensor:
+    """(B, N, d) values of particles, (B, M) numbers of particles -> (B, M, d)."""
     return values.gather(1, particles.unsqueeze(2).expand(-1, -1, values.shape[2]))
 
 
@@ -400,21 +479,8 @@ def _effective_size(log_weights: Tensor) -> Tensor:
 
 
 def _invert(weights: Tensor, levels: Tensor) -> Tensor:
-    """(..., N) weights, (..., M) from [0, 1) -> (..., M): where the cumulative weights first exceed it."""
+    """(..., N) weights, (..., M) levels -> (..., M): the first particle whose cumulative weight exceeds the level."""
     cumulative = weights.cumsum(-1)
     cumulative = cumulative / cumulative[..., -1:]
     below_one = 1 - torch.finfo(weights.dtype).eps / 2  # (N - 1 + u) / N may round to 1
     return torch.searchsorted(cumulative, levels.clamp(max=below_one).contiguous(), right=True)
-
-
-def _refuse_vanished(failed: Tensor, undefined: Tensor, num_steps: int, num_particles: int) -> None:
-    if not bool((failed < num_steps).any()):
-        return
-    sequence = int(failed.argmin())
-    t = int(failed[sequence])
-    if bool(undefined[sequence]):
-        raise ValueError(f"`log_evidence` must be numbers below infinity, but is not at step {t} of sequence {sequence}. Are there NaN in parameters or data?")
-    raise ValueError(
-        f"Particles must be able to explain what is observed, but the weights of all {num_particles} vanish at step {t} of sequence {sequence}. "
-        "Use more particles, or a wider emission."
-    )

@@ -1,4 +1,4 @@
-"""One LightningModule a file."""
+"""One LightningModule a file, or a folder where a model has several parts."""
 
 from lightning_hmm.models.baselines import KneserNey, RecurrentNet
 from lightning_hmm.models.cloned import ClonedHMM
@@ -7,8 +7,7 @@ from lightning_hmm.models.discrete import DiscreteHMM
 from lightning_hmm.models.dmc import DMCHMM
 from lightning_hmm.models.hmm import HMM
 from lightning_hmm.models.linear_gaussian import LinearGaussianHMM
-from lightning_hmm.models.neural import NeuralHMM
-from lightning_hmm.models.neural_discrete import NeuralDiscreteHMM
+from lightning_hmm.models.neural import NeuralDiscreteHMM, NeuralHMM
 from lightning_hmm.models.sequence_model import SequenceModel
 from lightning_hmm.models.standard import StandardHMM
 

@@ -1,25 +1,31 @@
-"""The linear-Gaussian state-space model, trained by exact EM: a neural HMM of depth 0."""
+"""The linear-Gaussian state-space model, trained by exact EM. It is a neural HMM whose networks are linear."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from lightning_hmm.distributions import Distribution, GaussianState, LinearGaussianEmission, LinearGaussianTransition, Moments
+from lightning_hmm.distributions import (
+    Distribution,
+    GaussianState,
+    LinearGaussianEmission,
+    LinearGaussianTransition,
+    Moments,
+)
 from lightning_hmm.distributions.gaussian import data_location
 from lightning_hmm.inference import kalman
 from lightning_hmm.metrics import LogLikelihoodPerSymbol
-from lightning_hmm.models.baselines.recurrent import last_seen
+from lightning_hmm.models.last_seen import last_seen
 from lightning_hmm.models.prediction_errors import PredictionErrors
-from lightning_hmm.models.sequence_model import check_counts
+from lightning_hmm.models.sequence_model import check_choices, check_counts
 from lightning_hmm.models.training_loop import BaumWelchTraining
 from lightning_hmm.random import generator
 from lightning_hmm.sequences import Sequences
 
-Observed = Literal["positions", "increments"]
+Target = Literal["positions", "increments"]
 
 
 class LinearGaussianHMM(BaumWelchTraining, PredictionErrors):
@@ -27,41 +33,45 @@ class LinearGaussianHMM(BaumWelchTraining, PredictionErrors):
 
     .. math:: x_0 \sim N(m, P), \quad x_t \sim N(A x_{t-1} + b, Q), \quad y_t \sim N(C x_t + c, \operatorname{diag} r)
 
-    Inference is Kalman's and the M-step a closed form (Shumway and Stoffer, 1982), so an epoch is an EM step that never lowers the
-    likelihood, whatever the batches. Missing entries are integrated out. Time O(steps d^3), all sequences in parallel.
+    Use it for sequences of real vectors with a continuous state, and as an exact baseline for `NeuralHMM`. Inference is
+    the Kalman filter and smoother, and the M-step has a closed form (Shumway and Stoffer, 1982). An epoch is one EM
+    step, which never decreases the likelihood and does not depend on the batches. Missing entries are integrated out.
+    The time is O(steps d^3), with all sequences in parallel.
 
-    With ``of="increments"`` the equations describe the differences of successive observations, from the second step on. The observation at the first
-    step of a sequence is Gaussian and independent of the states; its moments are those of the first observed values in the training data. Across a gap,
-    an observation is the value last seen plus one increment for every step since then. `score`, `predict_each`, `predict_next` and the E-step all use this
-    joint distribution. Time O(steps (d + D)^3).
+    With ``target="increments"`` the equations describe the differences of successive observations, from the second step
+    on. The observation at the first step of a sequence is Gaussian and independent of the states; its moments are those
+    of the first observed values in the training data. Across a gap, an observation is the value last seen plus one
+    increment for every step since then. `score`, `predict_each`, `predict_next` and the E-step all use this joint
+    distribution. The time is O(steps (d + D)^3).
 
     Args:
-        latent_dim: d.
-        num_features: D.
-        of: "positions" or "increments".
-        seed: of the starting values.
-        discount: lambda of online EM, with an update after each batch; without it batch EM, an update after each epoch.
-        sequences_per_update: online EM with several updates inside each batch.
-        variance_prior: scatter that a prior adds to the noise of each feature, in units of the variance of what is described. A positive value keeps
-            the variances above zero.
-        frozen: any of "initial", "transition", "emission"; they keep their values.
-        arithmetic: "float64".
+        latent_dim: d, the number of entries of the state.
+        num_features: D, the number of entries of an observation.
+        target: What the equations describe: "positions", the observations themselves, or their "increments".
+        seed: Seed for the initial parameters.
+        discount: Discount of online EM, which updates after each batch. Batch EM, which updates after each epoch, if
+            not given.
+        sequences_per_update: Number of sequences per update of online EM. Several updates then run inside each batch.
+        variance_prior: Scatter that the prior adds to the noise of each feature, in units of the variance of the
+            target. A positive value keeps the variances above zero.
+        frozen: Parts that keep their values: any of "initial", "transition" and "emission".
+        arithmetic: Data type of the parameters. It must be "float64".
 
     References:
         Shumway, Stoffer: An approach to time series smoothing and forecasting using the EM algorithm, 1982.
     """
 
-    centre: Tensor
-    scale: Tensor
-    first_centre: Tensor
-    first_scale: Tensor
+    center: Tensor
+    data_variance: Tensor
+    first_center: Tensor
+    first_data_variance: Tensor
     located: Tensor
 
     def __init__(
         self,
         latent_dim: int,
         num_features: int | None = None,
-        of: Observed = "positions",
+        target: Target = "positions",
         seed: int = 0,
         discount: float | None = None,
         sequences_per_update: int | None = None,
@@ -70,12 +80,15 @@ class LinearGaussianHMM(BaumWelchTraining, PredictionErrors):
         arithmetic: Literal["float64"] = "float64",
     ) -> None:
         if num_features is None:
-            raise ValueError("`num_features` must be given: the model is for real vectors. For symbols use another one.")
+            raise ValueError(
+                "`num_features` must be given: the model is for real vectors. For symbols use another one."
+            )
         check_counts(latent_dim=latent_dim)
-        if of not in get_args(Observed):
-            raise ValueError(f"`of` must be one of {', '.join(get_args(Observed))}, but is {of!r} instead.")
+        check_choices(Target, target=target)
         if arithmetic != "float64":
-            raise ValueError(f"`arithmetic` must be float64, but is {arithmetic!r} instead: covariances need its digits.")
+            raise ValueError(
+                f"`arithmetic` must be float64, but is {arithmetic!r} instead: covariances need its precision."
+            )
         for name in frozen:
             if name not in ("initial", "transition", "emission"):
                 raise ValueError(f"`frozen` must name initial, transition or emission, but names {name!r} instead.")
@@ -88,31 +101,41 @@ class LinearGaussianHMM(BaumWelchTraining, PredictionErrors):
             arithmetic=arithmetic,
         )
         self.save_hyperparameters()
-        self.latent_dim, self.of, self.seed = latent_dim, of, seed
-        random = generator(seed, "start")
+        self.latent_dim = latent_dim
+        self.target = target
+        self.seed = seed
+        self._make_parts(latent_dim, num_features, variance_prior)
+        buffers = {"center": 0.0, "data_variance": 1.0, "first_center": 0.0, "first_data_variance": 1.0}
+        for name, value in buffers.items():
+            self.register_buffer(name, torch.full((num_features,), value, dtype=torch.float64))
+        self.register_buffer("located", torch.tensor(False))
+
+    def _make_parts(self, size: int, features: int, variance_prior: float) -> None:
+        random = generator(self.seed, "start")
 
         def draw(*shape: int) -> Tensor:
             return torch.randn(*shape, dtype=torch.float64, generator=random)
 
-        def zeros(size: int) -> Tensor:
-            return torch.zeros(size, dtype=torch.float64)
+        def zeros(length: int) -> Tensor:
+            return torch.zeros(length, dtype=torch.float64)
 
-        unit = torch.eye(latent_dim, dtype=torch.float64)
-        self.initial = GaussianState(zeros(latent_dim), unit.clone())
-        # EM takes long to reach slow turns from fast ones. The covariance keeps the variance of the state at about 1.
-        self.transition = LinearGaussianTransition(0.9 * unit + 0.05 * draw(latent_dim, latent_dim), zeros(latent_dim), 0.2 * unit)
-        self.emission = LinearGaussianEmission(draw(num_features, latent_dim) / latent_dim**0.5, zeros(num_features), zeros(num_features) + 0.1, variance_prior)
-        for name, value in {"centre": 0.0, "scale": 1.0, "first_centre": 0.0, "first_scale": 1.0}.items():
-            self.register_buffer(name, torch.full((num_features,), value, dtype=torch.float64))
-        self.register_buffer("located", torch.tensor(False))
+        unit = torch.eye(size, dtype=torch.float64)
+        self.initial = GaussianState(zeros(size), unit.clone())
+        # EM takes many iterations to reach slow dynamics from fast ones, so it starts from slow ones. The covariance
+        # keeps the variance of the state at about 1.
+        self.transition = LinearGaussianTransition(0.9 * unit + 0.05 * draw(size, size), zeros(size), 0.2 * unit)
+        matrix, noise = draw(features, size) / size**0.5, zeros(features) + 0.1
+        self.emission = LinearGaussianEmission(matrix, zeros(features), noise, variance_prior)
 
     @property
     def distributions(self) -> dict[str, Distribution]:
         return {"initial": self.initial, "transition": self.transition, "emission": self.emission}
 
+    # Units
+
     @property
     def parameters_in_units(self) -> kalman.LinearGaussian:
-        """Of what is described, in units of its spread."""
+        """The parameters of the model of the target, which is standardized with `data_variance`."""
         initial, transition, emission = self.initial, self.transition, self.emission
         return kalman.LinearGaussian(
             initial.mean.detach(),
@@ -127,51 +150,58 @@ class LinearGaussianHMM(BaumWelchTraining, PredictionErrors):
 
     @property
     def _first_variance(self) -> Tensor | None:
-        """(D,) of the observation at the first step, in units of the spread of increments; ``None`` for positions."""
-        return self.first_scale / self.scale if self.of == "increments" else None
+        """(D,) variance of the first observation, in units of `data_variance`; ``None`` for positions."""
+        return self.first_data_variance / self.data_variance if self.target == "increments" else None
 
     @property
     def _joint(self) -> kalman.LinearGaussian:
-        """The model of the observations themselves, in units of the spread of what is described."""
+        """The model of the observations themselves, in units of `data_variance`."""
         first = self._first_variance
-        return self.parameters_in_units if first is None else kalman.summed(self.parameters_in_units, first)
+        inner = self.parameters_in_units
+        return inner if first is None else kalman.cumulative_sum(inner, first)
 
     def _location(self, steps: Tensor) -> Tensor:
-        """(steps, D) the centre of observations at the given steps, counted from 0 at the beginning of a sequence. That of sums of increments moves."""
-        return self.centre if self.of == "positions" else self.first_centre + steps.to(self.centre).unsqueeze(1) * self.centre
+        """(steps, D) the center of observations at steps counted from 0. That of sums of increments moves with time."""
+        if self.target == "positions":
+            return self.center
+        return self.first_center + steps.to(self.center).unsqueeze(1) * self.center
 
     def _locations(self, sequences: Sequences) -> Tensor:
         """The location of each step of the sequences."""
-        return self._location(torch.arange(sequences.num_steps) - sequences.repeat_interleave(sequences.offsets[:-1]))
+        starts = sequences.repeat_interleave(sequences.offsets[:-1])
+        return self._location(torch.arange(sequences.num_steps) - starts)
 
     def _in_units(self, sequences: Sequences) -> Sequences:
         """The observations as `_joint` describes them."""
         sequences.check(None, self.num_features)
-        return sequences.with_values((sequences.values.double() - self._locations(sequences)) / self.scale.sqrt())
+        centered = sequences.values.double() - self._locations(sequences)
+        return sequences.with_values(centered / self.data_variance.sqrt())
 
-    def _described(self, sequences: Sequences) -> Tensor:
-        """What the linear model is of: the observations or, with the step of their later end, their increments; NaN where these are not known."""
+    def _targets(self, sequences: Sequences) -> Tensor:
+        """(steps, D) the observations, or their increments from the step before, NaN where these are not known."""
         values = sequences.values.double()
-        if self.of == "positions":
+        if self.target == "positions":
             return values
         before = torch.cat([torch.full_like(values[:1], torch.nan), values[:-1]])
         before[sequences.offsets[:-1][sequences.lengths > 0].to(values.device)] = torch.nan
         return values - before
 
-    # Questions to ask
+    # Inference
 
     @torch.no_grad()
     def score(self, sequences: Any) -> Tensor:
-        """(N,) the natural log-likelihood of each sequence, exact."""
+        """(N,) the exact natural log-likelihood of each sequence."""
         sequences = self.as_sequences(sequences)
         found = kalman.log_likelihood(self._joint, self._in_units(sequences))
-        units = torch.where(sequences.observed, -0.5 * self.scale.log(), 0.0).sum(1)
-        return found.index_add(0, sequences.repeat_interleave(torch.arange(len(sequences), device=units.device)), units)
+        units = torch.where(sequences.observed, -0.5 * self.data_variance.log(), 0.0).sum(1)
+        numbers = torch.arange(len(sequences), device=units.device)
+        return found.index_add(0, sequences.repeat_interleave(numbers), units)
 
     @torch.no_grad()
-    def posterior(self, sequences: Any) -> kalman.Posterior:
+    def posterior(self, sequences: Any) -> kalman.GaussianPosterior:
         """Filtered and smoothed states."""
-        return kalman.posterior(self._joint, self._in_units(self.as_sequences(sequences))).of_first(self.latent_dim)
+        found = kalman.posterior(self._joint, self._in_units(self.as_sequences(sequences)))
+        return found.of_first(self.latent_dim)
 
     def latents(self, sequences: Any) -> Sequences:
         """(steps, d) smoothed means of the state."""
@@ -182,53 +212,70 @@ class LinearGaussianHMM(BaumWelchTraining, PredictionErrors):
 
     @torch.no_grad()
     def predict_each(self, sequences: Any) -> Sequences:
-        """(steps, D) what is expected at each step from those before it."""
+        """(steps, D) the mean of each observation given those before it."""
         sequences = self.as_sequences(sequences)
         model = self._joint
         mean = kalman.predict_next(model, self._in_units(sequences))[0]
-        expected = torch.cat([mean[:1], mean[:-1]])  # row t of `mean` is about step t + 1
-        expected[sequences.offsets[:-1][sequences.lengths > 0].to(mean.device)] = model.emission @ model.initial_mean + model.emission_offset
-        return sequences.with_values(self._locations(sequences) + expected * self.scale.sqrt())
+        expected = torch.cat([mean[:1], mean[:-1]])  # row t of `mean` is the prediction of step t + 1
+        starts = sequences.offsets[:-1][sequences.lengths > 0].to(mean.device)
+        expected[starts] = model.emission @ model.initial_mean + model.emission_offset
+        return sequences.with_values(self._locations(sequences) + expected * self.data_variance.sqrt())
 
     @torch.no_grad()
     def predict_next(self, sequences: Any, steps: int = 1) -> Moments:
-        """The observation `steps` after the end of each sequence; of one without a step, the `steps`-th of all."""
+        """Moments of the observation `steps` after the end of each sequence, which may be empty."""
         check_counts(steps=steps)
         sequences, model = self.as_sequences(sequences), self._joint
         found = kalman.posterior(model, self._in_units(sequences))
-        begun = (sequences.lengths > 0).to(self.centre.device)
-        last = (sequences.offsets[1:] - 1).to(self.centre.device)[begun]
-        mean, cov = model.initial_mean.repeat(len(begun), 1), model.initial_cov.repeat(len(begun), 1, 1)
-        mean[begun], cov[begun] = kalman.later(model, found.filtered_mean[last], found.filtered_cov[last])
+        begun = (sequences.lengths > 0).to(self.center.device)
+        last = (sequences.offsets[1:] - 1).to(self.center.device)[begun]
+        mean = model.initial_mean.repeat(len(begun), 1)
+        cov = model.initial_cov.repeat(len(begun), 1, 1)
+        mean[begun], cov[begun] = kalman.predict_state(model, found.filtered_mean[last], found.filtered_cov[last])
         for _ in range(steps - 1):
-            mean, cov = kalman.later(model, mean, cov)
-        expected, spread = kalman.emitted(model, mean, cov)
-        location = self._location(sequences.lengths.to(self.centre.device) + steps - 1)
-        return Moments(location + expected * self.scale.sqrt(), spread.diagonal(dim1=1, dim2=2) * self.scale)
+            mean, cov = kalman.predict_state(model, mean, cov)
+        expected, spread = kalman.predict_observation(model, mean, cov)
+        location = self._location(sequences.lengths.to(self.center.device) + steps - 1)
+        variance = spread.diagonal(dim1=1, dim2=2) * self.data_variance
+        return Moments(location + expected * self.data_variance.sqrt(), variance)
 
     @torch.no_grad()
-    def sample(self, num_sequences: int = 1, length: int | Sequence[int] = 100, seed: int = 0, return_states: bool = False) -> Any:
-        """Draws sequences of one length or of the given lengths; with `return_states`, also the hidden paths."""
+    def sample(
+        self, num_sequences: int = 1, length: int | Sequence[int] = 100, seed: int = 0, return_states: bool = False
+    ) -> Any:
+        """Draws sequences of one length or of the given lengths. With `return_states` it also returns their states."""
         lengths = torch.as_tensor(length).expand(num_sequences)
         if num_sequences < 0 or bool((lengths < 0).any()):
-            raise ValueError(f"`num_sequences` and `length` must not be negative, but are {num_sequences} and {length} instead.")
-        model, random, longest = self.parameters_in_units, torch.Generator().manual_seed(seed), int(lengths.max()) if num_sequences else 0
-        noise = torch.randn(longest, num_sequences, self.latent_dim + len(self.centre), dtype=torch.float64, generator=random)
-        states: list[Tensor] = []
-        values: list[Tensor] = []
-        factors = [torch.linalg.cholesky(cov) for cov in (model.initial_cov, model.transition_cov, model.emission_cov)]
-        for t in range(longest):
-            inner, outer = noise[t].split([self.latent_dim, len(self.centre)], 1)
-            mean = states[-1] @ model.transition.T + model.transition_offset if t else model.initial_mean
-            states.append(mean + inner @ factors[1 if t else 0].T)
-            drawn = (states[-1] @ model.emission.T + model.emission_offset + outer @ factors[2].T) * self.scale.sqrt() + self.centre
-            if self.of == "increments":
-                drawn = values[-1] + drawn if t else self.first_centre + outer * self.first_scale.sqrt()
-            values.append(drawn)
-        shape = Sequences.from_lengths(self.centre.new_zeros(int(lengths.sum()), 1), lengths)
-        parts = [torch.stack(part, 1) if part else self.centre.new_zeros(num_sequences, 0, 1) for part in (values, states)]
+            raise ValueError(
+                f"`num_sequences` and `length` must not be negative, but are {num_sequences} and {length} instead."
+            )
+        values, states = self._draw(num_sequences, int(lengths.max()) if num_sequences else 0, seed)
+        shape = Sequences.from_lengths(self.center.new_zeros(int(lengths.sum()), 1), lengths)
+        parts = [
+            torch.stack(part, 1) if part else self.center.new_zeros(num_sequences, 0, 1) for part in (values, states)
+        ]
         drawn_values, drawn_states = (shape.with_values(shape.packed(part)) for part in parts)
         return (drawn_values, drawn_states) if return_states else drawn_values
+
+    def _draw(self, num_sequences: int, longest: int, seed: int) -> tuple[list[Tensor], list[Tensor]]:
+        """For each step, (N, D) observations and (N, d) states."""
+        model, random, features = self.parameters_in_units, torch.Generator().manual_seed(seed), len(self.center)
+        shape = (longest, num_sequences, self.latent_dim + features)
+        noise = torch.randn(shape, dtype=torch.float64, generator=random)
+        factors = [torch.linalg.cholesky(cov) for cov in (model.initial_cov, model.transition_cov, model.emission_cov)]
+        states: list[Tensor] = []
+        values: list[Tensor] = []
+        for t in range(longest):
+            inner, outer = noise[t].split([self.latent_dim, features], 1)
+            mean = states[-1] @ model.transition.T + model.transition_offset if t else model.initial_mean
+            states.append(mean + inner @ factors[1 if t else 0].T)
+            target = states[-1] @ model.emission.T + model.emission_offset + outer @ factors[2].T
+            drawn = target * self.data_variance.sqrt() + self.center
+            if self.target == "increments":
+                first = self.first_center + outer * self.first_data_variance.sqrt()
+                drawn = values[-1] + drawn if t else first
+            values.append(drawn)
+        return values, states
 
     # Training
 
@@ -237,39 +284,49 @@ class LinearGaussianHMM(BaumWelchTraining, PredictionErrors):
         return not bool(self.located)
 
     def initialize(self, sequences: Sequences) -> None:
-        """Takes the units of what is described from the data."""
+        """Sets the units of the target to those of the sequences."""
         sequences.check(None, self.num_features)
         sequences = sequences.counted()
         if not bool((sequences.lengths > 1).any()):
-            raise ValueError("Sequences must have at least two steps somewhere for a transition to be learned, but each has one step or none.")
-        for name, value in zip(("centre", "scale"), data_location(sequences.with_values(self._described(sequences))), strict=True):
-            getattr(self, name).copy_(value)
-        if self.of == "increments":
+            raise ValueError(
+                "Sequences must have at least two steps somewhere for a transition to be learned, "
+                "but each has one step or none."
+            )
+        center, variance = data_location(sequences.with_values(self._targets(sequences)))
+        self.center.copy_(center)
+        self.data_variance.copy_(variance)
+        if self.target == "increments":
             unseen = sequences.packed(last_seen(sequences.padded())[0]).isnan()
             first = sequences.with_values(sequences.values.double().where(unseen, torch.nan))
-            for name, value in zip(("first_centre", "first_scale"), data_location(first), strict=True):
-                getattr(self, name).copy_(value)
+            center, variance = data_location(first)
+            self.first_center.copy_(center)
+            self.first_data_variance.copy_(variance)
         self.located.fill_(True)
 
     def on_train_start(self) -> None:
         if not bool(self.located):
             raise ValueError(
-                "Observations are in units of the training data, which a plain DataLoader does not show as a whole. "
-                "Call `model.initialize(sequences)` before training, or train with a datamodule or `lightning_hmm.fit`."
+                "Observations are standardized with the mean and variance of the training set, which a plain "
+                "`DataLoader` does not expose. Call `model.initialize(sequences)` before training, or train with a "
+                "datamodule or `lightning_hmm.fit`."
             )
 
     @torch.no_grad()
     def _e_step(self, batch: Sequences) -> dict[str, list[Tensor]]:
-        # The stored parameters are means and covariances, so their gradients are not the statistics: the smoother computes these.
+        # The stored parameters are means and covariances, so their gradients are not the statistics. The smoother
+        # computes these instead.
         self._require_sequences(batch)
-        weights = torch.ones(len(batch), dtype=torch.float64, device=self.device) if batch.weights is None else batch.weights
+        weights = torch.ones(len(batch), dtype=torch.float64, device=self.device)
+        if batch.weights is not None:
+            weights = batch.weights
         self.train_likelihood.update(self.score(batch) @ weights, batch.num_observed())
         return self.statistics(batch, weights)
 
     @torch.no_grad()
     def statistics(self, sequences: Sequences, weights: Tensor) -> dict[str, list[Tensor]]:
-        """The expected statistics of sequences with (N,) weights, by distribution and in the order of its parameters."""
-        found = kalman.expected_statistics(self.parameters_in_units, self._in_units(sequences), weights, self._first_variance)
+        """Expected statistics, for (N,) weights of the sequences: by distribution, in the order of its parameters."""
+        in_units = self._in_units(sequences)
+        found = kalman.expected_statistics(self.parameters_in_units, in_units, weights, self._first_variance)
         return {
             "initial": [found.starts[-1], found.starts[:-1, :-1].contiguous()],
             "transition": [found.across, found.before, found.after],
@@ -284,5 +341,9 @@ class LinearGaussianHMM(BaumWelchTraining, PredictionErrors):
         metric.update(scores.sum() if batch.weights is None else scores @ batch.weights, batch.num_observed())
 
     def predict_step(self, batch: Sequences, batch_idx: int) -> dict[str, Any]:
-        """The smoothed state and what was expected at each step, and the log-likelihood of each sequence."""
-        return {"latents": self.latents(batch), "predictions": self.predict_each(batch), "log_likelihood": self.score(batch)}
+        """Smoothed states, one-step predictions and the log-likelihood of each sequence."""
+        return {
+            "latents": self.latents(batch),
+            "predictions": self.predict_each(batch),
+            "log_likelihood": self.score(batch),
+        }

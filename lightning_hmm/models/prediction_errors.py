@@ -1,4 +1,4 @@
-"""How far off a model of vectors is in what it expects of each step, measured and logged beside the likelihood."""
+"""The error of one-step predictions of vectors, computed and logged in addition to the likelihood."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from lightning_hmm.sequences import Sequences
 
 
 class PredictionErrors(SequenceModel):
-    """Logs ``val/prediction_error`` and ``test/prediction_error``, where the data are vectors.
+    """Base class of models that log ``val/prediction_error`` and ``test/prediction_error`` if the data are vectors.
 
     Args:
-        kwargs: the words of `SequenceModel`, or of the class that this one stands before.
+        kwargs: Forwarded to the next class in the order of inheritance, in the end to `SequenceModel`.
     """
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.val_error, self.test_error = PredictionError(), PredictionError()
+        self.val_error = PredictionError()
+        self.test_error = PredictionError()
 
     @abstractmethod
     def predict_each(self, sequences: Any) -> Sequences:
-        """What is expected at each step from those before it."""
+        """(steps, D) the mean of each observation given those before it."""
 
     def validation_step(self, batch: Sequences, batch_idx: int) -> None:
         super().validation_step(batch, batch_idx)

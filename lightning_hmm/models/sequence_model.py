@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from lightning.pytorch import LightningModule
@@ -21,11 +21,11 @@ from lightning_hmm.ranks import destroy_process_group_at_exit
 from lightning_hmm.sequences import Sequences, Vocabulary, as_list
 
 
-def check_counts(**counts: int | None) -> None:
-    """Refuses what is not a whole number of at least 1; ``None`` passes."""
+def check_counts(least: int = 1, /, **counts: int | None) -> None:
+    """Raises a `ValueError` for values that are not whole numbers of at least `least`; ``None`` passes."""
     for name, value in counts.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"`{name}` must be a whole number of at least 1, but is {value!r} instead.")
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            raise ValueError(f"`{name}` must be a whole number of at least {least}, but is {value!r} instead.")
 
 
 def check_seed(seed: int) -> None:
@@ -40,6 +40,20 @@ def as_names(option: str, names: Sequence[str]) -> list[str]:
         example = repr([names]) if isinstance(names, str) else "['emission']"
         raise ValueError(f"`{option}` must be a list of names, such as {example}, but is {names!r} instead.")
     return list(names)
+
+
+def check_positive(**numbers: float | None) -> None:
+    """Raises a `ValueError` for values that are not positive and finite; ``None`` passes."""
+    for name, value in numbers.items():
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"`{name}` must be positive, but is {value} instead.")
+
+
+def check_choices(literal: Any, /, **options: str) -> None:
+    """Raises a `ValueError` for options that are not among the values of a `Literal` type."""
+    for name, value in options.items():
+        if value not in get_args(literal):
+            raise ValueError(f"`{name}` must be one of {', '.join(get_args(literal))}, but is {value!r} instead.")
 
 
 class SequenceModel(LightningModule, ABC):

@@ -384,13 +384,13 @@ def test_latent_states_are_drawn(rng, tmp_path):
     data = random_vectors(rng, longest=8)
     model = fit(NeuralHMM(2, 2, num_particles=8, num_paths=2, width=4), data, 1, 0, callbacks=[Figures(num_clusters=3)], logger=logger(tmp_path))
     assert set(steps(tmp_path)) == {f"figures/{name}" for name in ("convergence", "effective_size", "latents", "predictions")}
-    track = model.track(data)
+    predictions = model.one_step_predictions(data)
     callback = Figures(num_clusters=3, lead=1)
     callback._excerpts["training"] = data
     found = {name: draw() for name, draw in callback._figures(model)}
     longest = int(data.lengths.argmax())
     line = next(line for line in found["predictions"].axes[0].lines if line.get_label() == "expected")
-    np.testing.assert_allclose(line.get_ydata(), track.mean[longest][1:, 0])
+    np.testing.assert_allclose(line.get_ydata(), predictions.mean[longest][1:, 0])
     shown = [len(line.get_xdata()) for line in found["latents"].axes[0].lines if str(line.get_label())[0] in "012"]
     assert sum(shown) == data.num_steps
     assert len(shown) == 3
@@ -399,5 +399,5 @@ def test_latent_states_are_drawn(rng, tmp_path):
     many = latent_plots.latents(np.arange(40.0).reshape(20, 2), np.arange(20), [20])
     assert [note.get_text() for note in many.axes[0].texts] == [str(cluster) for cluster in range(20)]  # so many colours are alike
     median = next(line for line in found["effective_size"].axes[0].lines if line.get_label() == "median").get_ydata()
-    first = track.effective_size.values[data.offsets[:-1]].squeeze(1)
+    first = predictions.effective_size.values[data.offsets[:-1]].squeeze(1)
     assert float(median[0]) == pytest.approx(float(np.median(first)))

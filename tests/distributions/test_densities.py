@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy import stats
 
-from lightning_hmm.distributions.densities import Gaussian, Mixture, PartialDensity, StudentT
+from lightning_hmm.distributions.densities import DiagonalGaussian, GaussianMixture, PartialDensity, StudentT
 from lightning_hmm.inference.particle import Randomness, Streams
 
 ROWS, PARTICLES = 4, 2500
@@ -27,9 +27,9 @@ def mixture_cdf(x: np.ndarray) -> np.ndarray:
 
 
 DENSITIES = {
-    "gaussian": (lambda: Gaussian(full(1.0), full(2.0)), stats.norm(1.0, 2.0).cdf),
+    "gaussian": (lambda: DiagonalGaussian(full(1.0), full(2.0)), stats.norm(1.0, 2.0).cdf),
     "student": (lambda: StudentT(full(1.0), full(2.0), torch.tensor([FREEDOM], dtype=torch.float64)), stats.t(FREEDOM, 1.0, 2.0).cdf),
-    "mixture": (lambda: Mixture(full(*SHARES).log(), full(*CENTRES).unsqueeze(3), full(*SCALES).unsqueeze(3)), mixture_cdf),
+    "mixture": (lambda: GaussianMixture(full(*SHARES).log(), full(*CENTRES).unsqueeze(3), full(*SCALES).unsqueeze(3)), mixture_cdf),
 }
 
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from lightning_hmm import Sequences, inference
+from lightning_hmm.distributions.densities import DiagonalGaussian
 from lightning_hmm.inference import Rows, kalman, particle
 from lightning_hmm.inference.kalman import LinearGaussian
 from lightning_hmm.inference.operators import Dense
-from lightning_hmm.inference.particle import Density, DiagonalGaussian
+from lightning_hmm.inference.particle import Density
 from lightning_hmm.random import generator
 
 A = torch.tensor([[0.9, 0.2], [-0.2, 0.9]], dtype=torch.float64)
@@ -34,7 +35,7 @@ class Linear:
     def transition(self, t: int, states: torch.Tensor) -> Density:
         return DiagonalGaussian(states @ A.T + B, Q)
 
-    def log_evidence(self, t: int, states: torch.Tensor) -> torch.Tensor:
+    def log_obs(self, t: int, states: torch.Tensor) -> torch.Tensor:
         values = self.values[:, t].unsqueeze(1)
         logs = -0.5 * ((values - states @ C.T) / self.noise).square() - self.noise.log() - 0.5 * math.log(2 * math.pi)
         return torch.where(values.isnan(), 0.0, logs).sum(2)
@@ -98,7 +99,7 @@ def repeated(sequences: Sequences) -> Sequences:
     return sequences[[n for n in range(len(sequences)) for _ in range(RUNS)]]
 
 
-def assert_moments(cloud: particle.Cloud, sequences: Sequences, mean: torch.Tensor, cov: torch.Tensor, slack: float = 0.03) -> None:
+def assert_moments(cloud: particle.WeightedParticles, sequences: Sequences, mean: torch.Tensor, cov: torch.Tensor, slack: float = 0.03) -> None:
     """Mean and variance over the repeated runs are the exact ones within their own errors, and a bias of order 1 / N."""
     shape = (len(cloud.states), len(sequences), RUNS)
     weights = cloud.log_weights.expand(cloud.states.shape[:-1]).exp().reshape(*shape, -1, 1)
@@ -189,14 +190,14 @@ class TestFilter:
         sequences = draw_sequences(rng, [9, 4])
 
         class Babbling(Linear):
-            def log_evidence(self, t, states):
-                logs = super().log_evidence(t, states)
+            def log_obs(self, t, states):
+                logs = super().log_obs(t, states)
                 return torch.where((t < sequences.lengths).unsqueeze(1), logs, 100 * states[..., 0] if t % 2 else torch.nan)
 
         plain, babbling = (run(kind(sequences), sequences.lengths, 50, 0, look=True) for kind in (Linear, Babbling))
-        for first, second in ((plain.states, babbling.states), (plain.log_weights, babbling.log_weights), (plain.log_evidence, babbling.log_evidence)):
+        for first, second in ((plain.states, babbling.states), (plain.log_weights, babbling.log_weights), (plain.log_increments, babbling.log_increments)):
             assert torch.equal(first, second)
-        assert bool((plain.log_evidence[4:, 1] == 0).all())
+        assert bool((plain.log_increments[4:, 1] == 0).all())
 
     def test_same_generator_same_particles(self, rng):
         sequences = draw_sequences(rng, [5, 8])
@@ -218,7 +219,7 @@ class TestFilter:
             def transition(self, t, states):
                 return DiagonalGaussian(states @ A.T.float() + B.float(), Q.float())
 
-            def log_evidence(self, t, states):
+            def log_obs(self, t, states):
                 logs = -0.5 * ((self.values[:, t].unsqueeze(1) - states @ C.T.float()) / self.noise).square() - self.noise.log() - 0.5 * math.log(2 * math.pi)
                 return torch.where(self.values[:, t].unsqueeze(1).isnan(), 0.0, logs).sum(2)
 
@@ -318,7 +319,7 @@ class Grid:
     def transition(self, t, states):
         return Grid.Cells(self.log_transition[states.long().squeeze(2)])
 
-    def log_evidence(self, t, states):
+    def log_obs(self, t, states):
         return self.evidence[:, t].gather(1, states.long().squeeze(2))
 
 
@@ -339,7 +340,7 @@ def test_against_the_discrete_core_on_a_grid(rng):
     ratio = (found.log_likelihood.view(2, RUNS) - exact.log_likelihood.unsqueeze(1)).exp()
     assert bool(((ratio.mean(1) - 1).abs() < 4 * ratio.std(1) / math.sqrt(RUNS)).all())
 
-    def assert_shares(cloud: particle.Cloud, posterior: torch.Tensor) -> None:
+    def assert_shares(cloud: particle.WeightedParticles, posterior: torch.Tensor) -> None:
         weights = cloud.log_weights.expand(cloud.states.shape[:3]).exp()
         shares = torch.zeros(15, 2 * RUNS, 33, dtype=torch.float64).scatter_add(2, cloud.states.long().squeeze(3), weights)
         shares = shares.view(15, 2, RUNS, 33)
@@ -392,8 +393,8 @@ class TestBadInput:
         sequences = draw_sequences(rng, [5, 6], missing=0.0)
 
         class Blind(Linear):
-            def log_evidence(self, t, states):
-                logs = super().log_evidence(t, states)
+            def log_obs(self, t, states):
+                logs = super().log_obs(t, states)
                 if t == 4:
                     logs[1] = -torch.inf
                 return logs
@@ -409,8 +410,8 @@ class TestBadInput:
         sequences = draw_sequences(rng, [5, 6], missing=0.0)
 
         class Halved(Linear):
-            def log_evidence(self, t, states):
-                return super().log_evidence(t, states).where(states[..., 0] > 0, -torch.inf)
+            def log_obs(self, t, states):
+                return super().log_obs(t, states).where(states[..., 0] > 0, -torch.inf)
 
         for look in (False, True):
             found = run(Halved(sequences), sequences.lengths, 500, 0, look=look)
@@ -422,7 +423,7 @@ class TestBadInput:
     def test_undefined_evidence(self, rng):
         sequences = draw_sequences(rng, [5, 6], missing=0.0)
         model = Linear(sequences, R * float("nan"))
-        with pytest.raises(ValueError, match="`log_evidence` must be numbers below infinity, but is not at step 0 of sequence 0"):
+        with pytest.raises(ValueError, match="`log_obs` must be numbers below infinity, but is not at step 0 of sequence 0"):
             run(model, sequences.lengths, 20, 0)
 
     @pytest.mark.parametrize(

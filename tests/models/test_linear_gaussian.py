@@ -47,7 +47,7 @@ def test_the_m_step_is_a_maximum(rng, sums):
         found[-1] = found[-1].diagonal()  # the noise of features is independent
         return found
 
-    exact = gradients(model, lambda free: kalman.log_likelihood(kalman.summed(free, first) if sums else free, data).sum())
+    exact = gradients(model, lambda free: kalman.log_likelihood(kalman.cumulative_sum(free, first) if sums else free, data).sum())
     for name, mine, fisher in zip(model._fields, gradients(model, expected), exact, strict=True):
         torch.testing.assert_close(
             (mine + mine.mT) / 2 if name.startswith(("initial_cov", "transition_cov")) else mine,
@@ -106,10 +106,10 @@ def test_the_statistics_are_gradients_in_natural_parameters(rng):
         torch.testing.assert_close(gradient, expected, rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.parametrize("of", ["positions", "increments"])
-def test_the_objective_never_falls_with_priors(rng, of):
+@pytest.mark.parametrize("target", ["positions", "increments"])
+def test_the_objective_never_falls_with_priors(rng, target):
     data = random_vectors(rng, longest=12, missing=0.15)
-    model = LinearGaussianHMM(3, 2, of)
+    model = LinearGaussianHMM(3, 2, target)
     model.initialize(data)
     for name, strength in (("initial", 0.5), ("transition", 2.0), ("emission", 5.0)):
         model.distributions[name].prior["variance_prior"] = strength
@@ -119,7 +119,7 @@ def test_the_objective_never_falls_with_priors(rng, of):
         optimizer.step(counts=model.statistics(data, weights))
     assert np.diff(objectives).min() > -1e-9
     assert objectives[-1] > objectives[0] + 1
-    plain = fit(LinearGaussianHMM(3, 2, of), data, 12, 0)
+    plain = fit(LinearGaussianHMM(3, 2, target), data, 12, 0)
     assert bool((model.emission.variance > plain.emission.variance).all())
 
 
@@ -184,11 +184,11 @@ def test_parameters_without_statistics_stay(rng):
     assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("of", ["positions", "increments"])
-def test_predictions_scores_and_draws(rng, of):
+@pytest.mark.parametrize("target", ["positions", "increments"])
+def test_predictions_scores_and_draws(rng, target):
     """What is said of each step is what is said after its past alone; a score is the sum of such log-densities."""
     data = random_vectors(rng, num_sequences=4, num_features=1, longest=7, missing=0.0)
-    model = fit(LinearGaussianHMM(2, 1, of), data, 3, 0)
+    model = fit(LinearGaussianHMM(2, 1, target), data, 3, 0)
     each = model.predict_each(data)
     for n, sequence in enumerate(data):
         total = 0.0
@@ -216,8 +216,8 @@ def test_several_steps_ahead(rng, steps):
     whole = Sequences.from_list([torch.from_numpy(rng.normal(size=(length, 2)).cumsum(0)) for length in (4, 7, 2)])
     model = fit(LinearGaussianHMM(2, 2, "increments"), whole, 2, 0)
     inner, unit, none = model.parameters_in_units, torch.eye(2, dtype=torch.float64), torch.zeros(2, 2, dtype=torch.float64)
-    spread = model.scale.sqrt().diag()
-    emission, offset = spread @ inner.emission, spread @ inner.emission_offset + model.centre
+    spread = model.data_variance.sqrt().diag()
+    emission, offset = spread @ inner.emission, spread @ inner.emission_offset + model.center
     across = inner.transition_cov @ emission.T
     noise = emission @ across + spread @ inner.emission_cov @ spread
     joint = kalman.LinearGaussian(
@@ -239,9 +239,9 @@ def test_several_steps_ahead(rng, steps):
 
 def joint_gaussian(model: LinearGaussianHMM, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
     """Mean and covariance of all observations of a sequence, (num_steps * D,): each is a sum of constants and of independent standard normal numbers."""
-    inner, (size, features) = model.parameters_in_units, (model.latent_dim, len(model.centre))
+    inner, (size, features) = model.parameters_in_units, (model.latent_dim, len(model.center))
     roots = [np.linalg.cholesky(cov.numpy()) for cov in (inner.initial_cov, inner.transition_cov, inner.emission_cov)]
-    spread = model.scale.sqrt().numpy()[:, None]
+    spread = model.data_variance.sqrt().numpy()[:, None]
     per_step = size + features
     # The rows of `state` and `value` are the constants and the factors of the normal numbers.
     noise = np.eye(num_steps * per_step).reshape(num_steps, per_step, -1)
@@ -251,16 +251,16 @@ def joint_gaussian(model: LinearGaussianHMM, num_steps: int) -> tuple[np.ndarray
 
     def emitted(t: int, state: np.ndarray) -> np.ndarray:
         own = inner.emission.numpy() @ state + affine(inner.emission_offset, roots[2] @ noise[t, size:])
-        return spread * own + affine(model.centre, 0 * noise[t, size:])
+        return spread * own + affine(model.center, 0 * noise[t, size:])
 
     state, values = affine(inner.initial_mean, roots[0] @ noise[0, :size]), []
     for t in range(num_steps):
         if t:
             state = inner.transition.numpy() @ state + affine(inner.transition_offset, roots[1] @ noise[t, :size])
-        if model.of == "positions":
+        if model.target == "positions":
             values.append(emitted(t, state))
         elif t == 0:
-            values.append(affine(model.first_centre, model.first_scale.sqrt().numpy()[:, None] * noise[0, size:]))
+            values.append(affine(model.first_center, model.first_data_variance.sqrt().numpy()[:, None] * noise[0, size:]))
         else:
             values.append(values[-1] + emitted(t, state))
     factors = np.concatenate(values)
@@ -274,10 +274,10 @@ def given(values: np.ndarray, mean: np.ndarray, cov: np.ndarray, wanted: slice) 
     return mean[wanted] + gain @ (values[seen] - mean[seen]), np.diag(cov[wanted, wanted] - gain @ cov[seen, wanted])
 
 
-@pytest.mark.parametrize("of", ["positions", "increments"])
-def test_gaps_agree_with_the_joint_gaussian(rng, of):
+@pytest.mark.parametrize("target", ["positions", "increments"])
+def test_gaps_agree_with_the_joint_gaussian(rng, target):
     """Scores, predictions of each step and predictions of later steps are those of one Gaussian, whatever is missing, an empty sequence included."""
-    model = fit(LinearGaussianHMM(2, 2, of), [rng.normal(size=(length, 2)).cumsum(0) + 0.7 * np.arange(length)[:, None] for length in (9, 6, 12, 3)], 3, 0)
+    model = fit(LinearGaussianHMM(2, 2, target), [rng.normal(size=(length, 2)).cumsum(0) + 0.7 * np.arange(length)[:, None] for length in (9, 6, 12, 3)], 3, 0)
     parts = [rng.normal(size=(length, 2)).cumsum(0) for length in (7, 5, 6, 1)]
     parts[0][3:5], parts[0][5, 0] = np.nan, np.nan  # a gap, longer in one feature
     parts[1][:2, 1], parts[1][3:] = np.nan, np.nan  # nothing at first in one feature, nothing at the end in both
@@ -315,7 +315,7 @@ def test_a_gap_is_as_long_as_its_steps():
 def test_bad_input_is_said():
     with pytest.raises(ValueError, match="`steps` must be a whole number of at least 1, but is 0"):
         LinearGaussianHMM(2, 1).predict_next([[[1.0]]], steps=0)
-    with pytest.raises(ValueError, match="`of` must be one of positions, increments, but is 'speeds'"):
+    with pytest.raises(ValueError, match="`target` must be one of positions, increments, but is 'speeds'"):
         LinearGaussianHMM(2, 2, "speeds")
     with pytest.raises(ValueError, match="`frozen` must name initial, transition or emission, but names 'noise'"):
         LinearGaussianHMM(2, 2, frozen=["noise"])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_hmm.distributions import Moments
 from lightning_hmm.distributions.gaussian import data_location
 from lightning_hmm.metrics import LogLikelihoodPerSymbol
+from lightning_hmm.models.last_seen import last_seen
 from lightning_hmm.models.prediction_errors import PredictionErrors
 from lightning_hmm.models.sequence_model import check_counts
 from lightning_hmm.random import generator
@@ -61,8 +62,8 @@ class RecurrentNet(PredictionErrors):
         Zaremba, Sutskever, Vinyals: Recurrent neural network regularization, 2014: where dropout goes.
     """
 
-    centre: Tensor
-    scale: Tensor
+    center: Tensor
+    data_variance: Tensor
     located: Tensor
 
     def __init__(
@@ -116,8 +117,8 @@ class RecurrentNet(PredictionErrors):
         self.dropout = nn.Dropout(dropout)
         if num_features:
             self.log_variance = nn.Parameter(torch.zeros(2, num_features, dtype=dtype))  # of a feature's first observation, and of the others
-        self.register_buffer("centre", torch.zeros(num_features or 0, dtype=torch.float64))
-        self.register_buffer("scale", torch.ones(num_features or 0, dtype=torch.float64))
+        self.register_buffer("center", torch.zeros(num_features or 0, dtype=torch.float64))
+        self.register_buffer("data_variance", torch.ones(num_features or 0, dtype=torch.float64))
         self.register_buffer("located", torch.tensor(num_features is None))
 
     # The network
@@ -129,7 +130,7 @@ class RecurrentNet(PredictionErrors):
             late = torch.cat([padded.new_full((len(padded), 1), MISSING), padded], 1)[:, : padded.shape[1]]
             return torch.where(late == MISSING, self.num_symbols, late)
         last, observed = last_seen(sequences.padded())
-        standard = ((last - self.centre) / self.scale.sqrt()).nan_to_num(nan=0.0)  # before a feature was ever seen, its mean
+        standard = ((last - self.center) / self.data_variance.sqrt()).nan_to_num(nan=0.0)  # before a feature was ever seen, its mean
         return torch.cat([standard, observed], 2).to(self.log_variance.dtype)
 
     def _outputs(self, sequences: Sequences, size: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
@@ -163,8 +164,8 @@ class RecurrentNet(PredictionErrors):
                 yield rows, torch.where(observed, log_probs, 0.0), observed
             else:
                 observed, spread = ~target.isnan(), self._log_variance(first[rows, steps])
-                errors = ((target.nan_to_num() - self.centre) / self.scale.sqrt() - outputs).square()
-                log_probs = -0.5 * (errors / spread.exp() + spread + (2 * torch.pi * self.scale).log())
+                errors = ((target.nan_to_num() - self.center) / self.data_variance.sqrt() - outputs).square()
+                log_probs = -0.5 * (errors / spread.exp() + spread + (2 * torch.pi * self.data_variance).log())
                 yield rows, torch.where(observed, log_probs, 0.0).sum(2), observed.any(2)
 
     def _log_variance(self, first: Tensor) -> Tensor:
@@ -195,7 +196,7 @@ class RecurrentNet(PredictionErrors):
         padded = torch.zeros(len(sequences), int(sequences.lengths.max()) if len(sequences) else 0, self.num_symbols or self.num_features or 0)
         padded = padded.to(sequences.device, torch.float64)
         for steps, rows, outputs in self._evaluated(self._outputs(sequences, size)):
-            padded[rows, steps] = outputs.softmax(2).double() if self.num_symbols is not None else self.centre + self.scale.sqrt() * outputs
+            padded[rows, steps] = outputs.softmax(2).double() if self.num_symbols is not None else self.center + self.data_variance.sqrt() * outputs
         return sequences.with_values(sequences.packed(padded))
 
     @torch.no_grad()
@@ -209,7 +210,7 @@ class RecurrentNet(PredictionErrors):
         predicted = self.predict_each(longer).values[last]
         if self.num_symbols is not None:
             return predicted
-        return Moments(predicted, self.scale * self._log_variance(longer.packed(last_seen(longer.padded())[0])[last].isnan()).exp())
+        return Moments(predicted, self.data_variance * self._log_variance(longer.packed(last_seen(longer.padded())[0])[last].isnan()).exp())
 
     def _evaluated(self, run: Iterator[Any]) -> Iterator[Any]:
         """The run of a network that leaves nothing out, whatever mode it is in."""
@@ -230,9 +231,9 @@ class RecurrentNet(PredictionErrors):
         """Takes the units of vectors from the data."""
         sequences.check(self.num_symbols, self.num_features)
         if self.num_features is not None:
-            centre, scale = data_location(sequences)
-            self.centre.copy_(centre)
-            self.scale.copy_(scale)
+            center, variance = data_location(sequences)
+            self.center.copy_(center)
+            self.data_variance.copy_(variance)
         self.located.fill_(True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -299,16 +300,6 @@ class RecurrentNet(PredictionErrors):
 def persistence(sequences: Sequences, start: float = 0.0) -> Sequences:
     """The prediction that nothing changes: at each step the vector last seen before it; `start` where there is none."""
     return sequences.with_values(sequences.packed(last_seen(sequences.padded())[0].nan_to_num(nan=start)))
-
-
-def last_seen(padded: Tensor) -> tuple[Tensor, Tensor]:
-    """(N, longest, D) each feature as it was last observed before a step, NaN if never; and whether that was at the step before."""
-    num_sequences, longest, num_features = padded.shape
-    before = torch.cat([padded.new_full((num_sequences, 1, num_features), torch.nan), padded], 1)[:, :longest]
-    observed = ~before.isnan()
-    steps = torch.arange(longest, device=padded.device).view(1, -1, 1)
-    latest = torch.where(observed, steps, 0).cummax(1).values if longest else steps.expand_as(before)
-    return before.gather(1, latest), observed
 
 
 def _seed(*words: int | str) -> int:

@@ -46,7 +46,7 @@ def written_out(model: RecurrentNet, sequence: Tensor) -> tuple[Tensor, Tensor]:
         if model.num_symbols:
             x = model.embedding.weight[before if before >= 0 else model.num_symbols]
         else:
-            standard = ((last - model.centre) / model.scale.sqrt()).nan_to_num(nan=0.0)
+            standard = ((last - model.center) / model.data_variance.sqrt()).nan_to_num(nan=0.0)
             x = torch.cat([standard, seen_just_now])
         for layer in range(layers):
             state[layer] = cell_step(kind, weights, layer, x, *state[layer])
@@ -59,9 +59,9 @@ def written_out(model: RecurrentNet, sequence: Tensor) -> tuple[Tensor, Tensor]:
             log_probs.append(probs[value].log() if value >= 0 else torch.zeros((), dtype=torch.float64))
             before = int(value)
         else:
-            mean = model.centre + model.scale.sqrt() * (x + standard if model.residual else x)
+            mean = model.center + model.data_variance.sqrt() * (x + standard if model.residual else x)
             predictions.append(mean)
-            variance = model.scale * torch.where(last.isnan(), model.log_variance[0], model.log_variance[1]).exp()
+            variance = model.data_variance * torch.where(last.isnan(), model.log_variance[0], model.log_variance[1]).exp()
             density = torch.distributions.Normal(mean, variance.sqrt()).log_prob(value.nan_to_num())
             seen_just_now = (~value.isnan()).double()
             log_probs.append((density * seen_just_now).sum())
@@ -103,7 +103,7 @@ def test_the_equations(rng, cell, kind):
     torch.testing.assert_close(mean, torch.stack([written_out(model, torch.cat([sequence, longer]))[0][-1] for sequence in data]).detach())
     if kind != "symbols":
         unseen = torch.stack([~(~sequence.isnan()).any(0) for sequence in data])
-        torch.testing.assert_close(following.variance, model.scale * torch.where(unseen, model.log_variance[0], model.log_variance[1]).detach().exp())
+        torch.testing.assert_close(following.variance, model.data_variance * torch.where(unseen, model.log_variance[0], model.log_variance[1]).detach().exp())
 
 
 def test_bits_of_a_fixed_model_by_hand():

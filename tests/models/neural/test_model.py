@@ -20,7 +20,7 @@ from lightning_hmm.distributions.densities import PartialDensity
 from lightning_hmm.inference import kalman
 from lightning_hmm.metrics import PredictionError
 from lightning_hmm.models import LinearGaussianHMM, NeuralDiscreteHMM
-from lightning_hmm.models.neural_state_space import PathDensity
+from lightning_hmm.models.neural.state_space import PathDensity
 from tests.helpers import assert_same_parameters, random_vectors
 
 SMALL = {"latent_dim": 2, "num_features": 2, "num_particles": 16, "num_paths": 4, "width": 8}
@@ -56,9 +56,9 @@ def test_linear_networks_agree_with_kalman(rng):
     data = random_vectors(rng, num_sequences=6, longest=12, missing=0.2)
     model = ready(data, num_layers=1, emission_order=0, emission_mean="absolute", emission_log_variance=-0.5, seed=3)
     exact = as_linear(model)
-    standard = data.with_values((data.values - model.centre) / model.scale.sqrt())
+    standard = data.with_values((data.values - model.center) / model.data_variance.sqrt())
     log_likelihood = kalman.log_likelihood(exact, standard)
-    units = torch.where(data.observed, -0.5 * model.scale.log(), 0.0).sum(1)
+    units = torch.where(data.observed, -0.5 * model.data_variance.log(), 0.0).sum(1)
     log_likelihood.index_add_(0, data.repeat_interleave(torch.arange(len(data))), units)
     found = model.score(data, runs=8, num_particles=2000, return_error=True)
     assert bool(((found.log_likelihood - log_likelihood).abs() < 5 * found.standard_error + 1e-6).all())
@@ -73,11 +73,11 @@ def test_linear_networks_agree_with_kalman(rng):
     mean, cov = kalman.predict_next(exact, standard)
     last = data.offsets[1:] - 1
     ahead = model.predict_next(data, num_particles=4000)
-    np.testing.assert_allclose((ahead.mean - model.centre) / model.scale.sqrt(), mean[last], atol=0.15)
+    np.testing.assert_allclose((ahead.mean - model.center) / model.data_variance.sqrt(), mean[last], atol=0.15)
     spread = cov[last].diagonal(dim1=1, dim2=2)
-    np.testing.assert_allclose(ahead.variance / model.scale, spread, rtol=0.15)
-    np.testing.assert_allclose((ahead.upper - ahead.lower) / model.scale.sqrt(), 2 * 1.645 * spread.sqrt(), rtol=0.15)
-    each = (model.predict_each(data, num_particles=4000).values - model.centre) / model.scale.sqrt()
+    np.testing.assert_allclose(ahead.variance / model.data_variance, spread, rtol=0.15)
+    np.testing.assert_allclose((ahead.upper - ahead.lower) / model.data_variance.sqrt(), 2 * 1.645 * spread.sqrt(), rtol=0.15)
+    each = (model.predict_each(data, num_particles=4000).values - model.center) / model.data_variance.sqrt()
     later = torch.ones(data.num_steps, dtype=torch.bool)
     later[data.offsets[:-1]] = False
     np.testing.assert_allclose(each[later], mean[torch.nonzero(later).flatten() - 1], atol=0.15)
@@ -88,17 +88,17 @@ def test_predicted_variances_contain_the_spread_of_the_states(rng):
     data = random_vectors(rng, num_sequences=6, longest=12, missing=0.2)
     model = ready(data, num_layers=1, emission_order=0, emission_mean="absolute", emission_log_variance=-1.5, transition_log_variance=0.0, seed=3)
     exact = as_linear(model)
-    standard = data.with_values((data.values - model.centre) / model.scale.sqrt())
+    standard = data.with_values((data.values - model.center) / model.data_variance.sqrt())
     own = exact.emission_cov.diagonal()
     _, cov = kalman.predict_next(exact, standard)
     spread = cov.diagonal(dim1=1, dim2=2)
     assert float((own / spread).max()) < 0.7
     later = torch.ones(data.num_steps, dtype=torch.bool)
     later[data.offsets[:-1]] = False
-    first = kalman.emitted(exact, exact.initial_mean, exact.initial_cov)[1].diagonal()
-    expected = torch.where(later.unsqueeze(1), torch.cat([first[None], spread[:-1]]), first) * model.scale
-    np.testing.assert_allclose(model.track(data, num_particles=6000).variance.values, expected, rtol=0.15)
-    np.testing.assert_allclose(model.predict_next(data, num_particles=6000).variance, spread[data.offsets[1:] - 1] * model.scale, rtol=0.15)
+    first = kalman.predict_observation(exact, exact.initial_mean, exact.initial_cov)[1].diagonal()
+    expected = torch.where(later.unsqueeze(1), torch.cat([first[None], spread[:-1]]), first) * model.data_variance
+    np.testing.assert_allclose(model.one_step_predictions(data, num_particles=6000).variance.values, expected, rtol=0.15)
+    np.testing.assert_allclose(model.predict_next(data, num_particles=6000).variance, spread[data.offsets[1:] - 1] * model.data_variance, rtol=0.15)
 
 
 @pytest.mark.parametrize("options", [*KINDS, {"emission_order": 0}], ids=["gaussian", "student", "mixture", "lstm", "plain"])
@@ -122,19 +122,19 @@ def test_changes_add_up_across_a_gap(rng):
     model = ready(data, num_layers=1, emission_order=0, emission_log_variance=-0.5, seed=3)
     with torch.no_grad():
         model.emission.network.bias[:2] = 0.8  # a drift
-    exact = kalman.summed(as_linear(model), model.first_log_variance.exp().detach() * model.scale / model.change)
-    unit = model.change.sqrt()
-    located = data.with_values((data.values - model.centre) / unit)
+    exact = kalman.cumulative_sum(as_linear(model), model.first_log_variance.exp().detach() * model.data_variance / model.change_variance)
+    unit = model.change_variance.sqrt()
+    located = data.with_values((data.values - model.center) / unit)
     found = kalman.posterior(exact, located)
     last = data.offsets[1:] - 1
     mean, cov = found.filtered_mean[last], found.filtered_cov[last]
     for _ in range(4):
-        mean, cov = kalman.later(exact, mean, cov)
-    expected, spread = kalman.emitted(exact, mean, cov)
+        mean, cov = kalman.predict_state(exact, mean, cov)
+    expected, spread = kalman.predict_observation(exact, mean, cov)
     later = Sequences.from_list([torch.cat([sequence, sequence.new_full((3, 2), torch.nan)]) for sequence in data])
     ahead = model.predict_next(later, num_particles=4000)
-    np.testing.assert_allclose((ahead.mean - model.centre) / unit, expected, atol=0.25)
-    np.testing.assert_allclose(ahead.variance / model.change, spread.diagonal(dim1=1, dim2=2), rtol=0.15)
+    np.testing.assert_allclose((ahead.mean - model.center) / unit, expected, atol=0.25)
+    np.testing.assert_allclose(ahead.variance / model.change_variance, spread.diagonal(dim1=1, dim2=2), rtol=0.15)
 
 
 def test_a_state_that_jumps_agrees_with_a_grid():
@@ -145,7 +145,7 @@ def test_a_state_that_jumps_agrees_with_a_grid():
         data, latent_dim=1, num_features=1, num_layers=1, emission_order=0, emission_mean="absolute", transition="student", emission_log_variance=-0.5
     )
     with torch.no_grad():
-        model.centre.zero_(), model.scale.fill_(1.0), model.transition.head.log_freedom.zero_()  # 3 degrees of freedom
+        model.center.zero_(), model.data_variance.fill_(1.0), model.transition.head.log_freedom.zero_()  # 3 degrees of freedom
         for part, slope in ((model.transition, 0.8), (model.emission, 1.0)):
             part.network.from_state.copy_(torch.tensor([[slope, 0.0]]))
             part.network.bias.zero_()
@@ -168,20 +168,20 @@ def test_bounds_and_draws_of_an_emission_with_heavy_tails(rng):
     with torch.no_grad():
         model.emission.head.log_freedom.fill_(math.log(0.5))
         model.emission.network.from_state.zero_(), model.emission.network.bias.zero_()
-    scale = (0.5 * model.emission.head.log_variance + 0.5 * model.scale.log()).exp()
-    exact = stats.t(2.5, model.centre, scale)
+    scale = (0.5 * model.emission.head.log_variance + 0.5 * model.data_variance.log()).exp()
+    exact = stats.t(2.5, model.center, scale)
     ahead = model.predict_next(data[:1], level=0.95, num_particles=20_000)
     np.testing.assert_allclose(ahead.variance[0], exact.var(), rtol=1e-6)
-    np.testing.assert_allclose(torch.cat([ahead.lower, ahead.upper]) - model.centre, exact.ppf([[0.025], [0.975]]) - model.centre.numpy(), rtol=0.1)
+    np.testing.assert_allclose(torch.cat([ahead.lower, ahead.upper]) - model.center, exact.ppf([[0.025], [0.975]]) - model.center.numpy(), rtol=0.1)
     drawn = model.sample(500, 10).values
     for feature in range(2):
-        assert stats.kstest(drawn[:, feature], stats.t(2.5, float(model.centre[feature]), float(scale[feature])).cdf).pvalue > 1e-3
+        assert stats.kstest(drawn[:, feature], stats.t(2.5, float(model.center[feature]), float(scale[feature])).cdf).pvalue > 1e-3
 
 
 @pytest.mark.parametrize("options", KINDS, ids=["gaussian", "student", "mixture", "lstm"])
 def test_the_m_step_is_of_the_log_density_of_paths(rng, options, monkeypatch):
     """Q and its gradient, against each path, sequence and step by itself, with all of its past and nothing else to make a window of."""
-    monkeypatch.setattr("lightning_hmm.models.neural_state_space._ROWS", 7)
+    monkeypatch.setattr("lightning_hmm.models.neural.state_space._CHUNK", 7)
     data = random_vectors(rng, num_sequences=4, longest=6, missing=0.2)
     model, weights = ready(data, **options), torch.tensor([1.0, 0.5, 2.0, 1.0], dtype=torch.float64)
     bound = model.bind(data)
@@ -190,22 +190,22 @@ def test_the_m_step_is_of_the_log_density_of_paths(rng, options, monkeypatch):
 
     def step(sequence: torch.Tensor, path: torch.Tensor, t: int) -> torch.Tensor:
         """log q(x_t | x_t-1, y) + log p(y_t | x_t, y) of one path, less the units."""
-        entries = model.observations(Sequences.from_list([sequence[:t]]) if t else Sequences.from_lengths(sequence[:0], [0])).entries
+        features = model.observations(Sequences.from_list([sequence[:t]]) if t else Sequences.from_lengths(sequence[:0], [0])).window_features
         now, before = path[t].view(1, 1, -1), path[t - 1].view(1, 1, -1)
 
         def given(part: nn.Module, states: torch.Tensor) -> PartialDensity:
             order = part.window.order
-            return part(states, part.prepare(part.window.inputs(entries.windows(order))[-1] if order else entries.value.new_zeros(0)))
+            return part(states, part.prepare(part.window.inputs(features.windows(order))[-1] if order else features.value.new_zeros(0)))
 
         total = given(model.transition, before).log_prob(now).squeeze() if t else model.initial_density(1, 1).log_prob(now).squeeze()
         target = torch.full((1, 1, 2), math.nan, dtype=torch.float64)
         for d in range(2):
             seen = [float(value) for value in sequence[:t, d] if not math.isnan(value)]
-            base = (seen[-1] if seen else math.nan) if model.residual else float(model.centre[d])
-            target[..., d] = (sequence[t, d] - base) / model.units.emitted[d]
+            base = (seen[-1] if seen else math.nan) if model.residual else float(model.center[d])
+            target[..., d] = (sequence[t, d] - base) / model.units.emission_std[d]
             if model.residual and not seen and not math.isnan(sequence[t, d]):
                 first = torch.distributions.Normal(model.first_mean[d], (0.5 * model.first_log_variance[d]).exp())
-                total = total + first.log_prob((sequence[t, d] - model.centre[d]) / model.scale[d].sqrt())
+                total = total + first.log_prob((sequence[t, d] - model.center[d]) / model.data_variance[d].sqrt())
         return total + given(model.emission, now).log_prob(target.nan_to_num(), ~target.isnan()).squeeze()
 
     def by_hand() -> torch.Tensor:
@@ -241,7 +241,7 @@ def test_states_later_have_read_the_step(rng):
         for part in (model.transition.network.from_state, model.transition.network.from_window, model.transition.network.bias):
             part.zero_()
         model.transition.network.from_window[:2, :2] = torch.eye(2)
-    standard = (data.values - model.centre) / model.scale.sqrt()
+    standard = (data.values - model.center) / model.data_variance.sqrt()
     torch.testing.assert_close(model.latents(data, lead=1).values, standard, atol=0.02, rtol=0)
     at_once = data.with_values(model.latents(data).values)
     for found, wanted in zip(at_once, data.with_values(standard), strict=True):
@@ -274,7 +274,7 @@ def test_drawn_data_have_the_moments_that_are_predicted(rng):
     values, states = model.sample(1500, 3, seed=1, return_states=True)
     assert states.values.shape == (4500, 2)
     threes = values.values.view(-1, 3, 2)
-    assert abs(float(threes[:, 0].mean() - model.centre.mean())) < 0.3
+    assert abs(float(threes[:, 0].mean() - model.center.mean())) < 0.3
     two = Sequences.from_lengths(threes[:200, :2].reshape(-1, 2), [2] * 200)
     surprise = (threes[:200, 2] - (ahead := model.predict_next(two, num_particles=200)).mean) / ahead.variance.sqrt()
     assert abs(float(surprise.mean())) < 0.2
@@ -285,14 +285,14 @@ def test_drawn_data_have_the_moments_that_are_predicted(rng):
 
 def test_gradients_are_summed_in_float64(rng, monkeypatch):
     """In float32 as well: over the pieces of a batch, and over ranks."""
-    monkeypatch.setattr("lightning_hmm.models.neural_state_space._ROWS", 1)
+    monkeypatch.setattr("lightning_hmm.models.neural.state_space._CHUNK", 1)
     data = random_vectors(rng, num_sequences=5, longest=9, missing=0.0)
     model = NeuralHMM(**SMALL)
     model.initialize(data)
     paths = torch.randn(int(data.lengths.max()), len(data), 3, 2, generator=torch.Generator().manual_seed(0))
     density = PathDensity(model.bind(data), paths, torch.ones(len(data), dtype=torch.float64))
     parameters = list(model.parameters())
-    pieces = [torch.autograd.grad(piece, parameters, allow_unused=True) for piece in density._pieces()]
+    pieces = [torch.autograd.grad(piece, parameters, allow_unused=True) for piece in density._terms()]
     assert len(pieces) > 10
     for name, found, parts in zip(dict(model.named_parameters()), density.gradient()[1], zip(*pieces, strict=True), strict=True):
         expected = sum(part.double() for part in parts if part is not None)
@@ -382,8 +382,8 @@ def test_answers_in_pieces_are_those_in_one_go(rng, monkeypatch):
     data = random_vectors(rng, longest=6)
     model = ready(data)
     whole = model.decode(data, num_paths=50)
-    monkeypatch.setattr("lightning_hmm.models.neural._AT_ONCE", 2 * 50 * model.num_particles)
-    widths = [len(piece) for piece, _ in model._pieces(data, num_paths=50)]
+    monkeypatch.setattr("lightning_hmm.models.neural.model._MAX_PARTICLES", 2 * 50 * model.num_particles)
+    widths = [len(piece) for piece, _ in model._chunks(data, num_paths=50)]
     assert max(widths) == 2  # paths count where there are more of them than steps
     torch.testing.assert_close(model.decode(data, num_paths=50).paths, whole.paths)
 
@@ -430,7 +430,7 @@ def test_clusters_and_logged_values_are_without_sequences_of_weight_zero(rng):
 
 def test_bad_data_are_said(rng):
     data = random_vectors(rng, longest=6)
-    with pytest.raises(ValueError, match="must be trained before it is asked"):
+    with pytest.raises(ValueError, match="must be initialized before it is used"):
         NeuralHMM(**SMALL).score(data)
     with pytest.raises(ValueError, match="at least two steps somewhere"):
         fit(NeuralHMM(**SMALL), [[[1.0, 2.0]], [[3.0, 4.0]]], 1)

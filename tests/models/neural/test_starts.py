@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_hmm import NeuralHMM, Sequences, fit
-from lightning_hmm.models.neural_starts import moving_sum, slow_states
+from lightning_hmm.models.neural.starts import moving_sum, slow_states
 from tests.helpers import assert_identical_parameters, random_vectors
 
 

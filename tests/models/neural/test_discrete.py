@@ -29,7 +29,7 @@ def test_all_paths_of_states(rng, residual):
     def evidence(past: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """(K,) p(value | state, past): the score of one step more, for a model in which that state is certain."""
         observations = model.observations(Sequences.from_list([torch.cat([past, value[None]])]))
-        return model._evidence(observations)[-1].detach().exp()
+        return model._log_obs(observations)[-1].detach().exp()
 
     for n, sequence in enumerate(data):
         probs = [evidence(sequence[:t], sequence[t]) for t in range(len(sequence))]
@@ -52,14 +52,14 @@ def test_one_step_ahead(rng, residual):
     data = Sequences.from_list([*random_vectors(rng, num_sequences=4, longest=6, missing=0.0), np.zeros((0, 2))])
     model = NeuralDiscreteHMM(3, 2, emission_order=0, emission_mean="residual" if residual else "absolute", width=8, emission_log_variance=-1.0)
     model.initialize(data)
-    density = model.emission(model.embedding.unsqueeze(0), model.emission.prepare(model.centre.new_zeros(0)))
-    means, variances = density.mean[0].detach() * model.units.emitted, density.variance[0].detach() * model.units.emitted.square()
+    density = model.emission(model.embedding.unsqueeze(0), model.emission.prepare(model.center.new_zeros(0)))
+    means, variances = density.mean[0].detach() * model.units.emission_std, density.variance[0].detach() * model.units.emission_std.square()
     found = model.predict_next(data)
     for n, (sequence, probs) in enumerate(zip(data, inference.predict(*model.problem(data)), strict=True)):
         if residual and not len(sequence):  # the first value is Gaussian on its own
-            mean, variance = model.centre, model.scale * model.first_log_variance.exp().detach()
+            mean, variance = model.center, model.data_variance * model.first_log_variance.exp().detach()
         else:
-            mean = (sequence[-1] if residual else model.centre) + probs @ means
+            mean = (sequence[-1] if residual else model.center) + probs @ means
             spread = probs @ means.square() - (probs @ means).square()
             assert float(spread.min()) > 1e-3  # or leaving it out would pass
             variance = probs @ variances + spread
@@ -74,8 +74,8 @@ def test_several_steps_ahead(rng, residual, missing):
     data = Sequences.from_list([*random_vectors(rng, num_sequences=4, longest=6, missing=0.0), np.zeros((0, 2))])
     model = NeuralDiscreteHMM(3, 2, emission_order=0, emission_mean="residual" if residual else "absolute", width=8, emission_log_variance=-1.0)
     model.initialize(data)
-    density = model.emission(model.embedding.unsqueeze(0), model.emission.prepare(model.centre.new_zeros(0)))
-    means, variances = density.mean[0].detach() * model.units.emitted, density.variance[0].detach() * model.units.emitted.square()
+    density = model.emission(model.embedding.unsqueeze(0), model.emission.prepare(model.center.new_zeros(0)))
+    means, variances = density.mean[0].detach() * model.units.emission_std, density.variance[0].detach() * model.units.emission_std.square()
     probs = inference.predict(*model.problem(data))  # of the state one step ahead
     later = Sequences.from_list([torch.cat([sequence, sequence.new_full((missing, 2), torch.nan)]) for sequence in data])
     found = model.predict_next(later, steps=3 - missing, num_draws=20_000)
@@ -85,12 +85,12 @@ def test_several_steps_ahead(rng, residual, missing):
         for path in product(range(3), repeat=3):
             share = probs[n, path[0]] * model.transition_probs[path[0], path[1]] * model.transition_probs[path[1], path[2]]
             if not residual:
-                moments.append((share, model.centre + means[path[2]], variances[path[2]]))
+                moments.append((share, model.center + means[path[2]], variances[path[2]]))
             elif base is not None:
                 moments.append((share, base + sum(means[state] for state in path), sum(variances[state] for state in path)))
             else:  # the first value is Gaussian on its own
-                first = model.scale * model.first_log_variance.exp().detach()
-                moments.append((share, model.centre + sum(means[state] for state in path[1:]), first + sum(variances[state] for state in path[1:])))
+                first = model.data_variance * model.first_log_variance.exp().detach()
+                moments.append((share, model.center + sum(means[state] for state in path[1:]), first + sum(variances[state] for state in path[1:])))
         mean = sum(share * own for share, own, _ in moments)
         variance = sum(share * (own_variance + (own - mean).square()) for share, own, own_variance in moments)
         np.testing.assert_allclose((found.mean[n] - mean) / variance.sqrt(), [0, 0], atol=5 / 20_000**0.5)
