@@ -116,7 +116,9 @@ class Remote:
     def __init__(self, name: str, python: Path, scratch: Path) -> None:
         self.name, self.scratch = name, scratch
         self.versions: dict[str, str] = {}
-        self.process = subprocess.Popen([python, HERE / f"peer_{name}.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            [python, HERE / f"peer_{name}.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def _order(self, **order: Any) -> dict[str, Any]:
         assert self.process.stdin is not None
@@ -129,7 +131,13 @@ class Remote:
 
     def load(self, problem: Problem) -> None:
         file = self.scratch / f"{self.name}-start.npz"
-        np.savez(file, initial=problem.initial, transition=problem.transition, emission=problem.emission, symbols=problem.symbols)
+        np.savez(
+            file,
+            initial=problem.initial,
+            transition=problem.transition,
+            emission=problem.emission,
+            symbols=problem.symbols,
+        )
         self.versions = self._order(do="load", file=str(file))["versions"]
 
     def time(self, calls: int) -> float:
@@ -172,16 +180,27 @@ def environment(name: str) -> Path | None:
 def hmmlearn_model(problem: Problem) -> Any:
     from hmmlearn.hmm import CategoricalHMM
 
-    return CategoricalHMM(problem.setting.states, n_iter=1, init_params="", implementation="scaling", n_features=problem.setting.symbols)
+    return CategoricalHMM(
+        problem.setting.states, n_iter=1, init_params="", implementation="scaling", n_features=problem.setting.symbols
+    )
 
 
 def hmmlearn_reset(model: Any, problem: Problem) -> None:
-    model.startprob_, model.transmat_, model.emissionprob_ = problem.initial.copy(), problem.transition.copy(), problem.emission.copy()
+    model.startprob_, model.transmat_, model.emissionprob_ = (
+        problem.initial.copy(),
+        problem.transition.copy(),
+        problem.emission.copy(),
+    )
 
 
 def hmmlearn_iteration(problem: Problem) -> Local:
     model, column = hmmlearn_model(problem), problem.symbols.reshape(-1, 1)
-    return Local("hmmlearn", lambda: hmmlearn_reset(model, problem), lambda: model.fit(column, problem.lengths), lambda: model.transmat_)
+    return Local(
+        "hmmlearn",
+        lambda: hmmlearn_reset(model, problem),
+        lambda: model.fit(column, problem.lengths),
+        lambda: model.transmat_,
+    )
 
 
 def our_sequences(problem: Problem) -> Any:
@@ -204,8 +223,16 @@ def our_iteration(problem: Problem, sequences: Any, single: bool) -> Local:
 
     @torch.no_grad()
     def run() -> None:
-        found = inference.e_step(*model.chain(0), model.evidence(0, sequences), sequences.offsets, dtype=model.message_dtype)
-        optimizer.step(counts={"initial": [found.initial[None]], "transition": [found.counts[0][None]], "emission": [found.evidence[None]]})
+        found = inference.e_step(
+            *model.chain(0), model.evidence(0, sequences), sequences.offsets, dtype=model.message_dtype
+        )
+        optimizer.step(
+            counts={
+                "initial": [found.initial[None]],
+                "transition": [found.counts[0][None]],
+                "emission": [found.evidence[None]],
+            }
+        )
 
     return Local(f"ours {'float32' if single else 'float64'}", reset, run, lambda: model.transition_probs.numpy())
 
@@ -213,7 +240,12 @@ def our_iteration(problem: Problem, sequences: Any, single: bool) -> Local:
 def our_model(problem: Problem, single: bool) -> Any:
     from lightning_hmm import StandardHMM
 
-    model = StandardHMM(num_states=problem.setting.states, num_symbols=problem.setting.symbols, seed=0, arithmetic="float32" if single else "float64")
+    model = StandardHMM(
+        num_states=problem.setting.states,
+        num_symbols=problem.setting.symbols,
+        seed=0,
+        arithmetic="float32" if single else "float64",
+    )
     model.set_parameters(initial=problem.initial, transition=problem.transition, emission=problem.emission)
     return model
 
@@ -230,9 +262,20 @@ def our_fit(problem: Problem, sequences: Any, single: bool, epochs: int) -> Loca
 
     def run() -> None:
         precision = "32-true" if single else "64-true"
-        fit(model, sequences, max_epochs=epochs, tolerance=0, precision=precision, enable_progress_bar=False, logger=False, batch_size=None)
+        fit(
+            model,
+            sequences,
+            max_epochs=epochs,
+            tolerance=0,
+            precision=precision,
+            enable_progress_bar=False,
+            logger=False,
+            batch_size=None,
+        )
         if model.trainer.current_epoch != epochs:
-            raise SystemExit(f"`fit` ran {model.trainer.current_epoch} epochs instead of {epochs}: its time cannot be divided.")
+            raise SystemExit(
+                f"`fit` ran {model.trainer.current_epoch} epochs instead of {epochs}: its time cannot be divided."
+            )
 
     name = f"fit {'float32' if single else 'float64'}, {epochs} epochs"
     return Local(name, reset, run, lambda: model.transition_probs.detach().numpy(), may_repeat=False)
@@ -264,7 +307,10 @@ def race(contestants: Sequence[Contestant], rounds: int) -> dict[str, Timing]:
         contestant.time(1)
         estimate = contestant.time(1)
         slow = estimate >= SLOW
-        timings[contestant.name] = Timing(1 if slow or not contestant.may_repeat else min(200, math.ceil(BURST / estimate)), [estimate] if slow else [])
+        timings[contestant.name] = Timing(
+            1 if slow or not contestant.may_repeat else min(200, math.ceil(BURST / estimate)),
+            [estimate] if slow else [],
+        )
         wanted[contestant.name] = min(rounds, SLOW_ROUNDS) if slow else rounds
     for turn in range(rounds):
         for place in range(len(contestants)):
@@ -300,11 +346,15 @@ class Row:
 def check_same(name: str, value: np.ndarray | float, other: np.ndarray | float, tolerance: float) -> None:
     difference = float(np.abs(np.asarray(value) - np.asarray(other)).max())
     if not difference <= tolerance:
-        raise SystemExit(f"{name} differs by {difference:.1e}, more than {tolerance:.0e}: they do not do the same work, so nothing is timed.")
+        raise SystemExit(
+            f"{name} differs by {difference:.1e}, more than {tolerance:.0e}: they do not do the same work, so nothing is timed."
+        )
     print(f"  {name}: same to {difference:.0e}")
 
 
-def iterations(settings: Iterable[Setting], options: argparse.Namespace, remotes: list[Remote]) -> tuple[list[Row], dict[str, float]]:
+def iterations(
+    settings: Iterable[Setting], options: argparse.Namespace, remotes: list[Remote]
+) -> tuple[list[Row], dict[str, float]]:
     """One Baum-Welch iteration. Also returns the difference of pomegranate's transition matrix for each setting."""
     rows, off = [], {}
     for setting in settings:
@@ -328,7 +378,9 @@ def iterations(settings: Iterable[Setting], options: argparse.Namespace, remotes
                 new = contestant.new_transition()
                 off[str(setting)] = float(np.abs(new - expected).max())
                 same = float(np.abs(new / new.sum(axis=1, keepdims=True) - expected).max())
-                print(f"  pomegranate: off by {off[str(setting)]:.0e} (its end state), same to {same:.0e} with rows normalized")
+                print(
+                    f"  pomegranate: off by {off[str(setting)]:.0e} (its end state), same to {same:.0e} with rows normalized"
+                )
             elif contestant is not reference:
                 check_same(f"{contestant.name} and hmmlearn", contestant.new_transition(), expected, TOLERANCE)
         runs: dict[bool, tuple[Local, Local, int]] = {}
@@ -337,13 +389,27 @@ def iterations(settings: Iterable[Setting], options: argparse.Namespace, remotes
                 one_epoch = our_fit(problem, sequences, single, 1)
                 check_same(f"{one_epoch.name}, and hmmlearn", one_epoch.new_transition(), expected, TOLERANCE)
                 few, more = 2, min(200, max(4, math.ceil(0.5 / bare.time(1))))
-                runs[single] = our_fit(problem, sequences, single, few), our_fit(problem, sequences, single, few + more), more
+                runs[single] = (
+                    our_fit(problem, sequences, single, few),
+                    our_fit(problem, sequences, single, few + more),
+                    more,
+                )
                 contestants += runs[single][:2]
         timings, fits = race(contestants, options.rounds), []
         for single, (short, long, more) in runs.items():
             begun, ended = timings.pop(short.name), timings.pop(long.name)
             best, median = (ended.best - begun.best) / more, (ended.median - begun.median) / more
-            fits.append(Row("iteration", setting, f"ours fit {'float32' if single else 'float64'}", best, median, len(ended.rounds), more))
+            fits.append(
+                Row(
+                    "iteration",
+                    setting,
+                    f"ours fit {'float32' if single else 'float64'}",
+                    best,
+                    median,
+                    len(ended.rounds),
+                    more,
+                )
+            )
         for row in [*(Row.of("iteration", setting, name, timing) for name, timing in timings.items()), *fits]:
             rows.append(row)
             print(f"  {row.contestant:<18} {show(row.seconds)}{wavered(row)}", flush=True)
@@ -410,7 +476,10 @@ def scaling(options: argparse.Namespace) -> list[Row]:
                 contestants += [our_iteration(problem, sequences, single) for single in (True, False)]
             timings = race(contestants, options.rounds)
             rows += [Row.of(task, setting, name, timing) for name, timing in timings.items()]
-            print(f"  {setting}: " + ", ".join(f"{name} {show(timing.best)}" for name, timing in timings.items()), flush=True)
+            print(
+                f"  {setting}: " + ", ".join(f"{name} {show(timing.best)}" for name, timing in timings.items()),
+                flush=True,
+            )
     return rows
 
 
@@ -444,7 +513,14 @@ def plot_scaling(rows: Sequence[Row], threads: int, file: Path) -> None:
             if name == guided:
                 # Below the last point, not through it, so that both lines are seen.
                 guide = 0.6 * up[-1] * across / across[-1]
-                axis.plot(across, guide, color="black", linewidth=1, linestyle=(0, (4, 3)), label="slope 1: time in proportion")
+                axis.plot(
+                    across,
+                    guide,
+                    color="black",
+                    linewidth=1,
+                    linestyle=(0, (4, 3)),
+                    label="slope 1: time in proportion",
+                )
         axis.set(xscale="log", yscale="log", xlabel=label)
         axis.set_title(fixed, fontsize=11)
         ticks = sorted({getattr(row.setting, attribute) for row in chosen})
@@ -454,7 +530,11 @@ def plot_scaling(rows: Sequence[Row], threads: int, file: Path) -> None:
         axis.set_axisbelow(True)
     axes[0].set_ylabel("time per Baum-Welch iteration")
     axes[0].yaxis.set_major_formatter(
-        FuncFormatter(lambda value, _: f"{value:g} s" if value >= 1 else f"{value * 1e3:g} ms" if value >= 1e-3 else f"{value * 1e6:g} µs")
+        FuncFormatter(
+            lambda value, _: (
+                f"{value:g} s" if value >= 1 else f"{value * 1e3:g} ms" if value >= 1e-3 else f"{value * 1e6:g} µs"
+            )
+        )
     )
     figure.suptitle(f"One Baum-Welch iteration: 10 states, 20 different symbols, {threads} threads", fontsize=13)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
@@ -494,7 +574,12 @@ def corpus_child(single: bool, num_sequences: int) -> None:
     sequences.check(setting.symbols, None)
     before, peak_before = resident_bytes(), peak_bytes()
     seconds = min(iteration.time(1) for _ in range(3))
-    answer = {"seconds": seconds, "data_bytes": problem.symbols.nbytes, "beyond_bytes": peak_bytes() - before, "earlier_peak_bytes": peak_before - before}
+    answer = {
+        "seconds": seconds,
+        "data_bytes": problem.symbols.nbytes,
+        "beyond_bytes": peak_bytes() - before,
+        "earlier_peak_bytes": peak_before - before,
+    }
     print(json.dumps(answer))
 
 
@@ -504,17 +589,38 @@ def corpus(options: argparse.Namespace) -> None:
     print(f"\nCorpus: {setting}, {num_sequences * CORPUS.length:,} symbols", flush=True)
     lines, records = [], []
     for precision in ("float32", "float64"):
-        command = [sys.executable, __file__, "--corpus-child", precision, str(num_sequences), "--threads", str(options.threads)]
-        answer = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
+        command = [
+            sys.executable,
+            __file__,
+            "--corpus-child",
+            precision,
+            str(num_sequences),
+            "--threads",
+            str(options.threads),
+        ]
+        answer = json.loads(
+            subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1]
+        )
         records.append({"precision": precision, **asdict(setting), **answer})
         rate = num_sequences * CORPUS.length / answer["seconds"] / 1e6
-        cells = (precision, show(answer["seconds"]), f"{rate:.1f}", f"{answer['data_bytes'] / 1e6:,.0f} MB", f"{answer['beyond_bytes'] / 1e6:,.0f} MB")
+        cells = (
+            precision,
+            show(answer["seconds"]),
+            f"{rate:.1f}",
+            f"{answer['data_bytes'] / 1e6:,.0f} MB",
+            f"{answer['beyond_bytes'] / 1e6:,.0f} MB",
+        )
         lines.append(cells)
-        print(f"  {precision}: {cells[1]} per iteration, {cells[2]} million symbols per second, {cells[4]} in addition to the data ({cells[3]})", flush=True)
+        print(
+            f"  {precision}: {cells[1]} per iteration, {cells[2]} million symbols per second, {cells[4]} in addition to the data ({cells[3]})",
+            flush=True,
+        )
     options.out.mkdir(parents=True, exist_ok=True)
     write_csv(options.out / "corpus.csv", records)
     title = f"One Baum-Welch iteration over {num_sequences * CORPUS.length:,} symbols ({CORPUS.states} states, {CORPUS.symbols} symbols)"
-    table = markdown(["arithmetic", "seconds", "million symbols per second", "memory of the data", "peak memory in addition"], lines)
+    table = markdown(
+        ["arithmetic", "seconds", "million symbols per second", "memory of the data", "peak memory in addition"], lines
+    )
     (options.out / "corpus.md").write_text(f"# {title}\n\n{table}{machine(options)}")
 
 
@@ -526,7 +632,11 @@ def show(seconds: float) -> str:
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= size or unit == "µs":
             value = seconds / size
-            return f"{value:.{max(0, 2 - math.floor(math.log10(value))) if value > 0 else 0}f} {unit}" if value < 100 else f"{value:.0f} {unit}"
+            return (
+                f"{value:.{max(0, 2 - math.floor(math.log10(value))) if value > 0 else 0}f} {unit}"
+                if value < 100
+                else f"{value:.0f} {unit}"
+            )
     raise AssertionError
 
 
@@ -551,7 +661,14 @@ def machine(options: argparse.Namespace, more: dict[str, str] | None = None) -> 
     """The processor, the threads, the load and the versions."""
     processor = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
-        processor = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), processor)
+        processor = next(
+            (
+                line.split(":")[1].strip()
+                for line in Path("/proc/cpuinfo").read_text().splitlines()
+                if line.startswith("model name")
+            ),
+            processor,
+        )
     found = {"Python": platform.python_version()}
     for name in ("lightning_hmm", "torch", "lightning", "numba", "numpy", "hmmlearn"):
         try:
@@ -571,8 +688,14 @@ def iteration_ratios(rows: Sequence[Row], threads: int) -> str:
     """Times of the peers divided by ours. Every column names both sides: what was called, precision and threads."""
     columns = {
         f"hmmlearn's `fit` (1 thread) / our iteration ({threads} threads), both float64": ("hmmlearn", "ours float64"),
-        f"hmmlearn's `fit` (1 thread), float64 / our iteration ({threads} threads), float32": ("hmmlearn", "ours float32"),
-        f"hmmlearn's `fit` (1 thread) / an epoch of our `fit` ({threads} threads), both float64": ("hmmlearn", "ours fit float64"),
+        f"hmmlearn's `fit` (1 thread), float64 / our iteration ({threads} threads), float32": (
+            "hmmlearn",
+            "ours float32",
+        ),
+        f"hmmlearn's `fit` (1 thread) / an epoch of our `fit` ({threads} threads), both float64": (
+            "hmmlearn",
+            "ours fit float64",
+        ),
         f"dynamax / our iteration, both float32, {threads} threads": ("dynamax", "ours float32"),
         f"pomegranate / our iteration, both float32, {threads} threads": ("pomegranate", "ours float32"),
     }
@@ -595,13 +718,23 @@ def fewer_rounds(rows: Sequence[Row]) -> str:
 def tables(rows: Sequence[Row], off: float | None, threads: int) -> str:
     """The results as markdown: seconds, then ratios whose columns name both sides. `off` is the difference of pomegranate's transition matrix."""
     text = ""
-    titles = {"iteration": "One Baum-Welch iteration", "score": "`score`: log-likelihood", "decode": "`decode`: Viterbi"}
+    titles = {
+        "iteration": "One Baum-Welch iteration",
+        "score": "`score`: log-likelihood",
+        "decode": "`decode`: Viterbi",
+    }
     for task, title in titles.items():
         chosen = [row for row in rows if row.task == task]
         if not chosen:
             continue
         names = [name for name in COLUMNS if any(row.contestant == name for row in chosen)]
-        against = {} if task == "iteration" else {name: f"hmmlearn, float64, 1 thread / {name}, {threads} threads" for name in names if name not in PEERS}
+        against = (
+            {}
+            if task == "iteration"
+            else {
+                name: f"hmmlearn, float64, 1 thread / {name}, {threads} threads" for name in names if name not in PEERS
+            }
+        )
         lines = []
         for setting in dict.fromkeys(row.setting for row in chosen):
             seconds = {row.contestant: row.seconds for row in chosen if row.setting == setting}
@@ -612,12 +745,16 @@ def tables(rows: Sequence[Row], off: float | None, threads: int) -> str:
             text += f"\nTime of the peers divided by ours:\n\n{iteration_ratios(chosen, threads)}"
             if off is not None:
                 text += f"\npomegranate's new transition matrix differs by up to {off:.0e}, because it has an end state. With rows normalized it agrees.\n"
-    trainer = {row.contestant: row.seconds for row in rows if row.task == "iteration" and row.setting == TRAINER_SETTING}
+    trainer = {
+        row.contestant: row.seconds for row in rows if row.task == "iteration" and row.setting == TRAINER_SETTING
+    }
     lines = []
     for precision in ("float32", "float64"):
         if f"ours fit {precision}" in trainer:
             bare, epoch = trainer[f"ours {precision}"], trainer[f"ours fit {precision}"]
-            lines.append([precision, show(bare), show(epoch), f"{(epoch - bare) * 1e3:+.2f} ms ({epoch / bare - 1:+.0%})"])
+            lines.append(
+                [precision, show(bare), show(epoch), f"{(epoch - bare) * 1e3:+.2f} ms ({epoch / bare - 1:+.0%})"]
+            )
     if lines:
         header = ["arithmetic", "bare call", "epoch of `fit`", "difference"]
         text += f"\n## Cost of the Trainer: an epoch of `fit` at {TRAINER_SETTING}\n\n{markdown(header, lines)}"
@@ -646,8 +783,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Time of a Baum-Welch iteration, compared with the peers.")
     parser.add_argument("--quick", action="store_true", help="two settings and three rounds, to check that it works")
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"), help="folder for CSV, markdown and PNG")
-    parser.add_argument("--corpus", action="store_true", help="only this: one iteration over 50 million symbols, and its memory")
-    parser.add_argument("--parts", nargs="+", choices=("iterations", "inference", "scaling"), default=["iterations", "inference", "scaling"])
+    parser.add_argument(
+        "--corpus", action="store_true", help="only this: one iteration over 50 million symbols, and its memory"
+    )
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=("iterations", "inference", "scaling"),
+        default=["iterations", "inference", "scaling"],
+    )
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS), help="peers to time")
     parser.add_argument("--peers-only", action="store_true", help="leave ours out")
     parser.add_argument("--threads", type=int, default=2)
@@ -660,7 +804,9 @@ def main() -> None:
     options.load = os.getloadavg()[0]
     print(f"Load average {options.load:.2f}, {options.threads} threads.")
     if options.load > 0.5:
-        print("WARNING: the load average is above 0.5. Other work increases the times, most of all those of programs that use all cores.")
+        print(
+            "WARNING: the load average is above 0.5. Other work increases the times, most of all those of programs that use all cores."
+        )
     if options.corpus:
         corpus(options)
         return
@@ -688,7 +834,11 @@ def main() -> None:
         write(rows, off, options, versions)
         plot_scaling(rows, options.threads, options.out / "scaling.png")
     print(tables(rows, max(off.values(), default=None), options.threads))
-    print(f"Written to {options.out}: baum_welch.csv, baum_welch.md" + (", scaling.png" if "scaling" in options.parts else "") + ".")
+    print(
+        f"Written to {options.out}: baum_welch.csv, baum_welch.md"
+        + (", scaling.png" if "scaling" in options.parts else "")
+        + "."
+    )
 
 
 if __name__ == "__main__":

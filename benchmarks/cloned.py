@@ -77,7 +77,9 @@ class Peer:
 
     def __init__(self, path: str, symbols: np.ndarray, clones: int) -> None:
         self.symbols, self.actions = symbols, np.zeros(len(symbols), np.int64)
-        self.model = peer_module(path).CHMM(np.full(NUM_SYMBOLS, clones, np.int64), self.symbols, self.actions, pseudocount=0.0, seed=0)
+        self.model = peer_module(path).CHMM(
+            np.full(NUM_SYMBOLS, clones, np.int64), self.symbols, self.actions, pseudocount=0.0, seed=0
+        )
         self.start = self.model.T.copy()
 
     def reset(self) -> None:
@@ -97,7 +99,11 @@ def iterations(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         optimizer, layout = BaumWelch(model.distributions), model.layout
         transition = model.transition.probs.detach().view(-1)
         peer = None if arguments.peer is None else Peer(arguments.peer, symbols, clones)
-        start = torch.rand(layout.num_states, layout.num_states) if peer is None else torch.from_numpy(peer.start[0].astype(np.float32))
+        start = (
+            torch.rand(layout.num_states, layout.num_states)
+            if peer is None
+            else torch.from_numpy(peer.start[0].astype(np.float32))
+        )
         start = (start / start.sum(1, keepdim=True)).reshape(-1)
         transition.copy_(start)
         whole = Sequences.from_lengths(symbols, [steps])
@@ -106,18 +112,25 @@ def iterations(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         @torch.no_grad()
         def iterate(data: Sequences, model=model, optimizer=optimizer) -> None:
             found = inference.e_step(*model.chain(0), model.evidence(0, data), data.offsets, dtype=torch.float32)
-            optimizer.step(counts={"initial": [found.initial[None]], "transition": [found.counts[0][None]], "emission": []})
+            optimizer.step(
+                counts={"initial": [found.initial[None]], "transition": [found.counts[0][None]], "emission": []}
+            )
 
         reset = functools.partial(transition.copy_, start)
         in_pieces = f"ours, {CHUNKS} sequences"
-        contestants: dict[str, Callable[[], Any]] = {"ours": functools.partial(iterate, whole), in_pieces: functools.partial(iterate, chunks)}
+        contestants: dict[str, Callable[[], Any]] = {
+            "ours": functools.partial(iterate, whole),
+            in_pieces: functools.partial(iterate, chunks),
+        }
         prepare: dict[str, Callable[[], Any]] = {"ours": reset, in_pieces: reset}
         if peer is not None:
             iterate(whole)
             peer.reset()
             difference = np.abs(peer.iterate() - transition.reshape(layout.num_states, -1).numpy()).max()
             if difference > 1e-3:
-                raise RuntimeError(f"The new transitions must agree, but differ by {difference:.2g} with {clones} clones.")
+                raise RuntimeError(
+                    f"The new transitions must agree, but differ by {difference:.2g} with {clones} clones."
+                )
             contestants["peer"], prepare["peer"] = peer.iterate, peer.reset
         rounds = 2 if arguments.quick else 7
         times = race(contestants, rounds, **prepare)
@@ -138,7 +151,11 @@ def trainer(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     text = TextDataModule()
     for name, data, options in (
         ("toy machine, batches of 400", toy, {"num_states": 28, "discount": 0.9, "sequences_per_update": 1}),
-        ("text, batch EM", text, {"num_states": 100 if arguments.quick else 1000, "allocation": "frequency", "arithmetic": "float32"}),
+        (
+            "text, batch EM",
+            text,
+            {"num_states": 100 if arguments.quick else 1000, "allocation": "frequency", "arithmetic": "float32"},
+        ),
     ):
         data.setup()
         sequences = data.train_sequences[:20] if arguments.quick else data.train_sequences
@@ -166,7 +183,9 @@ def trainer(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         times = {}
         for way, call in (("fit", through_trainer), ("bare", bare)):
             call(1)
-            few, many = (min(seconds(lambda n=n, call=call: call(n)) for _ in range(rounds)) for n in (epochs // 2, epochs))
+            few, many = (
+                min(seconds(lambda n=n, call=call: call(n)) for _ in range(rounds)) for n in (epochs // 2, epochs)
+            )
             times[way] = (many - few) / (epochs - epochs // 2)
         rows.append({"what": name, **times, "fit / bare": times["fit"] / times["bare"], "rounds": rounds})
         print(rows[-1], flush=True)
@@ -178,7 +197,13 @@ def trained(arguments: argparse.Namespace, data: TextDataModule) -> ClonedHMM:
     train, num_symbols = data.train_sequences, data.num_symbols
     assert num_symbols is not None
     contexts = Contexts(train, num_symbols, 3)
-    model = ClonedHMM(max(len(contexts), 300 if arguments.quick else STATES), len(contexts), allocation="ngram", ngram_order=4, arithmetic="float32")
+    model = ClonedHMM(
+        max(len(contexts), 300 if arguments.quick else STATES),
+        len(contexts),
+        allocation="ngram",
+        ngram_order=4,
+        arithmetic="float32",
+    )
     fit(model, contexts.encode(train), 2 if arguments.quick else EM_ITERATIONS, 0)
     return BackOff([model], train, num_symbols, contexts).joined(contexts, strength=1.0, returning=0.05)
 
@@ -197,7 +222,10 @@ def forward(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             options = {"num_states": model.num_states, "num_symbols": data.num_symbols, "arithmetic": "float32"}
             torch.save({"options": options, "parameters": model.state_dict()}, arguments.checkpoint)
     symbols = data.test_sequences
-    network, embedded = torch.nn.LSTM(NUM_SYMBOLS, 256), torch.nn.functional.one_hot(symbols.values, NUM_SYMBOLS).float()
+    network, embedded = (
+        torch.nn.LSTM(NUM_SYMBOLS, 256),
+        torch.nn.functional.one_hot(symbols.values, NUM_SYMBOLS).float(),
+    )
 
     def recurrent() -> None:
         state = None
@@ -210,7 +238,13 @@ def forward(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     rounds = 1 if arguments.quick else 3
     times = race({"ours": lambda: model.score(symbols), "LSTM": recurrent, "LSTM, one call": in_one_call}, rounds)
     bits = -float(model.score(symbols).sum()) / symbols.num_steps / math.log(2)
-    row = {"states": model.num_states, "transitions": model.layout.num_entries, "steps": symbols.num_steps, "bits": bits, **times}
+    row = {
+        "states": model.num_states,
+        "transitions": model.layout.num_entries,
+        "steps": symbols.num_steps,
+        "bits": bits,
+        **times,
+    }
     row |= {f"{name} / ours": times[name] / times["ours"] for name in ("LSTM", "LSTM, one call")}
     row["rounds"] = rounds
     print(row, flush=True)
@@ -233,7 +267,13 @@ def large(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             spent = time.perf_counter() - self.begin
             density = int(pl_module.above(_NEGLIGIBLE).sum()) / pl_module.num_states**2
             peak = peak_bytes() / 2**30
-            row = {"epoch": trainer.current_epoch, "seconds": spent, "density": density, "stored": pl_module.layout.density, "GiB": peak}
+            row = {
+                "epoch": trainer.current_epoch,
+                "seconds": spent,
+                "density": density,
+                "stored": pl_module.layout.density,
+                "GiB": peak,
+            }
             bits = trainer.callback_metrics.get("train/bits_per_symbol", torch.tensor(math.nan))  # of the epoch before
             rows.append({**row, "bits before": float(bits)})
             print(rows[-1], flush=True)
@@ -242,7 +282,9 @@ def large(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         checkpoints = ModelCheckpoint(folder, save_last=True, save_top_k=1)
         callbacks = [checkpoints, Clock(), Pruning(threshold=_NEGLIGIBLE, max_steps=20_000)]
         options: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-        trainer = Trainer(accelerator="cpu", max_epochs=arguments.epochs, limit_val_batches=0, callbacks=callbacks, **options)
+        trainer = Trainer(
+            accelerator="cpu", max_epochs=arguments.epochs, limit_val_batches=0, callbacks=callbacks, **options
+        )
         trainer.fit(model, data)
         files = sorted(Path(folder).iterdir())
         print(f"checkpoints: {[(file.name, round(file.stat().st_size / 2**30, 2)) for file in files]} GiB", flush=True)
@@ -277,7 +319,16 @@ def tables(folder: Path) -> str:
         if file.exists():
             names, *rows = csv.reader(file.open(newline=""))
             lines = [f"| {' | '.join(names)} |", "|" + " --- |" * len(names)]
-            parts.append("\n".join([words, "", *lines, *(f"| {' | '.join(_short(cell) or 'not recorded' for cell in row)} |" for row in rows)]))
+            parts.append(
+                "\n".join(
+                    [
+                        words,
+                        "",
+                        *lines,
+                        *(f"| {' | '.join(_short(cell) or 'not recorded' for cell in row)} |" for row in rows),
+                    ]
+                )
+            )
     return "\n\n".join(parts) + "\n"
 
 
@@ -294,7 +345,12 @@ def main() -> None:
     parser.add_argument("--path", help="a text, for the parts `forward` and `large`")
     parser.add_argument("--epochs", type=int, default=10, help="of the part `large`")
     parser.add_argument("--scratch", help="folder for the checkpoints of the part `large`")
-    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"), help="folder for the tables: CSV, and all of them in cloned.md")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("docs/benchmarks"),
+        help="folder for the tables: CSV, and all of them in cloned.md",
+    )
     arguments = parser.parse_args()
     for part in arguments.parts:
         load, threads = os.getloadavg()[0], torch.get_num_threads()

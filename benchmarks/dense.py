@@ -29,7 +29,10 @@ LARGE = (1000, 10_000, 10)  # states, symbols, length of the vectors
 
 def random_sequences(num_sequences: int, length: int, num_symbols: int) -> Sequences:
     generator = torch.Generator().manual_seed(0)
-    return Sequences(torch.randint(num_symbols, (num_sequences * length,), generator=generator), torch.arange(num_sequences + 1) * length)
+    return Sequences(
+        torch.randint(num_symbols, (num_sequences * length,), generator=generator),
+        torch.arange(num_sequences + 1) * length,
+    )
 
 
 def best(rounds: int, **contestants: Callable[[], float]) -> dict[str, float]:
@@ -131,11 +134,17 @@ def main() -> None:
         print(lines[-1], flush=True)
 
     size = f"{STATES} states, {SYMBOLS} symbols, vectors of {LENGTH}"
-    found = best(rounds, bare=lambda: bare_cooccurrence_loop(target, steps), trainer=lambda: epochs(cooccurrence_model(), data, steps // 100))
+    found = best(
+        rounds,
+        bare=lambda: bare_cooccurrence_loop(target, steps),
+        trainer=lambda: epochs(cooccurrence_model(), data, steps // 100),
+    )
     add(f"{steps:,} co-occurrence steps in a bare loop; {size}", found["bare"])
     add("the same through the Trainer", found["trainer"], found["trainer"] / found["bare"])
     few = max(1, steps // 10)
-    found = best(rounds, one=lambda: bare_cooccurrence_loop(target, few), many=lambda: bare_cooccurrence_loop(target, few, 100))
+    found = best(
+        rounds, one=lambda: bare_cooccurrence_loop(target, few), many=lambda: bare_cooccurrence_loop(target, few, 100)
+    )
     add(f"{few:,} steps of one run", found["one"])
     add("of 100 runs in one tensor", found["many"], found["many"] / found["one"])
     large = random_sequences(512, 300, SYMBOLS)
@@ -147,9 +156,15 @@ def main() -> None:
     )
     add(f"an epoch of a StandardHMM, 512 sequences of 300; {STATES} states, {SYMBOLS} symbols", found["standard"])
     add("25 Adam steps on Q", found["adam"])
-    add("an epoch of DenseHMM with EM, relative to the sum of the last two", found["dense"], found["dense"] / (found["standard"] + found["adam"]))
+    add(
+        "an epoch of DenseHMM with EM, relative to the sum of the last two",
+        found["dense"],
+        found["dense"] / (found["standard"] + found["adam"]),
+    )
     if not args.quick:
-        answer = subprocess.run([sys.executable, __file__, "--large"], capture_output=True, text=True, check=True).stdout.split()
+        answer = subprocess.run(
+            [sys.executable, __file__, "--large"], capture_output=True, text=True, check=True
+        ).stdout.split()
         states, symbols, length = LARGE
         lines.append(
             f"\nWith {states:,} states, {symbols:,} symbols and vectors of {length}, one co-occurrence step takes {answer[0]} s and "

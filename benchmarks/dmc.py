@@ -57,12 +57,18 @@ HOW = {  # by the beginning of a task: what was called, its precision and its ro
         "the E-step's kernel without its backward pass, float32, full length, best of 10",
         "dense routine: the same in the dense kernel, float32, time per step from two shorter lengths, best of 3 each; torch's product: float32, best of 5",
     ),
-    "Viterbi, one sequence": ("the Viterbi kernel, float64, full length, best of 5", "our dense Viterbi without backtracking, float32, fewer steps, best of 5"),
+    "Viterbi, one sequence": (
+        "the Viterbi kernel, float64, full length, best of 5",
+        "our dense Viterbi without backtracking, float32, fewer steps, best of 5",
+    ),
     "EM iteration": (
         "E-step and M-step of the transitions, float32, full length, best of 2",
         "our dense E-step alone, float32, time per step from two shorter lengths, best of 3 each",
     ),
-    "score, hmmlearn": ("the E-step's kernel without its backward pass, called directly, float32, best of 5", "`GaussianHMM.score`, float64"),
+    "score, hmmlearn": (
+        "the E-step's kernel without its backward pass, called directly, float32, best of 5",
+        "`GaussianHMM.score`, float64",
+    ),
     "Viterbi, hmmlearn": ("the Viterbi kernel, called directly, float64, best of 5", "`GaussianHMM.decode`, float64"),
     "public score": ("`DMCHMM.score`, float64, best of 5", "`GaussianHMM.score`, float64"),
     "public decode": ("`DMCHMM.decode`, float64, best of 5", "`GaussianHMM.decode`, float64"),
@@ -72,11 +78,15 @@ HOW = {  # by the beginning of a task: what was called, its precision and its ro
 class Problem:
     """A random mostly constant chain, emissions and data. `symbols`: a table of probabilities, so that only the recursion is timed."""
 
-    def __init__(self, num_states: int, num_kept: int = KEPT, sequences: int = 1, steps: int = STEPS, gaussian: bool = False) -> None:
+    def __init__(
+        self, num_states: int, num_kept: int = KEPT, sequences: int = 1, steps: int = STEPS, gaussian: bool = False
+    ) -> None:
         random = np.random.default_rng(0)
         self.num_states, self.sequences, self.steps = num_states, sequences, steps
         self.initial = torch.full((num_states,), -np.log(num_states), dtype=torch.float64)
-        indices = np.sort(np.stack([random.choice(num_states, num_kept, replace=False) for _ in range(num_states)]), axis=1)
+        indices = np.sort(
+            np.stack([random.choice(num_states, num_kept, replace=False) for _ in range(num_states)]), axis=1
+        )
         values = random.random((num_states, num_kept)) + 0.5
         values = np.log(0.8 * values / values.sum(1, keepdims=True))
         constants = np.full(num_states, np.log(0.2 / (num_states - num_kept)))
@@ -104,9 +114,17 @@ class Problem:
         columns = torch.cat([data, torch.ones(len(data), 1, dtype=torch.float64)], 1)
         return Quadratic(columns, torch.tensor([[0, 2], [1, 2], [0, 0], [1, 1], [2, 2]]), weights)
 
-    def e_step(self, operator: Operator, steps: int, smooth: bool, single: bool, per_step: bool = False) -> Callable[[], EStep]:
+    def e_step(
+        self, operator: Operator, steps: int, smooth: bool, single: bool, per_step: bool = False
+    ) -> Callable[[], EStep]:
         """The E-step by the kernels of the operator, whichever `inference` would choose. Without `smooth` it is the forward pass alone."""
-        given = self.initial, operator, self.evidence(steps), torch.arange(self.sequences + 1) * steps, torch.ones(self.sequences, dtype=torch.float64)
+        given = (
+            self.initial,
+            operator,
+            self.evidence(steps),
+            torch.arange(self.sequences + 1) * steps,
+            torch.ones(self.sequences, dtype=torch.float64),
+        )
         dtype = torch.float32 if single else torch.float64
         return lambda: estep.e_step(*given, dtype=dtype, smooth=smooth, per_step=per_step)
 
@@ -147,7 +165,10 @@ def dense_step(problem: Problem, smooth: bool = False, single: bool = True) -> f
 
 def torch_step(problem: Problem) -> float:
     """Seconds of torch's product of the messages with a matrix of this size."""
-    matrix, messages = torch.rand(problem.num_states, problem.num_states), torch.rand(problem.sequences, problem.num_states)
+    matrix, messages = (
+        torch.rand(problem.num_states, problem.num_states),
+        torch.rand(problem.sequences, problem.num_states),
+    )
     repeats = max(3, int(1e9 / (problem.num_states**2 * problem.sequences)))
     if problem.sequences == 1:
         vector = messages[0]
@@ -163,7 +184,18 @@ def _viterbi_steps(delta, transition, table, symbols, steps):
     padded = delta.shape[1]
     for t in range(1, steps):
         now = t % 2
-        _max_plus(delta[0, 0], delta[now].ctypes.data, delta[1 - now].ctypes.data, padded, 1, transition.ctypes.data, padded, 1, padded, padded)
+        _max_plus(
+            delta[0, 0],
+            delta[now].ctypes.data,
+            delta[1 - now].ctypes.data,
+            padded,
+            1,
+            transition.ctypes.data,
+            padded,
+            1,
+            padded,
+            padded,
+        )
         delta[now] += table[symbols[t]]
 
 
@@ -184,9 +216,20 @@ FIELDS = ("task", "states", "kept", "ours", "other", "theirs", "times", "note", 
 
 def row(task: str, num_states: int, ours: float, theirs: dict[str, float], note: str = "") -> Row:
     fastest = min(theirs, key=lambda name: theirs[name])
-    result = {"task": task, "states": num_states, "kept": KEPT, "ours": ours, "other": fastest, "theirs": theirs[fastest], "times": theirs[fastest] / ours}
+    result = {
+        "task": task,
+        "states": num_states,
+        "kept": KEPT,
+        "ours": ours,
+        "other": fastest,
+        "theirs": theirs[fastest],
+        "times": theirs[fastest] / ours,
+    }
     result["note"] = note or "; ".join(f"{name} {seconds:.4g} s" for name, seconds in theirs.items())
-    print(f"{task}, N={num_states}: {ours:.4g} s against {theirs[fastest]:.4g} s ({fastest}): {result['times']:.1f}x", flush=True)
+    print(
+        f"{task}, N={num_states}: {ours:.4g} s against {theirs[fastest]:.4g} s ({fastest}): {result['times']:.1f}x",
+        flush=True,
+    )
     return result
 
 
@@ -200,7 +243,14 @@ def table(gaussian: bool = False) -> list[Row]:
             theirs = {"our dense routine": dense_step(problem) * steps, "torch's product": torch_step(problem) * steps}
             rows.append(row(f"{words}, {'one sequence' if sequences == 1 else '32 sequences'}", size, ours, theirs))
             if sequences == 1 and not gaussian:
-                rows.append(row("Viterbi, one sequence", size, best(problem.viterbi()), {"our dense routine": dense_viterbi_step(problem) * steps}))
+                rows.append(
+                    row(
+                        "Viterbi, one sequence",
+                        size,
+                        best(problem.viterbi()),
+                        {"our dense routine": dense_viterbi_step(problem) * steps},
+                    )
+                )
     return rows
 
 
@@ -238,11 +288,15 @@ def em() -> list[Row]:
 def large() -> list[Row]:
     """10,000 states, in a separate process to measure its memory."""
     if "--child" not in sys.argv:
-        done = subprocess.run([sys.executable, __file__, "large", "--child"], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, __file__, "large", "--child"], capture_output=True, text=True, check=True
+        )
         ours, gigabytes = map(float, done.stdout.split())
         problem = Problem(10_000, KEPT, 1, 200, gaussian=True)
         theirs = {"our dense routine": dense_step(problem, smooth=True) * 10_000}
-        return [row("EM iteration, fixed set", 10_000, ours, theirs, f"peak memory of the process: {gigabytes:.2f} GiB")]
+        return [
+            row("EM iteration, fixed set", 10_000, ours, theirs, f"peak memory of the process: {gigabytes:.2f} GiB")
+        ]
     run = em_iteration(Problem(10_000, KEPT, 1, 10_000, gaussian=True), False)
     print(best(run, 2), peak_bytes() / 2**30)
     sys.exit()
@@ -264,9 +318,14 @@ def hmmlearn() -> list[Row]:
         for found in (problem.sparse(single=False)().log_likelihood[0], model.score(sequences)[0]):
             difference = abs(peer.score(data, lengths) - float(found))
             if difference > 1e-6 * STEPS:
-                raise SystemExit(f"hmmlearn's score differs by {difference}: they do not do the same work, so nothing is timed.")
+                raise SystemExit(
+                    f"hmmlearn's score differs by {difference}: they do not do the same work, so nothing is timed."
+                )
         name = f"hmmlearn {implementation}"
-        their_score, their_decode = best(lambda p=peer: p.score(data, lengths)), best(lambda p=peer: p.decode(data, lengths))
+        their_score, their_decode = (
+            best(lambda p=peer: p.score(data, lengths)),
+            best(lambda p=peer: p.decode(data, lengths)),
+        )
         note = f"hmmlearn: best of {ROUNDS}"
         rows += [
             row(f"score, {name}", 500, score, {name: their_score}, note),
@@ -281,7 +340,9 @@ def public_model(problem: Problem) -> DMCHMM:
     """The model of a problem with Gaussian emissions, in float64."""
     model = DMCHMM(problem.num_states, KEPT, emission="gaussian", num_features=2)
     kept = {"indices": problem.operator.indices, "values": problem.operator.log_values.exp()}
-    return model.set_parameters(initial=problem.initial.exp(), **kept, emission={"mean": problem.means, "variance": problem.variances})
+    return model.set_parameters(
+        initial=problem.initial.exp(), **kept, emission={"mean": problem.means, "variance": problem.variances}
+    )
 
 
 def growth() -> list[Row]:
@@ -300,7 +361,12 @@ def costs() -> None:
         for sequences in (1, 32):
             for single in (True, False):
                 measured = []
-                full = [dense_step(Problem(size, 5, sequences, 2000 // sequences + 50), smooth, single) / sequences / size**2 for size in (128, 256, 512)]
+                full = [
+                    dense_step(Problem(size, 5, sequences, 2000 // sequences + 50), smooth, single)
+                    / sequences
+                    / size**2
+                    for size in (128, 256, 512)
+                ]
                 for size, kept in ((256, 4), (256, 32), (512, 4), (512, 64)):
                     problem = Problem(size, kept, sequences, 4000 // sequences + 50)
                     seconds = best(problem.sparse(smooth, single)) / problem.steps / sequences
@@ -309,7 +375,10 @@ def costs() -> None:
                 entry, state = np.linalg.lstsq(array[:, :2] / array[:, 2:], np.ones(len(array)), rcond=None)[0]
                 name = f"{'e_step' if smooth else 'forward'}, {'many' if sequences > 1 else 'one'}, {'float32' if single else 'float64'}"
                 entries = ", ".join(f"{value * 1e9:.3f}" for value in full)
-                print(f"{name}: dense {np.median(full) * 1e9:.3f} ({entries}), kept {entry * 1e9:.3f}, state {state * 1e9:.2f}", flush=True)
+                print(
+                    f"{name}: dense {np.median(full) * 1e9:.3f} ({entries}), kept {entry * 1e9:.3f}, state {state * 1e9:.2f}",
+                    flush=True,
+                )
 
 
 def compare_selection() -> None:
@@ -325,11 +394,21 @@ def compare_selection() -> None:
             arguments_lazy = pairs.alpha, pairs.kappa, problem.operator, *found.counts, terms
             lazy = best(lambda a=arguments_lazy: selection.choose_lazily(*a), 1)
             exact = selection.choose_lazily(*arguments_lazy).dot_products.double().mean()
-            print(f"N={size}, T={steps}: gemm {gemm:.3f} s, lazy with R={terms} {lazy:.3f} s, {exact:.1f} exact sums per row", flush=True)
+            print(
+                f"N={size}, T={steps}: gemm {gemm:.3f} s, lazy with R={terms} {lazy:.3f} s, {exact:.1f} exact sums per row",
+                flush=True,
+            )
 
 
 def machine() -> str:
-    model = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), platform.machine())
+    model = next(
+        (
+            line.split(":")[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.machine(),
+    )
     return f"{model}, torch {version('torch')}, numba {version('numba')}, hmmlearn {version('hmmlearn')}"
 
 
@@ -345,15 +424,36 @@ def report(out: Path) -> None:
         "This page is written by `benchmarks/dmc.py`, which describes the data. Both sides use one thread.",
         "",
     ]
-    lines += [f"- {where}; load average before the start {load or 'not recorded'}" for where, load in sorted({(r["machine"], r["load"]) for r in rows})]
+    lines += [
+        f"- {where}; load average before the start {load or 'not recorded'}"
+        for where, load in sorted({(r["machine"], r["load"]) for r in rows})
+    ]
     lines += ["", "| rows | ours | other |", "| --- | --- | --- |"]
-    lines += [f"| {task} | {ours} | {other} |" for task, (ours, other) in HOW.items() if any(entry["task"].startswith(task) for entry in rows)]
-    lines += ["", "| task | N, K | ours, s | other, s | compared with | other / ours | target | note |", "| --- | --- | --- | --- | --- | --- | --- | --- |"]
+    lines += [
+        f"| {task} | {ours} | {other} |"
+        for task, (ours, other) in HOW.items()
+        if any(entry["task"].startswith(task) for entry in rows)
+    ]
+    lines += [
+        "",
+        "| task | N, K | ours, s | other, s | compared with | other / ours | target | note |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
     for entry in rows:
         if not entry["task"].startswith("growth"):
             wanted = WANTED.get((entry["task"], int(entry["states"])))
-            cells = [entry["task"], f"{int(entry['states']):,}, {entry['kept']}", f"{float(entry['ours']):.3g}", f"{float(entry['theirs']):.3g}"]
-            cells += [entry["other"], f"{float(entry['times']):.1f}", "" if wanted is None else f"{wanted}", entry["note"]]
+            cells = [
+                entry["task"],
+                f"{int(entry['states']):,}, {entry['kept']}",
+                f"{float(entry['ours']):.3g}",
+                f"{float(entry['theirs']):.3g}",
+            ]
+            cells += [
+                entry["other"],
+                f"{float(entry['times']):.1f}",
+                "" if wanted is None else f"{wanted}",
+                entry["note"],
+            ]
             lines.append("| " + " | ".join(cells) + " |")
     lines += [
         "",
@@ -386,7 +486,14 @@ def main() -> None:
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    makers = {"table": table, "gaussian": lambda: table(gaussian=True), "em": em, "large": large, "hmmlearn": hmmlearn, "growth": growth}
+    makers = {
+        "table": table,
+        "gaussian": lambda: table(gaussian=True),
+        "em": em,
+        "large": large,
+        "hmmlearn": hmmlearn,
+        "growth": growth,
+    }
     file = options.out / "dmc.csv"
     for part in options.parts:
         if part in ("costs", "selection"):

@@ -27,7 +27,12 @@ from lightning_hmm.inference import reference
 
 COVARIANCES = {"diagonal": "diag", "full": "full", "tied": "tied", "spherical": "spherical"}
 # covariance, states, columns, sequences, length
-SETTINGS = (("diagonal", 10, 3, 256, 300), ("diagonal", 50, 6, 256, 300), ("diagonal", 20, 30, 64, 1000), ("full", 20, 10, 64, 1000))
+SETTINGS = (
+    ("diagonal", 10, 3, 256, 300),
+    ("diagonal", 50, 6, 256, 300),
+    ("diagonal", 20, 30, 64, 1000),
+    ("full", 20, 10, 64, 1000),
+)
 SMALL = (5, 8, 10, 200)
 
 
@@ -54,7 +59,9 @@ def alternate(contestants: dict[str, Callable[[], float]], rounds: int) -> dict[
 
 def gaussian(kind: str, states: int, size: int, sequences: int, length: int, rounds: int) -> dict[str, float]:
     rng = np.random.default_rng(0)
-    values = rng.normal(size=(sequences * length, size)) + 2 * rng.integers(0, 3, (sequences, 1, 1)).repeat(length, 1).reshape(-1, 1)
+    values = rng.normal(size=(sequences * length, size)) + 2 * rng.integers(0, 3, (sequences, 1, 1)).repeat(
+        length, 1
+    ).reshape(-1, 1)
     lengths = [length] * sequences
     data = Sequences.from_lengths(torch.from_numpy(values), lengths)
     start = HMM(states, Gaussian(kind), num_features=size)
@@ -64,10 +71,19 @@ def gaussian(kind: str, states: int, size: int, sequences: int, length: int, rou
         fit(copy.deepcopy(start), data, number, 0)
 
     def theirs(number: int) -> None:
-        peer = GaussianHMM(states, COVARIANCES[kind], n_iter=number, tol=-np.inf, init_params="", implementation="scaling")
-        peer.startprob_, peer.transmat_, peer.means_ = (tensor.numpy() for tensor in (start.initial_probs, start.transition_probs, start.emission.mean))
+        peer = GaussianHMM(
+            states, COVARIANCES[kind], n_iter=number, tol=-np.inf, init_params="", implementation="scaling"
+        )
+        peer.startprob_, peer.transmat_, peer.means_ = (
+            tensor.numpy() for tensor in (start.initial_probs, start.transition_probs, start.emission.mean)
+        )
         covariance = start.emission.covariance.numpy()
-        peer.covars_ = {"diagonal": start.emission.variance.numpy(), "full": covariance, "tied": covariance[0], "spherical": covariance[:, 0, 0]}[kind]
+        peer.covars_ = {
+            "diagonal": start.emission.variance.numpy(),
+            "full": covariance,
+            "tied": covariance[0],
+            "spherical": covariance[:, 0, 0],
+        }[kind]
         peer.fit(values, lengths)
 
     return alternate({"ours": lambda: per_iteration(ours, 6), "hmmlearn": lambda: per_iteration(theirs, 2)}, rounds)
@@ -82,9 +98,17 @@ def small(rounds: int) -> dict[str, float]:
         fit(StandardHMM(states, symbols), data, number, 0)
 
     def theirs(number: int) -> None:
-        CategoricalHMM(states, n_iter=number, tol=-np.inf, implementation="scaling", random_state=0).fit(values[:, None], [length] * sequences)
+        CategoricalHMM(states, n_iter=number, tol=-np.inf, implementation="scaling", random_state=0).fit(
+            values[:, None], [length] * sequences
+        )
 
-    return alternate({"ours": lambda: per_iteration(lambda n: ours(n * 10), 20) / 10, "hmmlearn": lambda: per_iteration(theirs, 100)}, rounds)
+    return alternate(
+        {
+            "ours": lambda: per_iteration(lambda n: ours(n * 10), 20) / 10,
+            "hmmlearn": lambda: per_iteration(theirs, 100),
+        },
+        rounds,
+    )
 
 
 def e_steps(rounds: int) -> dict[str, dict[str, float]]:
@@ -92,11 +116,15 @@ def e_steps(rounds: int) -> dict[str, dict[str, float]]:
     rng = np.random.default_rng(0)
     found = {}
     for states in (10, 50):
-        steps = torch.from_numpy(np.triu(rng.random((states, states)) + 0.1) * (np.arange(states)[None] - np.arange(states)[:, None] < 3))
+        steps = torch.from_numpy(
+            np.triu(rng.random((states, states)) + 0.1) * (np.arange(states)[None] - np.arange(states)[:, None] < 3)
+        )
         data = Sequences.from_lengths(rng.integers(0, 20, 256 * 300), [300] * 256)
         plain = HMM(states, Categorical(), Full(), num_symbols=20)
         zeros = copy.deepcopy(plain).set_parameters(transition=steps / steps.sum(1, keepdim=True))
-        times = alternate({name: _e_step(model, data) for name, model in (("full", plain), ("left-right", zeros))}, rounds)
+        times = alternate(
+            {name: _e_step(model, data) for name, model in (("full", plain), ("left-right", zeros))}, rounds
+        )
         found[f"left-right / full, {states} states, 256 x 300"] = {"ours": times["left-right"], "other": times["full"]}
     data = Sequences.from_lengths(rng.integers(0, 20, 64 * 300), [300] * 64)
     plain = HMM(50, Categorical(), Full(), num_symbols=20)
@@ -142,13 +170,38 @@ def main() -> None:
         writer = csv.writer(file)
         writer.writerow(["what", "ours_ms", "other_ms", "ratio"])
         for name, times in rows:
-            writer.writerow([name, f"{times['ours'] * 1e3:.3f}", f"{times['hmmlearn'] * 1e3:.3f}", f"{times['hmmlearn'] / times['ours']:.2f}"])
+            writer.writerow(
+                [
+                    name,
+                    f"{times['ours'] * 1e3:.3f}",
+                    f"{times['hmmlearn'] * 1e3:.3f}",
+                    f"{times['hmmlearn'] / times['ours']:.2f}",
+                ]
+            )
         for name, times in ratios.items():
-            writer.writerow([name, f"{times['ours'] * 1e3:.3f}", f"{times['other'] * 1e3:.3f}", f"{times['ours'] / times['other']:.2f}"])
-    lines = ["# An EM iteration through `fit`, compared with hmmlearn", "", __doc__.split("\n\n")[2].replace("\n", " ").strip(), ""]
-    lines += [f"Times are CPU milliseconds, best of {rounds} rounds. The load average before the start was {load:.2f}.", ""]
+            writer.writerow(
+                [
+                    name,
+                    f"{times['ours'] * 1e3:.3f}",
+                    f"{times['other'] * 1e3:.3f}",
+                    f"{times['ours'] / times['other']:.2f}",
+                ]
+            )
+    lines = [
+        "# An EM iteration through `fit`, compared with hmmlearn",
+        "",
+        __doc__.split("\n\n")[2].replace("\n", " ").strip(),
+        "",
+    ]
+    lines += [
+        f"Times are CPU milliseconds, best of {rounds} rounds. The load average before the start was {load:.2f}.",
+        "",
+    ]
     lines += ["| | ours | hmmlearn 0.3.3 | hmmlearn / ours |", "| --- | ---: | ---: | ---: |"]
-    lines += [f"| {name} | {t['ours'] * 1e3:.3g} | {t['hmmlearn'] * 1e3:.3g} | {t['hmmlearn'] / t['ours']:.1f}x |" for name, t in rows]
+    lines += [
+        f"| {name} | {t['ours'] * 1e3:.3g} | {t['hmmlearn'] * 1e3:.3g} | {t['hmmlearn'] / t['ours']:.1f}x |"
+        for name, t in rows
+    ]
     if ratios:
         lines += [
             "",
@@ -157,7 +210,10 @@ def main() -> None:
             "| | first | second | first / second |",
             "| --- | ---: | ---: | ---: |",
         ]
-        lines += [f"| {name} | {t['ours'] * 1e3:.3g} | {t['other'] * 1e3:.3g} | {t['ours'] / t['other']:.2f} |" for name, t in ratios.items()]
+        lines += [
+            f"| {name} | {t['ours'] * 1e3:.3g} | {t['other'] * 1e3:.3g} | {t['ours'] / t['other']:.2f} |"
+            for name, t in ratios.items()
+        ]
     (options.out / "emissions.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
 

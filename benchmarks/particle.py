@@ -58,7 +58,9 @@ class Neural:
         return mean, log_scale.exp()
 
     def initial(self, num_particles: int) -> DiagonalGaussian:
-        return DiagonalGaussian(self.values.new_zeros(len(self.values), num_particles, STATE), self.values.new_ones(STATE))
+        return DiagonalGaussian(
+            self.values.new_zeros(len(self.values), num_particles, STATE), self.values.new_ones(STATE)
+        )
 
     def transition(self, t: int, states: Tensor) -> DiagonalGaussian:
         change, scale = self.network("transition", states)
@@ -85,7 +87,10 @@ def random_weights(rng: np.random.Generator) -> dict[str, np.ndarray]:
 
 def draw(weights: dict[str, np.ndarray], num_sequences: int, num_steps: int) -> np.ndarray:
     """(B, T, features) from the model."""
-    model = Neural({name: torch.from_numpy(array) for name, array in weights.items()}, torch.zeros(num_sequences, 1, FEATURES, dtype=torch.float64))
+    model = Neural(
+        {name: torch.from_numpy(array) for name, array in weights.items()},
+        torch.zeros(num_sequences, 1, FEATURES, dtype=torch.float64),
+    )
     random, rows = generator(0, "draw"), []
     states = model.initial(1).sample(random)
     for t in range(num_steps):
@@ -94,7 +99,14 @@ def draw(weights: dict[str, np.ndarray], num_sequences: int, num_steps: int) -> 
     return torch.stack(rows, 1).numpy()
 
 
-def ours(weights: dict[str, np.ndarray], values: np.ndarray, dtype: torch.dtype, num_particles: int, num_paths: int, rounds: int) -> dict[str, Any]:
+def ours(
+    weights: dict[str, np.ndarray],
+    values: np.ndarray,
+    dtype: torch.dtype,
+    num_particles: int,
+    num_paths: int,
+    rounds: int,
+) -> dict[str, Any]:
     """The best time of each part in several rounds, and the results."""
     data = torch.from_numpy(values).to(dtype)
     model = Neural({name: torch.from_numpy(array).to(dtype) for name, array in weights.items()}, data)
@@ -111,17 +123,31 @@ def ours(weights: dict[str, np.ndarray], values: np.ndarray, dtype: torch.dtype,
         seconds = {"filter": min(seconds["filter"], middle - start), "exact": min(seconds["exact"], end - middle)}
         log_likelihoods.append(found.log_likelihood.double())
         means.append(paths.mean.double())
-    return {"seconds": seconds, "log_likelihood": torch.stack(log_likelihoods).numpy(), "means": torch.stack(means).transpose(1, 2).numpy()}
+    return {
+        "seconds": seconds,
+        "log_likelihood": torch.stack(log_likelihoods).numpy(),
+        "means": torch.stack(means).transpose(1, 2).numpy(),
+    }
 
 
-def peer(weights: dict[str, np.ndarray], values: np.ndarray, num_particles: int, num_paths: int, rounds: int) -> dict[str, Any] | None:
+def peer(
+    weights: dict[str, np.ndarray], values: np.ndarray, num_particles: int, num_paths: int, rounds: int
+) -> dict[str, Any] | None:
     python = environment("particles")
     if python is None:
         return None
     with tempfile.TemporaryDirectory() as folder:
         problem, results = Path(folder) / "problem.npz", Path(folder) / "results.npz"
         np.savez(problem, values=values, **weights)
-        command = [str(python), str(HERE / "peer_particles.py"), str(problem), str(results), str(num_particles), str(num_paths), str(rounds)]
+        command = [
+            str(python),
+            str(HERE / "peer_particles.py"),
+            str(problem),
+            str(results),
+            str(num_particles),
+            str(num_paths),
+            str(rounds),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **ONE_THREAD})
         if done.returncode:
             raise RuntimeError(f"particles ended with code {done.returncode}:\n{done.stderr}")
@@ -146,13 +172,23 @@ def check_agreement(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
 def linear_gaussian(dtype: torch.dtype = torch.float64) -> kalman.LinearGaussian:
     turn = torch.tensor([[0.9, 0.2], [-0.2, 0.9]], dtype=dtype)
     zero, unit = torch.zeros(2, dtype=dtype), torch.eye(2, dtype=dtype)
-    return kalman.LinearGaussian(zero, unit, turn, zero, 0.4 * unit, torch.tensor([[1.0, 0.3], [0.0, 1.0]], dtype=dtype), zero, unit)
+    return kalman.LinearGaussian(
+        zero, unit, turn, zero, 0.4 * unit, torch.tensor([[1.0, 0.3], [0.0, 1.0]], dtype=dtype), zero, unit
+    )
 
 
 def em_iteration(values: np.ndarray, rounds: int) -> dict[str, float]:
     """Seconds of the parts of an EM iteration of a `NeuralHMM` in float32, with networks of the same size: the best of some rounds of each."""
     data = Sequences.from_lengths(torch.from_numpy(values).flatten(0, 1), [values.shape[1]] * len(values))
-    model = NeuralHMM(STATE, FEATURES, emission_order=0, emission_mean="absolute", width=WIDTH, num_particles=PARTICLES, num_paths=PATHS)
+    model = NeuralHMM(
+        STATE,
+        FEATURES,
+        emission_order=0,
+        emission_mean="absolute",
+        width=WIDTH,
+        num_particles=PARTICLES,
+        num_paths=PATHS,
+    )
     model.initialize(data)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
     seconds = dict.fromkeys(("bare filter", "filter", "paths", "two gradient steps"), math.inf)
@@ -174,9 +210,20 @@ def em_iteration(values: np.ndarray, rounds: int) -> dict[str, float]:
     for number in range(rounds):
         with torch.no_grad():
             bound = model.bind(data)
-            timed("bare filter", lambda bound=bound: particle.filter(bound, bound.observations.lengths, PARTICLES, generator(0)))
-            found = timed("filter", lambda number=number: model.filter_particles(model.bind(data), model.streams(places, "filter", number)))
-            paths = timed("paths", lambda found=found, number=number: model.draw_paths(found, model.streams(places, "paths", number), PATHS))
+            timed(
+                "bare filter",
+                lambda bound=bound: particle.filter(bound, bound.observations.lengths, PARTICLES, generator(0)),
+            )
+            found = timed(
+                "filter",
+                lambda number=number: model.filter_particles(model.bind(data), model.streams(places, "filter", number)),
+            )
+            paths = timed(
+                "paths",
+                lambda found=found, number=number: model.draw_paths(
+                    found, model.streams(places, "paths", number), PATHS
+                ),
+            )
         timed("two gradient steps", lambda bound=bound, paths=paths: gradient_steps(PathDensity(bound, paths, weights)))
     return seconds
 
@@ -188,13 +235,17 @@ class Linear:
         self.model, self.values = model, values
 
     def initial(self, num_particles: int) -> DiagonalGaussian:
-        return DiagonalGaussian(self.values.new_zeros(len(self.values), num_particles, 2), self.model.initial_cov[0, 0].sqrt())
+        return DiagonalGaussian(
+            self.values.new_zeros(len(self.values), num_particles, 2), self.model.initial_cov[0, 0].sqrt()
+        )
 
     def transition(self, t: int, states: Tensor) -> DiagonalGaussian:
         return DiagonalGaussian(states @ self.model.transition.T, self.model.transition_cov[0, 0].sqrt())
 
     def log_obs(self, t: int, states: Tensor) -> Tensor:
-        return DiagonalGaussian(states @ self.model.emission.T, self.model.emission_cov[0, 0].sqrt()).log_prob(self.values[:, t].unsqueeze(1))
+        return DiagonalGaussian(states @ self.model.emission.T, self.model.emission_cov[0, 0].sqrt()).log_prob(
+            self.values[:, t].unsqueeze(1)
+        )
 
 
 def errors(num_particles: int, num_sequences: int) -> Tensor:
@@ -203,7 +254,9 @@ def errors(num_particles: int, num_sequences: int) -> Tensor:
     blank = torch.zeros(num_sequences, 1, 2, dtype=torch.float64)
     states, rows = Linear(model, blank).initial(1).sample(random), []
     for t in range(100):
-        rows.append(DiagonalGaussian(states @ model.emission.T, model.emission_cov[0, 0].sqrt()).sample(random).squeeze(1))
+        rows.append(
+            DiagonalGaussian(states @ model.emission.T, model.emission_cov[0, 0].sqrt()).sample(random).squeeze(1)
+        )
         states = Linear(model, blank).transition(t, states).sample(random)
     values = torch.stack(rows, 1)
     exact = kalman.log_likelihood(model, Sequences.from_lengths(values.reshape(-1, 2), [100] * num_sequences))
@@ -221,11 +274,21 @@ def memory(num_particles: int) -> None:
     found = particle.filter(model, torch.full((SEQUENCES,), STEPS), num_particles, generator(0))
     particle.backward_simulation(found, PATHS, generator(1))
     grown = (peak_bytes() - before) / 2**20
-    held = [found.states, found.log_weights, found.ancestors, *(part for density in found.transitions for part in (density.mean, density.scale))]
-    print(sum(part.untyped_storage().nbytes() for part in {part.data_ptr(): part for part in held}.values()) / 2**20, grown)
+    held = [
+        found.states,
+        found.log_weights,
+        found.ancestors,
+        *(part for density in found.transitions for part in (density.mean, density.scale)),
+    ]
+    print(
+        sum(part.untyped_storage().nbytes() for part in {part.data_ptr(): part for part in held}.values()) / 2**20,
+        grown,
+    )
 
 
-def table(found: dict[str, Any], theirs: dict[str, Any] | None, load: float, rounds: int, num_sequences: int, num_steps: int) -> list[str]:
+def table(
+    found: dict[str, Any], theirs: dict[str, Any] | None, load: float, rounds: int, num_sequences: int, num_steps: int
+) -> list[str]:
     """Seconds of both sides as lines of markdown. Ratios are to ours in float64, which is the precision of the package particles."""
     lines = [
         "# Speed and accuracy of the particle filter",
@@ -239,7 +302,11 @@ def table(found: dict[str, Any], theirs: dict[str, Any] | None, load: float, rou
         lines[-1] += (
             f" The package particles is `SMC.run` and the named method of its history, in float64, one sequence at a time, best of {theirs['rounds']} rounds."
         )
-    lines += ["", "| seconds (in parentheses: relative to ours in float64) | filter | paths | together |", "| --- | ---: | ---: | ---: |"]
+    lines += [
+        "",
+        "| seconds (in parentheses: relative to ours in float64) | filter | paths | together |",
+        "| --- | ---: | ---: | ---: |",
+    ]
     reference = found["float64"]["seconds"]
 
     def add(what: str, filtering: float, paths: float) -> None:
@@ -247,11 +314,23 @@ def table(found: dict[str, Any], theirs: dict[str, Any] | None, load: float, rou
         lines.append(f"| {what} | {' | '.join(f'{spent:.3f} ({spent / base:.2f}x)' for spent, base in pairs)} |")
 
     for name, answer in found.items():
-        add(f"ours, {name}, {PATHS} paths by backward simulation", answer["seconds"]["filter"], answer["seconds"]["exact"])
+        add(
+            f"ours, {name}, {PATHS} paths by backward simulation",
+            answer["seconds"]["filter"],
+            answer["seconds"]["exact"],
+        )
     if theirs is not None:
         versions = ", ".join(f"{name} {number}" for name, number in theirs["versions"].items())
-        add(f"{versions}, float64: `backward_sampling_ON2`, the same algorithm", theirs["seconds"]["filter"], theirs["seconds"]["exact"])
-        add("particles: `backward_sampling_mcmc`, its cheapest approximation", theirs["seconds"]["filter"], theirs["seconds"]["metropolis"])
+        add(
+            f"{versions}, float64: `backward_sampling_ON2`, the same algorithm",
+            theirs["seconds"]["filter"],
+            theirs["seconds"]["exact"],
+        )
+        add(
+            "particles: `backward_sampling_mcmc`, its cheapest approximation",
+            theirs["seconds"]["filter"],
+            theirs["seconds"]["metropolis"],
+        )
     return lines
 
 
@@ -261,7 +340,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="only checks that everything works")
     parser.add_argument("--ours-only", action="store_true", help="no peer, nothing written")
-    parser.add_argument("--memory", type=int, metavar="PARTICLES", help="only print the size of the filter's result and the growth of this process, in MiB")
+    parser.add_argument(
+        "--memory",
+        type=int,
+        metavar="PARTICLES",
+        help="only print the size of the filter's result and the growth of this process, in MiB",
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.memory:
@@ -271,12 +355,19 @@ def main() -> None:
     load = os.getloadavg()[0]
     weights = random_weights(np.random.default_rng(0))
     values = draw(weights, num_sequences, num_steps)
-    found = {name: ours(weights, values, dtype, PARTICLES, PATHS, rounds) for name, dtype in (("float64", torch.float64), ("float32", torch.float32))}
+    found = {
+        name: ours(weights, values, dtype, PARTICLES, PATHS, rounds)
+        for name, dtype in (("float64", torch.float64), ("float32", torch.float32))
+    }
     for name, answer in found.items():
         print(name, {part: round(spent, 3) for part, spent in answer["seconds"].items()}, flush=True)
     iteration = em_iteration(values, rounds)
     whole = sum(spent for part, spent in iteration.items() if part != "bare filter")
-    print({part: round(spent, 3) for part, spent in iteration.items()}, f"{whole / iteration['bare filter']:.2f} bare filters", flush=True)
+    print(
+        {part: round(spent, 3) for part, spent in iteration.items()},
+        f"{whole / iteration['bare filter']:.2f} bare filters",
+        flush=True,
+    )
     if args.ours_only:
         return
     theirs = peer(weights, values, PARTICLES, PATHS, rounds)
@@ -289,16 +380,29 @@ def main() -> None:
         f"as long as its filter alone. The parts take, in seconds: {parts}."
     )
     if not args.quick:
-        lines += ["\nErrors of the log-likelihood, relative to the Kalman filter, for 200 linear-Gaussian sequences (100 steps, states of 2 entries):\n"]
-        lines += ["| particles | mean error | root mean square | largest | rms x sqrt(N) |", "| ---: | ---: | ---: | ---: | ---: |"]
+        lines += [
+            "\nErrors of the log-likelihood, relative to the Kalman filter, for 200 linear-Gaussian sequences (100 steps, states of 2 entries):\n"
+        ]
+        lines += [
+            "| particles | mean error | root mean square | largest | rms x sqrt(N) |",
+            "| ---: | ---: | ---: | ---: | ---: |",
+        ]
         for num_particles in (100, 300, 1000, 3000):
             error = errors(num_particles, 200)
             rms = float(error.square().mean().sqrt())
             numbers = [float(error.mean()), rms, float(error.abs().max())]
-            lines.append(f"| {num_particles:,} | {' | '.join(f'{number:.3%}' for number in numbers)} | {rms * math.sqrt(num_particles):.3f} |")
-        lines += ["\nMemory in float64, in MiB:\n", "| particles | size of the result | largest growth of the process |", "| ---: | ---: | ---: |"]
+            lines.append(
+                f"| {num_particles:,} | {' | '.join(f'{number:.3%}' for number in numbers)} | {rms * math.sqrt(num_particles):.3f} |"
+            )
+        lines += [
+            "\nMemory in float64, in MiB:\n",
+            "| particles | size of the result | largest growth of the process |",
+            "| ---: | ---: | ---: |",
+        ]
         for num_particles in (PARTICLES, 4 * PARTICLES):
-            answer = subprocess.run([sys.executable, __file__, "--memory", str(num_particles)], capture_output=True, text=True, check=True).stdout.split()
+            answer = subprocess.run(
+                [sys.executable, __file__, "--memory", str(num_particles)], capture_output=True, text=True, check=True
+            ).stdout.split()
             lines.append(f"| {num_particles} | {float(answer[0]):.0f} | {float(answer[1]):.0f} |")
     print("\n".join(lines))
     args.out.mkdir(parents=True, exist_ok=True)

@@ -34,7 +34,9 @@ class Dynamax:
             emission_prior_concentration=CONCENTRATION,
         )
         start = [jnp.asarray(array, jnp.float32) for array in (initial, transition, emission[:, None])]
-        self.start, properties = model.initialize(initial_probs=start[0], transition_matrix=start[1], emission_probs=start[2])
+        self.start, properties = model.initialize(
+            initial_probs=start[0], transition_matrix=start[1], emission_probs=start[2]
+        )
         self.now = self.start
         self.symbols = jnp.asarray(symbols[:, :, None], jnp.int32)
 

@@ -75,7 +75,12 @@ def main() -> None:
         for n, sequence in enumerate([values[0], *values]):  # the first once more: it compiles
             start = time.perf_counter()
             found = particles.SMC(
-                fk=ssm.Bootstrap(ssm=Neural(), data=sequence), N=num_particles, resampling="systematic", ESSrmin=0.5, store_history=True, verbose=False
+                fk=ssm.Bootstrap(ssm=Neural(), data=sequence),
+                N=num_particles,
+                resampling="systematic",
+                ESSrmin=0.5,
+                store_history=True,
+                verbose=False,
             )
             found.run()
             middle = time.perf_counter()
@@ -90,7 +95,11 @@ def main() -> None:
                 means.append(np.array(paths).mean(1))
         best = {name: min(spent, best[name]) for name, spent in seconds.items()}
     np.savez(results, log_likelihood=np.array(log_likelihoods), means=np.array(means))
-    print(json.dumps({"seconds": best, "rounds": rounds, "versions": {name: version(name) for name in ("particles", "numpy")}}))
+    print(
+        json.dumps(
+            {"seconds": best, "rounds": rounds, "versions": {name: version(name) for name in ("particles", "numpy")}}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -35,10 +35,17 @@ def measured(states: int, symbols: int, number: int, length: int) -> tuple[float
     """Seconds of the compiled and of the plain E-step."""
     random = torch.Generator().manual_seed(0)
     initial, transition, table = (
-        torch.randn(*shape, generator=random, dtype=torch.float64).log_softmax(-1) for shape in ((states,), (states, states), (states, symbols))
+        torch.randn(*shape, generator=random, dtype=torch.float64).log_softmax(-1)
+        for shape in ((states,), (states, states), (states, symbols))
     )
     data = Sequences.from_lengths(torch.randint(symbols, (number * length,), generator=random), [length] * number)
-    given = initial, Dense(transition), Table(table, data.symbols(symbols)), data.offsets, torch.ones(number, dtype=torch.float64)
+    given = (
+        initial,
+        Dense(transition),
+        Table(table, data.symbols(symbols)),
+        data.offsets,
+        torch.ones(number, dtype=torch.float64),
+    )
 
     def compiled() -> object:
         return cpu.e_step(*given)
@@ -57,7 +64,9 @@ def main() -> None:
     for setting in SETTINGS:
         ours, theirs = measured(*setting)
         states, symbols, number, length = setting
-        lines.append(f"| {states}, {symbols}, {number} x {length} | {1e3 * ours:.1f} | {1e3 * theirs:.1f} | {theirs / ours:.1f} |")
+        lines.append(
+            f"| {states}, {symbols}, {number} x {length} | {1e3 * ours:.1f} | {1e3 * theirs:.1f} | {theirs / ours:.1f} |"
+        )
     text = f"""# The E-step in plain torch, compared with the compiled kernels
 
 This page is written by `benchmarks/reference.py`. The table gives milliseconds of CPU time of one thread in float64, for symbols, as the best of

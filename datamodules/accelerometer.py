@@ -26,7 +26,14 @@ CACHE_VERSION = 2  # raise it whenever the same file and options are read differ
 
 # A drawn day: between which hours a person goes, with which chance in each minute, from one activity to the other.
 ACTIVITIES = ["sleep", "sitting", "walking", "running"]
-CHANGES = [("sleep", "sitting"), ("sitting", "sleep"), ("sitting", "walking"), ("walking", "sitting"), ("walking", "running"), ("running", "walking")]
+CHANGES = [
+    ("sleep", "sitting"),
+    ("sitting", "sleep"),
+    ("sitting", "walking"),
+    ("walking", "sitting"),
+    ("walking", "running"),
+    ("running", "walking"),
+]
 RHYTHM = {
     (0, 6): [0.002, 0.10, 0, 0.30, 0, 0.30],
     (6, 9): [0.03, 0, 0.05, 0.08, 0.004, 0.04],
@@ -35,7 +42,12 @@ RHYTHM = {
     (21, 24): [0.005, 0.02, 0.01, 0.15, 0, 0.30],
 }
 POSITIONS = ["wrist", "hip"]
-LEVELS = [[0.4, 0.1], [2.2, 0.9], [3.8, 4.2], [5.6, 6.3]]  # logarithm of the movement of an activity at both positions, and its deviation
+LEVELS = [
+    [0.4, 0.1],
+    [2.2, 0.9],
+    [3.8, 4.2],
+    [5.6, 6.3],
+]  # logarithm of the movement of an activity at both positions, and its deviation
 DEVIATIONS = [[0.4, 0.2], [1.0, 0.6], [0.7, 0.5], [0.4, 0.3]]
 NOT_WORN = (20, 40)  # minutes each day
 
@@ -93,7 +105,13 @@ class AccelerometerDataModule(ScaledDataModule):
         super().__init__(standardize=standardize, **kwargs)
         if skip_rows < 0:
             raise ValueError(f"`skip_rows` must not be negative, but is {skip_rows} instead.")
-        positive = {"step": step, "max_gap": max_gap, "num_steps": num_steps, "sequence_length": sequence_length, "days": days}
+        positive = {
+            "step": step,
+            "max_gap": max_gap,
+            "num_steps": num_steps,
+            "sequence_length": sequence_length,
+            "days": days,
+        }
         for name, value in positive.items():
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"`{name}` must be positive, but is {value} instead.")
@@ -109,10 +127,15 @@ class AccelerometerDataModule(ScaledDataModule):
         files, reader = self._files, self._reader
         if files is None:
             table = draw_days(self._days, self.seed)
-            self._dataset, metadata = as_dataset(table), {"step": "60.0", "columns": json.dumps(POSITIONS), "segments": "[1]"}
+            self._dataset, metadata = (
+                as_dataset(table),
+                {"step": "60.0", "columns": json.dumps(POSITIONS), "segments": "[1]"},
+            )
             self.state_names = ACTIVITIES
         else:
-            self._dataset, metadata = self.cached(cache_name([CACHE_VERSION, reader], {"train": files}), lambda: reader.read(files))
+            self._dataset, metadata = self.cached(
+                cache_name([CACHE_VERSION, reader], {"train": files}), lambda: reader.read(files)
+            )
         self.step = json.loads(metadata["step"])
         names: list[str] = json.loads(metadata["columns"])
         self.set_columns(feature_columns(len(names), names), chosen=self._columns_given)
@@ -148,7 +171,9 @@ class AccelerometerDataModule(ScaledDataModule):
         first = 0
         for size in np.add.reduceat(segments, np.cumsum([0, *self._segments[:-1]])).tolist():  # steps of a recording
             taken = size if self.num_steps is None else min(size, self.num_steps)
-            val, test = (math.floor(Fraction(str(fraction)) * taken) for fraction in (self.val_fraction, self.test_fraction))
+            val, test = (
+                math.floor(Fraction(str(fraction)) * taken) for fraction in (self.val_fraction, self.test_fraction)
+            )
             ends = [first, first + taken - val - test, first + taken - test, first + taken]
             for number in range(len(PARTS)):
                 part[ends[number] : ends[number + 1]] = number
@@ -185,9 +210,18 @@ class _Reader(NamedTuple):
             raise ValueError(f"`step` must be given where there is one row only, as in {files[0]}.")
         step = int(np.median(intervals)) if self.step is None else max(1, round(self.step * SECOND))
         ordered = [(times, values[:, [others.index(name) for name in names]]) for times, values, others in recordings]
-        sampled = [resample(times, values, step, self.max_gap, str(file)) for file, (times, values) in zip(files, ordered, strict=True)]
-        sequences = Sequences.from_lengths(np.concatenate([values for values, _, _ in sampled]), np.concatenate([lengths for _, lengths, _ in sampled]))
-        metadata = {"step": json.dumps(step / SECOND), "columns": json.dumps(names), "segments": json.dumps([len(lengths) for _, lengths, _ in sampled])}
+        sampled = [
+            resample(times, values, step, self.max_gap, str(file))
+            for file, (times, values) in zip(files, ordered, strict=True)
+        ]
+        sequences = Sequences.from_lengths(
+            np.concatenate([values for values, _, _ in sampled]), np.concatenate([lengths for _, lengths, _ in sampled])
+        )
+        metadata = {
+            "step": json.dumps(step / SECOND),
+            "columns": json.dumps(names),
+            "segments": json.dumps([len(lengths) for _, lengths, _ in sampled]),
+        }
         return as_table(sequences).replace_schema_metadata(metadata)
 
     # One file
@@ -204,7 +238,9 @@ class _Reader(NamedTuple):
         if (wrong := np.flatnonzero(np.diff(times) <= 0)).size:
             row = int(wrong[0]) + 1
             which = "has the same time as" if times[row] == times[row - 1] else "is earlier than"
-            raise ValueError(f"Times must rise, but {place(row)} {which} the row before it: {table[time][row].as_py()}. Sort the file, each time once.")
+            raise ValueError(
+                f"Times must rise, but {place(row)} {which} the row before it: {table[time][row].as_py()}. Sort the file, each time once."
+            )
         values = np.stack([as_numbers(table[name].combine_chunks(), name, place) for name in columns], axis=1)
         require_observed(~np.isnan(values), path, columns)
         return times, values, columns
@@ -215,10 +251,14 @@ class _Reader(NamedTuple):
         columns = self.columns or [name for name in names if name != time]
         for option, wanted in (("time_column", [time]), ("columns", columns)):
             if missing := [name for name in wanted if name not in names]:
-                raise ValueError(f"`{option}` must be in the file, but {path} has no column {missing[0]!r}. It has {some(names)}.")
+                raise ValueError(
+                    f"`{option}` must be in the file, but {path} has no column {missing[0]!r}. It has {some(names)}."
+                )
         require_different([time, *columns], names, path)
         if not columns:
-            raise ValueError(f"There must be a column of values beside that of times, but {path} has only {some(names)}. Set `delimiter` or `skip_rows`.")
+            raise ValueError(
+                f"There must be a column of values beside that of times, but {path} has only {some(names)}. Set `delimiter` or `skip_rows`."
+            )
         if time in columns:
             raise ValueError(f"`columns` must be others than `time_column`, but {time!r} is both.")
         return [time, *columns]
@@ -237,10 +277,16 @@ def draw_days(days: int, seed: int) -> pa.Table:
         for minute in range(60 * hours[0], 60 * hours[1]):
             before = states[:, minute] = torch.multinomial(probs[before], 1, generator=draw).squeeze(1)
     noise = torch.randn(days, 24 * 60, len(POSITIONS), dtype=torch.float64, generator=draw)
-    values = torch.tensor(LEVELS, dtype=torch.float64)[states] + torch.tensor(DEVIATIONS, dtype=torch.float64)[states] * noise
+    values = (
+        torch.tensor(LEVELS, dtype=torch.float64)[states]
+        + torch.tensor(DEVIATIONS, dtype=torch.float64)[states] * noise
+    )
     taken_off = torch.randint(7 * 60, 22 * 60, (days, 1), generator=draw)
     duration = torch.randint(NOT_WORN[0], NOT_WORN[1] + 1, (days, 1), generator=draw)
     minutes = torch.arange(24 * 60)
     values[(minutes >= taken_off) & (minutes < taken_off + duration)] = torch.nan
     lengths = [days * 24 * 60]
-    return as_table(Sequences.from_lengths(values.reshape(-1, len(POSITIONS)), lengths), Sequences.from_lengths(states.reshape(-1), lengths))
+    return as_table(
+        Sequences.from_lengths(values.reshape(-1, len(POSITIONS)), lengths),
+        Sequences.from_lengths(states.reshape(-1), lengths),
+    )

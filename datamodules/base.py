@@ -110,14 +110,18 @@ class SequenceDataModule(SequenceData, ABC):
         for name in [name for name, value in self.hparams.items() if not _is_plain(value)]:
             del self.hparams[name]  # a checkpoint must load with `weights_only=True`
         if batch_size is not None and batch_size < 1:
-            raise ValueError(f"`batch_size` must be positive, or None for the whole part in one batch, but is {batch_size} instead.")
+            raise ValueError(
+                f"`batch_size` must be positive, or None for the whole part in one batch, but is {batch_size} instead."
+            )
         if num_workers < 0:
             raise ValueError(f"`num_workers` must not be negative, but is {num_workers} instead.")
         for name, fraction in (("val_fraction", val_fraction), ("test_fraction", test_fraction)):
             if not 0 <= fraction < 1:
                 raise ValueError(f"`{name}` must be at least 0 and less than 1, but is {fraction} instead.")
         if Fraction(str(val_fraction)) + Fraction(str(test_fraction)) >= 1:
-            raise ValueError(f"`val_fraction` and `test_fraction` must leave something to train on, but {val_fraction} + {test_fraction} is not less than 1.")
+            raise ValueError(
+                f"`val_fraction` and `test_fraction` must leave something to train on, but {val_fraction} + {test_fraction} is not less than 1."
+            )
         self.data_dir = Path(data_dir if data_dir is not None else os.environ.get("LIGHTNING_HMM_DATA", "data"))
         self.batch_size, self.seed, self.shuffle, self.num_workers = batch_size, seed, shuffle, num_workers
         self.val_fraction, self.test_fraction = val_fraction, test_fraction
@@ -167,7 +171,9 @@ class SequenceDataModule(SequenceData, ABC):
             loaded = self.load_dataset()
         given = loaded if isinstance(loaded, Mapping) else {"train": loaded}
         if "train" not in given or not set(given) <= set(PARTS):
-            raise ValueError(f"`load_dataset` must give the part 'train' and perhaps 'val' and 'test', but gives {sorted(given)} instead.")
+            raise ValueError(
+                f"`load_dataset` must give the part 'train' and perhaps 'val' and 'test', but gives {sorted(given)} instead."
+            )
         if len(given["train"]) == 0:
             raise ValueError(f"{type(self).__name__} must have at least one training sequence, but has none.")
         if not self.columns:
@@ -177,7 +183,10 @@ class SequenceDataModule(SequenceData, ABC):
             values.check_columns(self.columns)
         self._fixed_parts = {part for part in given if part != "train"}
         indices = self.split(len(given["train"]), [part for part in ("val", "test") if part not in given])
-        self._sources = {part: (*opened[part], None) if part in given and part != "train" else (*opened["train"], indices[part]) for part in PARTS}
+        self._sources = {
+            part: (*opened[part], None) if part in given and part != "train" else (*opened["train"], indices[part])
+            for part in PARTS
+        }
 
     def split(self, num_sequences: int, parts: list[str] | None = None) -> dict[str, Tensor | None]:
         """The numbers of the sequences in "train" and in each of `parts` ("val" and "test"), drawn by `seed`, each in rising order.
@@ -189,7 +198,9 @@ class SequenceDataModule(SequenceData, ABC):
         indices: dict[str, Tensor | None] = {}
         first = 0
         for part in ["val", "test"] if parts is None else parts:
-            fraction = Fraction(str(self.val_fraction if part == "val" else self.test_fraction))  # 0.29 of 100 is 29, not floor(28.999...)
+            fraction = Fraction(
+                str(self.val_fraction if part == "val" else self.test_fraction)
+            )  # 0.29 of 100 is 29, not floor(28.999...)
             last = first + math.floor(fraction * num_sequences)
             indices[part] = order[first:last].sort().values
             first = last
@@ -311,7 +322,9 @@ class SequenceDataModule(SequenceData, ABC):
         if self.trainer is None or self.trainer.state.fn != fn:
             return
         if not self.part_size(part):
-            raise ValueError(f"`{fn}` needs at least one sequence, but has {self._describe(part)}. Increase the fraction, or use data with more sequences.")
+            raise ValueError(
+                f"`{fn}` needs at least one sequence, but has {self._describe(part)}. Increase the fraction, or use data with more sequences."
+            )
         rank_zero_info(f"Scoring {self._describe(part)}.")
 
     def predict_dataloader(self) -> DataLoader[Sequences]:
@@ -325,7 +338,16 @@ class SequenceDataModule(SequenceData, ABC):
         elif self.batch_size is None:  # then all of it is in memory at once anyway
             values, indices = self._part(part), None
         rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
-        return loader(values, self.batch_size, indices=indices, shuffle=shuffle, seed=self.seed, rank=rank, world_size=world_size, num_workers=self.num_workers)
+        return loader(
+            values,
+            self.batch_size,
+            indices=indices,
+            shuffle=shuffle,
+            seed=self.seed,
+            rank=rank,
+            world_size=world_size,
+            num_workers=self.num_workers,
+        )
 
     # Storage, for subclasses
 
@@ -347,7 +369,9 @@ class SequenceDataModule(SequenceData, ABC):
             except OSError as error:
                 if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                     raise
-                rank_zero_warn(f"{path.parent} cannot be written to, so the data is read again each time. Set `data_dir` to a folder of your own.")
+                rank_zero_warn(
+                    f"{path.parent} cannot be written to, so the data is read again each time. Set `data_dir` to a folder of your own."
+                )
                 return as_dataset(table), metadata_of(table.schema)
             unfinished.replace(path)
         with pa.memory_map(str(path)) as source:
@@ -386,7 +410,9 @@ def metadata_of(schema: pa.Schema) -> dict[str, str]:
 def from_table(table: pa.Table) -> Sequences:
     """The sequences of a table of `as_table`, with their weights and all columns, on the memory of the table."""
     weights = table["weights"].to_numpy().copy() if "weights" in table.column_names else None
-    return Sequences.from_arrow(table["values"], weights, **{name: table[name] for name in STEP_COLUMNS if name in table.column_names})
+    return Sequences.from_arrow(
+        table["values"], weights, **{name: table[name] for name in STEP_COLUMNS if name in table.column_names}
+    )
 
 
 def _as_column(packed: Tensor, offsets: Tensor) -> pa.Array:

@@ -69,7 +69,9 @@ def from_text(column: pa.Array) -> pa.Array:
     return column
 
 
-def numbers(column: pa.Array, place: Callable[[int], str], what: str = "Vectors", remedy: str = NUMBERS_REMEDY) -> np.ndarray:
+def numbers(
+    column: pa.Array, place: Callable[[int], str], what: str = "Vectors", remedy: str = NUMBERS_REMEDY
+) -> np.ndarray:
     """(steps,) float64, NaN where missing; `what` they are and a `remedy` are for errors."""
     column = from_text(column) if is_text(column) else column
     if is_text(column):
@@ -78,7 +80,9 @@ def numbers(column: pa.Array, place: Callable[[int], str], what: str = "Vectors"
     found: np.ndarray = column.cast(pa.float64()).fill_null(float("nan")).to_numpy()
     if np.any(infinite := np.isinf(found)):
         step = int(np.argmax(infinite))
-        raise ValueError(f"{what} must be finite, but {place(step)} has {found[step]} instead. Set `missing_token` to it if it means missing.")
+        raise ValueError(
+            f"{what} must be finite, but {place(step)} has {found[step]} instead. Set `missing_token` to it if it means missing."
+        )
     return found
 
 
@@ -88,12 +92,18 @@ def vectors(column: pa.Array, clean: Callable[[pa.Array], pa.Array], place: Call
     sizes = pc.list_value_length(column).fill_null(0).to_numpy()
     size = int(sizes[there][0]) if there.any() else 1
     if np.any(wrong := there & (sizes != size)):
-        raise ValueError(f"Vectors must have {size} features like the first, but {place(int(np.argmax(wrong)))} has one of {sizes[wrong][0]} instead.")
+        raise ValueError(
+            f"Vectors must have {size} features like the first, but {place(int(np.argmax(wrong)))} has one of {sizes[wrong][0]} instead."
+        )
     entries = plain(column.flatten())
     if is_list(entries.type):
-        raise ValueError(f"Vectors must hold numbers, but those in {place(int(np.argmax(there)))} hold lists instead. Choose another column with `columns`.")
+        raise ValueError(
+            f"Vectors must hold numbers, but those in {place(int(np.argmax(there)))} hold lists instead. Choose another column with `columns`."
+        )
     found = np.full((len(column), size), np.nan)
-    found[there] = numbers(clean(entries), lambda entry: place(int(np.flatnonzero(there)[entry // size]))).reshape(-1, size)
+    found[there] = numbers(clean(entries), lambda entry: place(int(np.flatnonzero(there)[entry // size]))).reshape(
+        -1, size
+    )
     return found
 
 
@@ -110,13 +120,20 @@ class Codes(NamedTuple):
     places: list[str] | None = None
 
 
-def codes(column: pa.Array, place: Callable[[int], str], rule: str = "Symbols must be whole numbers", remedy: str = SYMBOLS_REMEDY) -> Codes:
+def codes(
+    column: pa.Array,
+    place: Callable[[int], str],
+    rule: str = "Symbols must be whole numbers",
+    remedy: str = SYMBOLS_REMEDY,
+) -> Codes:
     """A column of names, or of whole numbers from 0, as numbers; what the `rule` is and a `remedy` are for errors."""
     if not is_text(column):
         values = column.fill_null(MISSING).to_numpy()
         if np.any(wrong := (values != np.floor(values)) | (values < MISSING) | np.isinf(values)):
             step = int(np.argmax(wrong))
-            raise ValueError(f"{rule} from 0, or {MISSING} for a missing one, but {place(step)} has {values[step]} instead. {remedy}".rstrip())
+            raise ValueError(
+                f"{rule} from 0, or {MISSING} for a missing one, but {place(step)} has {values[step]} instead. {remedy}".rstrip()
+            )
         return Codes(values.astype(np.int64))
     encoded = column.dictionary_encode()
     numbers, found = encoded.indices.fill_null(MISSING).to_numpy().astype(np.int64), encoded.dictionary.to_pylist()
@@ -140,15 +157,21 @@ def flattened(column: pa.Array, lengths: np.ndarray | None, name: str, path: Pat
     """
     if lengths is None:
         if is_list(column.type):
-            raise ValueError(f"Column {name!r} must hold one value in each row, as the columns of values do, but holds lists in {path}.")
+            raise ValueError(
+                f"Column {name!r} must hold one value in each row, as the columns of values do, but holds lists in {path}."
+            )
         return column
     if not is_list(column.type):
-        raise ValueError(f"Column {name!r} must hold lists, as the column of values does, but holds {column.type} in {path}.")
+        raise ValueError(
+            f"Column {name!r} must hold lists, as the column of values does, but holds {column.type} in {path}."
+        )
     found = pc.list_value_length(column).fill_null(-1).to_numpy()
     if np.any(wrong := found != lengths):
         row = int(np.argmax(wrong))
         entries = "is null" if found[row] < 0 else f"has {found[row]}"
-        raise ValueError(f"Column {name!r} must have one entry for each step, but row {row + 1} of {path} has {lengths[row]} steps and {entries}.")
+        raise ValueError(
+            f"Column {name!r} must have one entry for each step, but row {row + 1} of {path} has {lengths[row]} steps and {entries}."
+        )
     return column.flatten()
 
 

@@ -79,7 +79,9 @@ def _blocks(file: Path) -> Iterator[bytes]:
                 read += len(block)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         why = "ends early" if isinstance(error, EOFError) else "is no sound gzip file"
-        raise ValueError(f"{file} {why}: nothing can be read after {read:,} bytes of text ({error}). Copy or download it again.") from None
+        raise ValueError(
+            f"{file} {why}: nothing can be read after {read:,} bytes of text ({error}). Copy or download it again."
+        ) from None
 
 
 def _decoded(file: Path) -> Iterator[str]:
@@ -103,7 +105,9 @@ def hub_texts(name: str, config: str | None, split: str, column: str, streaming:
         try:
             return datasets.load_dataset(name, config, split=split, **options)
         except Exception as error:  # that library has many
-            raise ValueError(f"`dataset` must be a data set that can be loaded, but {name!r} (config {config!r}, split {split!r}) cannot: {error}") from error
+            raise ValueError(
+                f"`dataset` must be a data set that can be loaded, but {name!r} (config {config!r}, split {split!r}) cannot: {error}"
+            ) from error
 
     def pieces() -> Iterator[str]:
         with no_progress_bars():
@@ -114,11 +118,15 @@ def hub_texts(name: str, config: str | None, split: str, column: str, streaming:
             text = row.get(column)
             if not isinstance(text, str):
                 what = f"has {type(text).__name__}" if column in row else f"has only {some(sorted(row))}"
-                raise ValueError(f"`column` must hold texts, but row {read} of {name!r} {what} where {column!r} should be a text.")
+                raise ValueError(
+                    f"`column` must hold texts, but row {read} of {name!r} {what} where {column!r} should be a text."
+                )
             yield f"\n{text}" if read else text
             read += 1
         if expected and read < expected:
-            raise ValueError(f"{name!r} ends early: after {read:,} of the {expected:,} rows that its split {split!r} has. Read it again.")
+            raise ValueError(
+                f"{name!r} ends early: after {read:,} of the {expected:,} rows that its split {split!r} has. Read it again."
+            )
 
     def stamp(options: Any) -> str:
         builder = datasets.load_dataset_builder(name, config)
@@ -148,7 +156,9 @@ class Store:
 
     def array(self) -> np.ndarray:
         """All of them so far."""
-        if self.path is None or not self.path.exists() or not self.path.stat().st_size:  # an empty file cannot be mapped
+        if (
+            self.path is None or not self.path.exists() or not self.path.stat().st_size
+        ):  # an empty file cannot be mapped
             return np.concatenate([np.zeros(0, self.dtype), *self._pieces])
         return np.memmap(self.path, self.dtype, "c")
 
@@ -177,7 +187,12 @@ def share(fraction: float, size: int) -> int:
 
 
 def read_letters(
-    pieces: Iterable[str], test_fraction: float, val_fraction: float, max_train: int, cleaning: LetterCleaning = "letters", folder: Path | None = None
+    pieces: Iterable[str],
+    test_fraction: float,
+    val_fraction: float,
+    max_train: int,
+    cleaning: LetterCleaning = "letters",
+    folder: Path | None = None,
 ) -> Corpus:
     """Letters and spaces; `TextDataModule` describes the two ways of `cleaning`."""
     numbers: dict[str, int] = {}
@@ -190,7 +205,12 @@ def read_letters(
     if val_fraction and cleaning == "paper":
         # The same rule, applied to the training text as if it were the whole text and its last part were the test part.
         first_val, inner = _split(words[:first_test], names, val_fraction, max_train, cleaning)
-        parts = {"train": (words[:first_val], inner), "val": (words[first_val:first_test], inner), "test": parts["test"], "whole": parts["train"]}
+        parts = {
+            "train": (words[:first_val], inner),
+            "val": (words[first_val:first_test], inner),
+            "test": parts["test"],
+            "whole": parts["train"],
+        }
     code = np.zeros(256, symbol_dtype(len(LETTERS)))
     code[np.frombuffer(LETTERS.encode(), np.uint8)] = np.arange(len(LETTERS))
     symbols = Store(code.dtype, folder and folder / "symbols")
@@ -199,10 +219,16 @@ def read_letters(
         spelled = [name if keep else "rare" for name, keep in zip(names, keeps, strict=True)]
         for block in _in_blocks(there):
             text = " ".join([spelled[word] for word in block.tolist()])
-            text = f" {text}" if sizes[part] or part in ("val", "test") else text  # these parts begin with the space after the part before
+            text = (
+                f" {text}" if sizes[part] or part in ("val", "test") else text
+            )  # these parts begin with the space after the part before
             symbols.add(code[np.frombuffer(text.encode(), np.uint8)])
             sizes[part] += len(text)
-    return Corpus(list(LETTERS), symbols.array(), sizes if "val" in sizes else _with_validation(sizes["train"], sizes["test"], val_fraction))
+    return Corpus(
+        list(LETTERS),
+        symbols.array(),
+        sizes if "val" in sizes else _with_validation(sizes["train"], sizes["test"], val_fraction),
+    )
 
 
 def _with_validation(num_train: int, num_test: int, val_fraction: float) -> dict[str, int]:
@@ -211,7 +237,9 @@ def _with_validation(num_train: int, num_test: int, val_fraction: float) -> dict
     return {"train": num_train - validation, "val": validation, "test": num_test}
 
 
-def _split(words: np.ndarray, names: list[str], test_fraction: float, max_train: int, cleaning: LetterCleaning) -> tuple[int, np.ndarray]:
+def _split(
+    words: np.ndarray, names: list[str], test_fraction: float, max_train: int, cleaning: LetterCleaning
+) -> tuple[int, np.ndarray]:
     """The number of words in the training text, and for each of `names` whether it is kept.
 
     Which words are rare depends on where the training text ends, and that depends on the lengths of the cleaned words. Both are
@@ -251,7 +279,11 @@ def _words(pieces: Iterable[str], cleaning: LetterCleaning) -> Iterator[list[str
         if cleaning == "paper":
             yield re.findall("[a-z]+", spelled.lower())
         else:
-            yield [word for word in (re.sub("[^a-z]", "", token) for token in spelled.lower().replace("-", " ").split()) if word]
+            yield [
+                word
+                for word in (re.sub("[^a-z]", "", token) for token in spelled.lower().replace("-", " ").split())
+                if word
+            ]
 
 
 def _in_blocks(numbers: np.ndarray) -> Iterator[np.ndarray]:
@@ -271,7 +303,12 @@ def _fitting(words: np.ndarray, sizes: np.ndarray, limit: int) -> int:
 
 
 def read_characters(
-    pieces: Iterable[str], test_fraction: float, val_fraction: float, max_train: int, vocabulary: list[str] | None, folder: Path | None = None
+    pieces: Iterable[str],
+    test_fraction: float,
+    val_fraction: float,
+    max_train: int,
+    vocabulary: list[str] | None,
+    folder: Path | None = None,
 ) -> Corpus:
     """All characters as they are; those that the training text, or the vocabulary, does not have are unknown."""
     store = Store(np.uint32, folder and folder / "characters")

@@ -16,14 +16,20 @@ from datamodules.paths import ending
 def parse_options(data: pa.Buffer, path: Path, delimiter: str | None) -> pa.csv.ParseOptions:
     """The options of Arrow's reader for the content of a file. Raises where a quoted cell never ends, since Arrow would read the rest of the file into it."""
     delimiter = delimiter or ("\t" if ending(path) == ".tsv" else ",")
-    if int(np.count_nonzero(np.frombuffer(data, np.uint8) == ord('"'))) % 2:  # quotes come in pairs, but for those inside unquoted cells
+    if (
+        int(np.count_nonzero(np.frombuffer(data, np.uint8) == ord('"'))) % 2
+    ):  # quotes come in pairs, but for those inside unquoted cells
         _refuse_open_quote(data, path, delimiter)
     # Without `newlines_in_values`, Arrow cuts a file of several blocks at any line break, also inside quotes.
     return pa.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
 
 
 def _refuse_open_quote(data: pa.Buffer, path: Path, delimiter: str) -> None:
-    rows = csv.reader(io.TextIOWrapper(pa.BufferReader(data), encoding="utf-8", errors="replace", newline=""), delimiter=delimiter, strict=True)
+    rows = csv.reader(
+        io.TextIOWrapper(pa.BufferReader(data), encoding="utf-8", errors="replace", newline=""),
+        delimiter=delimiter,
+        strict=True,
+    )
     line = 0
     while True:
         try:

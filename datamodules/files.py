@@ -24,7 +24,15 @@ Format = Literal["auto", "csv", "parquet", "jsonl", "text"]
 Kind = Literal["auto", "symbols", "vectors"]
 Unit = Literal["char", "word", "line-tokens"]
 Per = Literal["line", "file"]
-ENDINGS = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".txt": "text"}
+ENDINGS = {
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".txt": "text",
+}
 CACHE_VERSION = 3  # raise it whenever the same file and options are read differently
 
 
@@ -107,7 +115,12 @@ class FileDataModule(ScaledDataModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(standardize=standardize, **kwargs)
-        for name, value, allowed in (("format", format, Format), ("kind", kind, Kind), ("unit", unit, Unit), ("per", per, Per)):
+        for name, value, allowed in (
+            ("format", format, Format),
+            ("kind", kind, Kind),
+            ("unit", unit, Unit),
+            ("per", per, Per),
+        ):
             if value not in get_args(allowed):
                 raise ValueError(f"`{name}` must be one of {', '.join(get_args(allowed))}, but is {value!r} instead.")
         if (named := vocabulary is not None or unknown is not None) and kind == "vectors":
@@ -115,23 +128,36 @@ class FileDataModule(ScaledDataModule):
 
         paths = {"train": path, "val": val_path, "test": test_path}
         files = {
-            part: find_files(given, self.data_dir, "path" if part == "train" else f"{part}_path", ENDINGS if format == "auto" else None)
+            part: find_files(
+                given,
+                self.data_dir,
+                "path" if part == "train" else f"{part}_path",
+                ENDINGS if format == "auto" else None,
+            )
             for part, given in paths.items()
             if given is not None
         }
         formats = {file: format if format != "auto" else _format(file) for group in files.values() for file in group}
         if len(set(formats.values())) > 1:
-            raise ValueError(f"`path` must lead to files of one format, but they are {', '.join(sorted(set(formats.values())))}. Narrow it, or set `format`.")
+            raise ValueError(
+                f"`path` must lead to files of one format, but they are {', '.join(sorted(set(formats.values())))}. Narrow it, or set `format`."
+            )
         singles = {"labels": label_column, "times": time_column, "actions": action_column}
-        others = {step: [name] for step, name in singles.items() if name is not None} | ({"inputs": input_columns} if input_columns else {})
+        others = {step: [name] for step, name in singles.items() if name is not None} | (
+            {"inputs": input_columns} if input_columns else {}
+        )
         if set(formats.values()) == {"text"} and (columns or sequence_column or categorical_columns or others):
             given = {"columns": columns, "sequence_column": sequence_column, "categorical_columns": categorical_columns}
             used = [option for option, value in given.items() if value] + [OPTIONS[step] for step in others]
             raise ValueError(f"`{used[0]}` is for tables, but a text has no columns. Leave it out, or set `format`.")
         if time_format is not None and time_column is None:
-            raise ValueError("`time_format` is for the column of times, but there is no `time_column`. Set it, or leave `time_format` out.")
+            raise ValueError(
+                "`time_format` is for the column of times, but there is no `time_column`. Set it, or leave `time_format` out."
+            )
         categories = categorical_columns if isinstance(categorical_columns, dict) else {}
-        listed = dict.fromkeys(categorical_columns or [], False) | {name: not isinstance(given, int) for name, given in categories.items()}
+        listed = dict.fromkeys(categorical_columns or [], False) | {
+            name: not isinstance(given, int) for name, given in categories.items()
+        }
         kind = "symbols" if named else kind
         layout = (sequence_column, columns, kind, named, unit, per, missing_token, listed, others, time_format)
         self._reader = Reader(next(iter(formats.values())), delimiter, *layout)
@@ -146,15 +172,21 @@ class FileDataModule(ScaledDataModule):
         vocabulary, categories = self._vocabulary_given, self._categories
         self._dataset, metadata = self.cached(cache_name([CACHE_VERSION, reader], files), lambda: reader.read(files))
         self._parts: dict[str, int] = json.loads(metadata["parts"])
-        self._read: list[dict[str, Any]] = json.loads(metadata["columns"])  # name, kind, and names of categories with their places
+        self._read: list[dict[str, Any]] = json.loads(
+            metadata["columns"]
+        )  # name, kind, and names of categories with their places
         self._coded: dict[str, dict[str, Any]] = json.loads(metadata["coded"])  # the same for labels and actions
-        self.label_names, self.action_names = (self._coded[step]["names"] if step in self._coded else None for step in ("labels", "actions"))
+        self.label_names, self.action_names = (
+            self._coded[step]["names"] if step in self._coded else None for step in ("labels", "actions")
+        )
         values = self._values()
         if values.actions is not None:
             self.num_actions = len(self.action_names) if self.action_names else int(values.actions.max()) + 1
         if values.is_discrete:
             if self.standardize:
-                raise ValueError(f"`standardize` is for vectors, but {files['train'][0]} holds symbols. Leave it out, or set `kind` to 'vectors'.")
+                raise ValueError(
+                    f"`standardize` is for vectors, but {files['train'][0]} holds symbols. Leave it out, or set `kind` to 'vectors'."
+                )
             chosen = next(iter(categories.values()), None)
             vocabulary = chosen if vocabulary is None and isinstance(chosen, list) else vocabulary
             num_symbols = self._num_symbols_given
@@ -172,10 +204,18 @@ class FileDataModule(ScaledDataModule):
         """The one column of symbols, and the vocabulary if they have names."""
         names = self._read[0]["names"]
         if names is not None:
-            self.vocabulary = Vocabulary.from_data([self._seen(0)], self._unknown) if vocabulary is None else Vocabulary(vocabulary, self._unknown)
+            self.vocabulary = (
+                Vocabulary.from_data([self._seen(0)], self._unknown)
+                if vocabulary is None
+                else Vocabulary(vocabulary, self._unknown)
+            )
         needed = int(values.values.max()) + 1 if self.vocabulary is None else len(self.vocabulary)
-        if num_symbols is not None and (needed > num_symbols or (self.vocabulary is not None and needed != num_symbols)):
-            raise ValueError(f"`num_symbols` must be {'' if self.vocabulary is not None else 'at least '}{needed} for this data, but is {num_symbols} instead.")
+        if num_symbols is not None and (
+            needed > num_symbols or (self.vocabulary is not None and needed != num_symbols)
+        ):
+            raise ValueError(
+                f"`num_symbols` must be {'' if self.vocabulary is not None else 'at least '}{needed} for this data, but is {num_symbols} instead."
+            )
         categories = num_symbols or needed if self.vocabulary is None else tuple(self.vocabulary.names)
         return [Column(self._read[0]["name"] or "symbol", "categorical", categories)]
 
@@ -188,10 +228,14 @@ class FileDataModule(ScaledDataModule):
         if read["names"] is None:
             needed = int(_numbers(self._values(), number).max()) + 1
             if isinstance(given, int) and needed > given:
-                raise ValueError(f"Column {read['name']!r} must hold {given} categories, the whole numbers 0 to {given - 1}, but holds {needed - 1}.")
+                raise ValueError(
+                    f"Column {read['name']!r} must hold {given} categories, the whole numbers 0 to {given - 1}, but holds {needed - 1}."
+                )
             return Column(read["name"], "categorical", given if isinstance(given, int) else needed)
         if isinstance(given, int):
-            raise ValueError(f"`categorical_columns` has a number for column {read['name']!r}, which holds names. Give the names of its categories.")
+            raise ValueError(
+                f"`categorical_columns` has a number for column {read['name']!r}, which holds names. Give the names of its categories."
+            )
         return Column(read["name"], "categorical", tuple(given or self._seen(number)))
 
     # The sequences as they were read, and with the numbers of names
@@ -202,7 +246,9 @@ class FileDataModule(ScaledDataModule):
 
     def _training(self, values: Sequences) -> Sequences:
         """The training part of all parts."""
-        indices = self.split(self._parts["train"], [part for part in ("val", "test") if part not in self._parts])["train"]
+        indices = self.split(self._parts["train"], [part for part in ("val", "test") if part not in self._parts])[
+            "train"
+        ]
         part: Sequences = values[: self._parts["train"]]
         return part if indices is None else part[indices]
 
@@ -215,7 +261,9 @@ class FileDataModule(ScaledDataModule):
         read = {entry["name"] or "symbol": entry for entry in self._read}
         packed = values.values
         for number, column in enumerate(self.columns):
-            if (names := column.category_names) is None or (lookup := self._lookup(read[column.name], names, values.is_discrete)) is None:
+            if (names := column.category_names) is None or (
+                lookup := self._lookup(read[column.name], names, values.is_discrete)
+            ) is None:
                 continue
             numbers = torch.from_numpy(lookup[_numbers(values, number)])
             if values.is_discrete:
@@ -231,13 +279,23 @@ class FileDataModule(ScaledDataModule):
 
     def _lookup(self, read: dict[str, Any], names: list[str], symbols: bool) -> np.ndarray | None:
         """How the numbers of one column in the cache, which are for all names of all parts, become those of `names`."""
-        strange = None if self._unknown is not None else next((number for number, name in enumerate(read["names"]) if name not in set(names)), None)
+        strange = (
+            None
+            if self._unknown is not None
+            else next((number for number, name in enumerate(read["names"]) if name not in set(names)), None)
+        )
         if strange is not None:
             option = "vocabulary" if symbols else "categorical_columns"
             where = f"`{option}`" if self._given else "the training part"
             what = "Symbols" if symbols else f"Categories of column {read['name']!r}"
-            remedy = "Set `unknown` to a name for all such symbols, or name it in `vocabulary`." if symbols else "Name the categories in `categorical_columns`."
-            raise ValueError(f"{what} must be in {where}, but {read['names'][strange]!r} in {read['places'][strange]} is not. {remedy}")
+            remedy = (
+                "Set `unknown` to a name for all such symbols, or name it in `vocabulary`."
+                if symbols
+                else "Name the categories in `categorical_columns`."
+            )
+            raise ValueError(
+                f"{what} must be in {where}, but {read['names'][strange]!r} in {read['places'][strange]} is not. {remedy}"
+            )
         return _lookup(read, names, self._unknown)
 
     def load_dataset(self) -> dict[str, datasets.Dataset]:
@@ -247,7 +305,10 @@ class FileDataModule(ScaledDataModule):
             values = values.with_values(self.scaled(values.values, self._training(values).values))
         dataset = self._dataset if values is read else as_dataset(as_table(values))
         ends = np.cumsum(list(self._parts.values())).tolist()
-        return {part: dataset.select(range(end - size, end)) for (part, size), end in zip(self._parts.items(), ends, strict=True)}
+        return {
+            part: dataset.select(range(end - size, end))
+            for (part, size), end in zip(self._parts.items(), ends, strict=True)
+        }
 
     # Checkpoints
 
@@ -256,13 +317,17 @@ class FileDataModule(ScaledDataModule):
         """Identifies the sequences of `path` as they were read, wherever the file is."""
         values: Sequences = self._values()[: self._parts["train"]]
         packed, every = values.values.long() if values.is_discrete else values.values.clone(), []
-        for number, read in enumerate(self._read):  # other names in the validation or test part must not change the numbers
+        for number, read in enumerate(
+            self._read
+        ):  # other names in the validation or test part must not change the numbers
             if read.get("names") is None:
                 continue
             numbers = _numbers(values, number)
             names = _occurring(read["names"], numbers)
             ranks = {name: rank for rank, name in enumerate(names)}
-            renumbered = torch.from_numpy(np.array([*(ranks.get(name, MISSING) for name in read["names"]), MISSING])[numbers])
+            renumbered = torch.from_numpy(
+                np.array([*(ranks.get(name, MISSING) for name in read["names"]), MISSING])[numbers]
+            )
             every.append(names)
             packed[:] = renumbered if values.is_discrete else packed
             if not values.is_discrete:
@@ -274,7 +339,11 @@ class FileDataModule(ScaledDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         coded = {"labels": self.label_names, "actions": self.action_names}
-        return {**super().state_dict(), "fingerprint": self.fingerprint, "coded": {step: coded[step] for step in self._coded}}
+        return {
+            **super().state_dict(),
+            "fingerprint": self.fingerprint,
+            "coded": {step: coded[step] for step in self._coded},
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores units and names of training. If the model was trained on other data, all sequences are used for validation and test."""
@@ -285,7 +354,9 @@ class FileDataModule(ScaledDataModule):
         if "actions" in coded and "actions" in self._coded:
             self.action_names = self._names_of_training("actions", coded["actions"])
             self.num_actions = len(self.action_names) if self.action_names else self.num_actions
-        super().load_state_dict({name: value for name, value in state_dict.items() if name not in ("fingerprint", "coded")})
+        super().load_state_dict(
+            {name: value for name, value in state_dict.items() if name not in ("fingerprint", "coded")}
+        )
         if before != (self.label_names, self.action_names):
             self._sources, self._gathered = {}, {}
             self.setup()
@@ -296,10 +367,14 @@ class FileDataModule(ScaledDataModule):
         read = self._coded[step]
         if (names is None) != (read["names"] is None):
             forms = ("whole numbers", "names") if names is None else ("names", "whole numbers")
-            raise ValueError(f"{step.capitalize()} must be {forms[0]} as in training, but column {read['name']!r} holds {forms[1]}.")
+            raise ValueError(
+                f"{step.capitalize()} must be {forms[0]} as in training, but column {read['name']!r} holds {forms[1]}."
+            )
         for name, place in zip(read["names"] or [], read["places"] or [], strict=True):
             if names is not None and name not in names:
-                raise ValueError(f"{step.capitalize()} must be those of training, {some(names)}, but {place} has {name!r} instead.")
+                raise ValueError(
+                    f"{step.capitalize()} must be those of training, {some(names)}, but {place} has {name!r} instead."
+                )
         return names
 
 
@@ -325,5 +400,7 @@ def _lookup(read: dict[str, Any], names: list[str], unknown: str | None = None) 
 
 def _format(path: Path) -> str:
     if ending(path) not in ENDINGS:
-        raise ValueError(f"`format` must be given for {path}, whose ending is none of {', '.join(ENDINGS)}, with or without .gz.")
+        raise ValueError(
+            f"`format` must be given for {path}, whose ending is none of {', '.join(ENDINGS)}, with or without .gz."
+        )
     return ENDINGS[ending(path)]

@@ -39,7 +39,20 @@ COORDINATE_TIMES = ("coordTimes", "times", *TIMES)  # of a line in GeoJSON
 
 # A drawn museum, in metres and seconds: a railway around it, exhibits on both sides of the rails, and how its visitors move.
 WAYS = ["on foot", "train"]
-EXHIBITS = ((-210, 40), (-120, 125), (0, 150), (130, 120), (205, -80), (110, -130), (-20, -150), (-190, -125), (-80, 30), (0, 0), (85, 45), (60, -60))
+EXHIBITS = (
+    (-210, 40),
+    (-120, 125),
+    (0, 150),
+    (130, 120),
+    (205, -80),
+    (110, -130),
+    (-20, -150),
+    (-190, -125),
+    (-80, 30),
+    (0, 0),
+    (85, 45),
+    (60, -60),
+)
 RAILS = (180.0, 115.0)  # half axes of the loop
 STATIONS = 4  # at equal angles
 WALKING, RIDING = (0.9, 1.5), (2.5, 5.0)  # speeds, m/s
@@ -114,7 +127,13 @@ class GPSDataModule(ScaledDataModule):
         super().__init__(standardize=standardize, **kwargs)
         if units not in get_args(Units):
             raise ValueError(f"`units` must be one of {', '.join(get_args(Units))}, but is {units!r} instead.")
-        positive = {"step": step, "max_gap": max_gap, "max_speed": max_speed, "min_points": min_points, "visitors": visitors}
+        positive = {
+            "step": step,
+            "max_gap": max_gap,
+            "max_speed": max_speed,
+            "min_points": min_points,
+            "visitors": visitors,
+        }
         for name, value in positive.items():
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"`{name}` must be positive, but is {value} instead.")
@@ -131,11 +150,24 @@ class GPSDataModule(ScaledDataModule):
         self.visitors, self.step, self.origin = visitors, step, origin
         if path is None:
             if step not in (None, DRAWN_STEP):
-                raise ValueError(f"`step` is for files, but without `path` visitors are drawn every {DRAWN_STEP:g} s. Leave it out; it is {step}.")
+                raise ValueError(
+                    f"`step` is for files, but without `path` visitors are drawn every {DRAWN_STEP:g} s. Leave it out; it is {step}."
+                )
             self.step, self.state_names = DRAWN_STEP, WAYS
         self._files = None if path is None else find_files(path, self.data_dir, endings=ENDINGS)
         self._reader = _Reader(
-            position_columns, units, time_column, time_format, track_column, label_column, delimiter, step, max_gap, max_speed, min_points, origin
+            position_columns,
+            units,
+            time_column,
+            time_format,
+            track_column,
+            label_column,
+            delimiter,
+            step,
+            max_gap,
+            max_speed,
+            min_points,
+            origin,
         )
 
     def load_dataset(self) -> dict[str, datasets.Dataset]:
@@ -144,7 +176,9 @@ class GPSDataModule(ScaledDataModule):
             tracks = np.ones(len(table), np.int64)
         else:
             files, reader = self._files, self._reader._replace(step=self.step, origin=self.origin)
-            dataset, metadata = self.cached(cache_name([CACHE_VERSION, reader], {"train": files}), lambda: reader.read(files))
+            dataset, metadata = self.cached(
+                cache_name([CACHE_VERSION, reader], {"train": files}), lambda: reader.read(files)
+            )
             table = dataset.with_format("arrow")[:]
             self.step, self.origin = json.loads(metadata["step"]), json.loads(metadata["origin"])
             self.state_names = json.loads(metadata["labels"])
@@ -159,10 +193,15 @@ class GPSDataModule(ScaledDataModule):
         for part in PARTS:
             members = indices[part]
             numbers = range(len(tracks)) if members is None else members.tolist()
-            chosen[part] = torch.tensor([row for n in numbers for row in range(starts[n], starts[n] + tracks[n])], dtype=torch.int64)
+            chosen[part] = torch.tensor(
+                [row for n in numbers for row in range(starts[n], starts[n] + tracks[n])], dtype=torch.int64
+            )
         if self.standardize:
             values = values.with_values(self.scaled(values.values, values[chosen["train"]].values))
-        return {part: as_dataset(as_table(values[rows], None if states is None else states[rows])) for part, rows in chosen.items()}
+        return {
+            part: as_dataset(as_table(values[rows], None if states is None else states[rows]))
+            for part, rows in chosen.items()
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """What other data must be read with to fit a trained model: its units, its step and its origin."""
@@ -219,15 +258,22 @@ class _Reader(NamedTuple):
             degrees = np.concatenate([track.positions for track in found])
             origin = _middle(degrees) if origin is None else origin
             found = [track._replace(positions=self._project(track, origin)) for track in found]
-        kept = [_select(track, _reachable(track.times, track.positions, self.max_speed)) for track in found] if self.max_speed is not None else found
+        kept = (
+            [_select(track, _reachable(track.times, track.positions, self.max_speed)) for track in found]
+            if self.max_speed is not None
+            else found
+        )
         jumps = sum(len(track.times) for track in found) - sum(len(track.times) for track in kept)
         tracks = [track for track in kept if len(track.times) >= self.min_points]
         if not tracks:
-            raise ValueError(f"There must be a track of at least {self.min_points} points, but all {len(found)} of {some(list(map(str, files)))} have fewer.")
+            raise ValueError(
+                f"There must be a track of at least {self.min_points} points, but all {len(found)} of {some(list(map(str, files)))} have fewer."
+            )
         said = {
             f"{same_time} points of the same time as the one before": same_time,
             f"{jumps} points that need more than {self.max_speed:g} m/s" if self.max_speed is not None else "": jumps,
-            f"{len(kept) - len(tracks)} of {len(kept)} tracks with fewer than {self.min_points} points": len(kept) - len(tracks),
+            f"{len(kept) - len(tracks)} of {len(kept)} tracks with fewer than {self.min_points} points": len(kept)
+            - len(tracks),
         }
         intervals = np.concatenate([np.diff(track.times) for track in tracks])
         if self.step is None and not len(intervals):
@@ -243,14 +289,18 @@ class _Reader(NamedTuple):
             labels = []
             for track, (means, _, steps) in zip(tracks, sampled, strict=True):
                 labels.append(np.full(len(means), MISSING))
-                labels[-1][steps] = [numbers[label] for label in track.labels or [None] * len(steps)]  # of several the last stays
+                labels[-1][steps] = [
+                    numbers[label] for label in track.labels or [None] * len(steps)
+                ]  # of several the last stays
             states = Sequences.from_lengths(np.concatenate(labels), lengths)
         metadata = {
             "step": json.dumps(step / SECOND),
             "origin": json.dumps(origin),
             "labels": json.dumps(names),
             "segments": json.dumps([len(stretches) for _, stretches, _ in sampled]),
-            "said": "Left out: " + "; ".join(what for what, count in said.items() if count) + "." if any(said.values()) else "",
+            "said": "Left out: " + "; ".join(what for what, count in said.items() if count) + "."
+            if any(said.values())
+            else "",
         }
         return as_table(values, states).replace_schema_metadata(metadata)
 
@@ -260,7 +310,9 @@ class _Reader(NamedTuple):
             for column, (name, limit) in enumerate((("Latitudes", 90), ("Longitudes", 180))):
                 if (wrong := np.flatnonzero(np.abs(points.positions[:, column]) > limit)).size:
                     row = int(wrong[0])
-                    raise ValueError(f"{name} must be from {-limit} to {limit} degrees, but {points.place(row)} has {points.positions[row, column]:g} instead.")
+                    raise ValueError(
+                        f"{name} must be from {-limit} to {limit} degrees, but {points.place(row)} has {points.positions[row, column]:g} instead."
+                    )
         there = ~np.isnan(points.positions).any(axis=1)
         tracks = []
         for number, name in enumerate(points.names):
@@ -273,7 +325,14 @@ class _Reader(NamedTuple):
                 )
             labels = None if points.labels is None else [points.labels[row] for row in rows]
             if len(rows):
-                tracks.append(_Track(times, points.positions[rows], labels, f"track {name!r} of {path}" if len(points.names) > 1 else str(path)))
+                tracks.append(
+                    _Track(
+                        times,
+                        points.positions[rows],
+                        labels,
+                        f"track {name!r} of {path}" if len(points.names) > 1 else str(path),
+                    )
+                )
         if not tracks:
             raise ValueError(f"{path} must hold positions, but has none.")
         return tracks
@@ -294,7 +353,9 @@ class _Reader(NamedTuple):
         if kind not in (".gpx", ".geojson", ".json"):
             return self._table(path)
         if self.units == "metres":
-            raise ValueError(f"`units` must be 'degrees' for GPX and GeoJSON, but is 'metres', and {path} is one of these.")
+            raise ValueError(
+                f"`units` must be 'degrees' for GPX and GeoJSON, but is 'metres', and {path} is one of these."
+            )
         try:
             with pa.input_stream(str(path)) as stream:  # undoes gzip by the ending of the name
                 data = stream.read()
@@ -303,7 +364,9 @@ class _Reader(NamedTuple):
         try:
             tracks = self._gpx(ElementTree.fromstring(data)) if kind == ".gpx" else self._geojson(json.loads(data))
         except (ElementTree.ParseError, json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ValueError(f"{path} must be {'GPX' if kind == '.gpx' else 'GeoJSON'}, but cannot be read as it: {error}") from None
+            raise ValueError(
+                f"{path} must be {'GPX' if kind == '.gpx' else 'GeoJSON'}, but cannot be read as it: {error}"
+            ) from None
         if not any(rows for _, rows in tracks):
             wanted = "a `trk` with points" if kind == ".gpx" else "a LineString, MultiLineString or Point with times"
             raise ValueError(f"{path} must hold {wanted}, but has none.")
@@ -316,7 +379,11 @@ class _Reader(NamedTuple):
 
         columns = {"lat": latitudes, "lon": longitudes}
         positions = np.stack(
-            [as_numbers(pa.array([None if v is None else str(v) for v in c], pa.large_string()), n, place) for n, c in columns.items()], axis=1
+            [
+                as_numbers(pa.array([None if v is None else str(v) for v in c], pa.large_string()), n, place)
+                for n, c in columns.items()
+            ],
+            axis=1,
         )
         named = pa.array([None if time is None else str(time) for time in times], pa.large_string())
         return _Points(
@@ -333,7 +400,10 @@ class _Reader(NamedTuple):
         found = []
         for number, track in enumerate(root.iterfind("{*}trk")):
             label = track.findtext(f"{{*}}{self.label_column}") if self.label_column is not None else None
-            points = [(point.findtext("{*}time"), point.get("lat"), point.get("lon"), label) for point in track.iterfind("{*}trkseg/{*}trkpt")]
+            points = [
+                (point.findtext("{*}time"), point.get("lat"), point.get("lon"), label)
+                for point in track.iterfind("{*}trkseg/{*}trkpt")
+            ]
             found.append((track.findtext("{*}name") or str(number + 1), points))
         return found
 
@@ -344,13 +414,26 @@ class _Reader(NamedTuple):
         for number, feature in enumerate(root.get("features", [root]) if isinstance(root, dict) else []):
             geometry, properties = feature.get("geometry") or {}, feature.get("properties") or {}
             label = None if self.label_column is None else properties.get(self.label_column)
-            name = next((str(properties[key]) for key in self._names(self.track_column, (*TRACKS, "name")) if key in properties), None)
+            name = next(
+                (
+                    str(properties[key])
+                    for key in self._names(self.track_column, (*TRACKS, "name"))
+                    if key in properties
+                ),
+                None,
+            )
             if geometry.get("type") == "Point":
-                time = next((properties[key] for key in self._names(self.time_column, TIMES) if key in properties), None)
-                points.setdefault(name or "points", []).append((time, geometry["coordinates"][1], geometry["coordinates"][0], label))
+                time = next(
+                    (properties[key] for key in self._names(self.time_column, TIMES) if key in properties), None
+                )
+                points.setdefault(name or "points", []).append(
+                    (time, geometry["coordinates"][1], geometry["coordinates"][0], label)
+                )
             elif geometry.get("type") in ("LineString", "MultiLineString"):
                 nested = {**properties, **(properties.get("coordinateProperties") or {})}
-                times: Any = next((nested[key] for key in self._names(self.time_column, COORDINATE_TIMES) if key in nested), None)
+                times: Any = next(
+                    (nested[key] for key in self._names(self.time_column, COORDINATE_TIMES) if key in nested), None
+                )
                 lines = [geometry["coordinates"]] if geometry["type"] == "LineString" else geometry["coordinates"]
                 coordinates = [point for line in lines for point in line]
                 if times and isinstance(times[0], list):
@@ -359,8 +442,13 @@ class _Reader(NamedTuple):
                 for what, given in (("time", times), ("label", labels)):
                     if not isinstance(given, list) or len(given) != len(coordinates):
                         count = len(given) if isinstance(given, list) else "none"
-                        raise ValueError(f"A line must have a {what} for each of its {len(coordinates)} points, but that of feature {number + 1} has {count}.")
-                rows = [(time, point[1], point[0], label) for time, point, label in zip(times, coordinates, labels, strict=True)]
+                        raise ValueError(
+                            f"A line must have a {what} for each of its {len(coordinates)} points, but that of feature {number + 1} has {count}."
+                        )
+                rows = [
+                    (time, point[1], point[0], label)
+                    for time, point, label in zip(times, coordinates, labels, strict=True)
+                ]
                 found.append((name or str(number + 1), rows))
         return [*found, *points.items()]
 
@@ -380,7 +468,9 @@ class _Reader(NamedTuple):
             return list(dict.fromkeys(name for name in chosen if name is not None))
 
         table = read_table(path, choose, self.delimiter)
-        first, second, time, track, label = [None if name is None else (name, table[name].combine_chunks()) for name in chosen]
+        first, second, time, track, label = [
+            None if name is None else (name, table[name].combine_chunks()) for name in chosen
+        ]
         assert first is not None
         assert second is not None
         assert time is not None
@@ -393,9 +483,13 @@ class _Reader(NamedTuple):
         if track is not None:
             encoded = track[1].dictionary_encode()
             if encoded.null_count:
-                raise ValueError(f"`track_column` must name a track for each row, but {place(int(np.argmax(encoded.is_null())))} is empty.")
+                raise ValueError(
+                    f"`track_column` must name a track for each row, but {place(int(np.argmax(encoded.is_null())))} is empty."
+                )
             ids, names = encoded.indices.to_numpy(), [str(name) for name in encoded.dictionary.to_pylist()]
-        labels = None if label is None else [None if value in (None, "") else str(value) for value in label[1].to_pylist()]
+        labels = (
+            None if label is None else [None if value in (None, "") else str(value) for value in label[1].to_pylist()]
+        )
         return _Points(as_times(time[1], time[0], place, self.time_format), positions, labels, ids, names, place)
 
     @staticmethod
@@ -403,12 +497,20 @@ class _Reader(NamedTuple):
         return usual if given is None else (given,)
 
     @staticmethod
-    def _pick(names: list[str], given: str | None, option: str, usual: tuple[str, ...], needed: bool, path: Path) -> str | None:
+    def _pick(
+        names: list[str], given: str | None, option: str, usual: tuple[str, ...], needed: bool, path: Path
+    ) -> str | None:
         """The column that the user named, or the first with a usual name."""
-        found = [name for name in names if name == given] if given is not None else [name for name in names if name.strip().lower() in usual]
+        found = (
+            [name for name in names if name == given]
+            if given is not None
+            else [name for name in names if name.strip().lower() in usual]
+        )
         if not found and (needed or given is not None):
             wanted = repr(given) if given is not None else f"called {' or '.join(usual)}"
-            raise ValueError(f"`{option}` must be in the file, but {path} has no column {wanted}. It has {some(names)}.")
+            raise ValueError(
+                f"`{option}` must be in the file, but {path} has no column {wanted}. It has {some(names)}."
+            )
         return found[0] if found else None
 
 
@@ -435,7 +537,11 @@ def _longest_chain(times: np.ndarray, positions: np.ndarray, max_speed: float) -
     this takes few comparisons for each point; at worst it takes one for each pair of points.
     """
     size = len(times)
-    lengths, ways, before = np.ones(size, np.int64), np.zeros(size), np.full(size, -1)  # points and metres of the chain that ends in each point
+    lengths, ways, before = (
+        np.ones(size, np.int64),
+        np.zeros(size),
+        np.full(size, -1),
+    )  # points and metres of the chain that ends in each point
     longest = np.ones(size, np.int64)  # points of the longest chain that ends in this point or earlier
     last = 0
     for point in range(size):
@@ -481,7 +587,9 @@ def project(latitude: np.ndarray, longitude: np.ndarray, origin_latitude: float,
 
     def flat(latitude: Any, longitude: Any) -> tuple[np.ndarray, np.ndarray]:
         sine = np.sin(np.radians(latitude))
-        conformal = np.sinh(np.arctanh(sine) - eccentricity * np.arctanh(eccentricity * sine))  # tangent of the conformal latitude
+        conformal = np.sinh(
+            np.arctanh(sine) - eccentricity * np.arctanh(eccentricity * sine)
+        )  # tangent of the conformal latitude
         away = np.radians((longitude - origin_longitude + 180) % 360 - 180)
         north = np.arctan2(conformal, np.cos(away))
         east = np.arcsinh(np.sin(away) / np.hypot(conformal, np.cos(away)))
@@ -492,7 +600,10 @@ def project(latitude: np.ndarray, longitude: np.ndarray, origin_latitude: float,
         )
 
     with np.errstate(divide="ignore"):  # the poles
-        (east, north), (_, zero) = flat(latitude, longitude), flat(np.float64(origin_latitude), np.float64(origin_longitude))
+        (east, north), (_, zero) = (
+            flat(latitude, longitude),
+            flat(np.float64(origin_latitude), np.float64(origin_longitude)),
+        )
     return np.stack([east, north - zero], axis=1)
 
 
@@ -530,10 +641,14 @@ def draw_visitors(visitors: int, seed: int) -> pa.Table:
             go(goal, float(np.linalg.norm(goal - places[-1])) / walking, 0)
             go(goal + draw.normal(0, 2, 2), draw.uniform(*LOOKING), 0)
         moments = np.arange(0, duration, DRAWN_STEP)
-        track = np.stack([np.interp(moments, times, column) for column in np.stack(places).T], axis=1) + draw.normal(0, NOISE, (len(moments), 2))
+        track = np.stack([np.interp(moments, times, column) for column in np.stack(places).T], axis=1) + draw.normal(
+            0, NOISE, (len(moments), 2)
+        )
         lost = np.convolve(draw.random(len(moments)) < LOST, np.ones(LOST_STEPS))[: len(moments)] > 0
         track[lost] = np.nan
         values.append(track)
         states.append(np.array(ways)[np.minimum(np.searchsorted(times, moments, side="right"), len(ways) - 1)])
         lengths.append(len(moments))
-    return as_table(Sequences.from_lengths(np.concatenate(values), lengths), Sequences.from_lengths(np.concatenate(states), lengths))
+    return as_table(
+        Sequences.from_lengths(np.concatenate(values), lengths), Sequences.from_lengths(np.concatenate(states), lengths)
+    )

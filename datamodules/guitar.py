@@ -100,7 +100,12 @@ class GuitarDataModule(SequenceDataModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        sizes: dict[str, float | None] = {"sample_rate": sample_rate, "window": window, "hop": hop, "min_frequency": min_frequency}
+        sizes: dict[str, float | None] = {
+            "sample_rate": sample_rate,
+            "window": window,
+            "hop": hop,
+            "min_frequency": min_frequency,
+        }
         sizes |= {"num_sequences": num_sequences, "chords_per_sequence": chords_per_sequence, "recordings": recordings}
         sizes |= {"min_duration": min_duration, "max_duration": max_duration, "compression": compression}
         for name, size in sizes.items():
@@ -112,13 +117,17 @@ class GuitarDataModule(SequenceDataModule):
                 f"but is {max_frequency:g} instead."
             )
         if min_duration is not None and max_duration is not None and min_duration > max_duration:
-            raise ValueError(f"`min_duration` must not be longer than `max_duration`, but is {min_duration:g} and {max_duration:g} s instead.")
+            raise ValueError(
+                f"`min_duration` must not be longer than `max_duration`, but is {min_duration:g} and {max_duration:g} s instead."
+            )
         self.columns = feature_columns(len(PITCHES), PITCHES)
         self.frame_rate = sample_rate / hop
         self.num_sequences, self.chords_per_sequence, self.recordings = num_sequences, chords_per_sequence, recordings
         self.min_duration, self.max_duration, self.compression = min_duration, max_duration, compression
         self.analysis = Analysis(sample_rate, window, hop, min_frequency, max_frequency)
-        self._played: dict[str, tuple[Tensor, Tensor]] = {}  # for each part (sequences, chords): which recordings, and how many frames of them
+        self._played: dict[
+            str, tuple[Tensor, Tensor]
+        ] = {}  # for each part (sequences, chords): which recordings, and how many frames of them
         self._files = None if path is None else _find_recordings(path, self.data_dir)
 
     def load_dataset(self) -> dict[str, datasets.Dataset]:
@@ -128,7 +137,9 @@ class GuitarDataModule(SequenceDataModule):
             self.state_names = list(GRIPS)
         else:
             files, options = self._files, [CACHE_VERSION, self.analysis, sorted(set(self._files.values()))]
-            dataset, metadata = self.cached(cache_name(options, {"train": list(files)}), lambda: read_recordings(self.analysis, files))
+            dataset, metadata = self.cached(
+                cache_name(options, {"train": list(files)}), lambda: read_recordings(self.analysis, files)
+            )
             self.state_names = json.loads(metadata["chords"])
             if metadata["said"]:
                 rank_zero_info(metadata["said"])
@@ -163,27 +174,43 @@ class GuitarDataModule(SequenceDataModule):
                 found[part].append(here if members is None else here[members])
         return {part: torch.cat(members) for part, members in found.items()}
 
-    def _draw(self, part: Part, count: int, profiles: Sequences, chords: Tensor, recordings: Tensor) -> tuple[Sequences, Sequences]:
+    def _draw(
+        self, part: Part, count: int, profiles: Sequences, chords: Tensor, recordings: Tensor
+    ) -> tuple[Sequences, Sequences]:
         """Profiles and chords of so many sequences: a random beginning of each of some random recordings, one after the other."""
         draw = generator(self.seed, "chords", part)
         if not count or not len(recordings):
             return Sequences.from_lengths(profiles.values[:0], []), Sequences.from_lengths(chords[:0], [])
         chosen = recordings[torch.randint(len(recordings), (count * self.chords_per_sequence,), generator=draw)]
         available = profiles.lengths[chosen]
-        longest = available if self.max_duration is None else available.clamp(max=max(1, round(self.max_duration * self.frame_rate)))
-        shortest = longest if self.min_duration is None else longest.clamp(max=max(1, round(self.min_duration * self.frame_rate)))
-        frames = shortest + (torch.rand(len(chosen), dtype=torch.float64, generator=draw) * (longest - shortest + 1)).long()
+        longest = (
+            available
+            if self.max_duration is None
+            else available.clamp(max=max(1, round(self.max_duration * self.frame_rate)))
+        )
+        shortest = (
+            longest
+            if self.min_duration is None
+            else longest.clamp(max=max(1, round(self.min_duration * self.frame_rate)))
+        )
+        frames = (
+            shortest + (torch.rand(len(chosen), dtype=torch.float64, generator=draw) * (longest - shortest + 1)).long()
+        )
         self._played[part] = (chosen.view(count, -1), frames.view(count, -1))
         starts = profiles.offsets[chosen]
         inside = torch.arange(int(frames.sum())) - (frames.cumsum(0) - frames).repeat_interleave(frames)
         lengths = frames.view(count, -1).sum(1)
         values = profiles.values[starts.repeat_interleave(frames) + inside]
-        return Sequences.from_lengths(values, lengths), Sequences.from_lengths(chords[chosen].repeat_interleave(frames), lengths)
+        return Sequences.from_lengths(values, lengths), Sequences.from_lengths(
+            chords[chosen].repeat_interleave(frames), lengths
+        )
 
     def sound(self, part: Part, number: int) -> list[Tensor]:
         """What a sequence was made of: (samples,) of each of its recordings, as far as the windows of its frames reach."""
         if part not in self._played:
-            raise RuntimeError(f"There are no sequences of the part {part!r}. Call `setup()` of the {type(self).__name__} first.")
+            raise RuntimeError(
+                f"There are no sequences of the part {part!r}. Call `setup()` of the {type(self).__name__} first."
+            )
         chosen, frames = (of_part[number].tolist() for of_part in self._played[part])
         samples = [self.analysis.window + (count - 1) * self.analysis.hop for count in frames]
         return [self._signal(recording)[:length] for recording, length in zip(chosen, samples, strict=True)]
@@ -192,7 +219,9 @@ class GuitarDataModule(SequenceDataModule):
         if self._files is not None:
             return torch.from_numpy(read_signal(list(self._files)[recording], self.analysis.sample_rate)[0])
         chord = list(GRIPS)[recording // self.recordings]
-        return strum(chord, self.recordings, self.analysis.sample_rate, generator(self.seed, "strum", chord))[recording % self.recordings]
+        return strum(chord, self.recordings, self.analysis.sample_rate, generator(self.seed, "strum", chord))[
+            recording % self.recordings
+        ]
 
 
 class Analysis(NamedTuple):
@@ -229,12 +258,19 @@ def _find_recordings(path: str | list[str], data_dir: Path) -> dict[Path, str]:
     if isinstance(path, str):
         for place in (Path(path).expanduser(), data_dir / path):
             folders = sorted(entry for entry in place.iterdir() if entry.is_dir()) if place.is_dir() else []
-            if found := {file: folder.name for folder in folders for file in sorted(folder.iterdir()) if file.suffix.lower() == ".wav"}:
+            if found := {
+                file: folder.name
+                for folder in folders
+                for file in sorted(folder.iterdir())
+                if file.suffix.lower() == ".wav"
+            }:
                 return found
     files = find_files(path, data_dir, endings=(".wav",))
     chords = {file: re.split(r"[\d_. -]", file.stem, maxsplit=1)[0] for file in files}
     if nameless := [str(file) for file, chord in chords.items() if not chord]:
-        raise ValueError(f"A file must have the name of its chord and a number, 'am12.wav', or lie in a folder of that name, but {nameless[0]} does not.")
+        raise ValueError(
+            f"A file must have the name of its chord and a number, 'am12.wav', or lie in a folder of that name, but {nameless[0]} does not."
+        )
     return chords
 
 
@@ -253,16 +289,23 @@ def read_recordings(analysis: Analysis, files: dict[Path, str]) -> pa.Table:
                 rates[what] = rates.get(what, 0) + 1
         found = analysis.profiles(torch.from_numpy(signal))
         if bool(found.isnan().all()):
-            raise ValueError(f"A recording must hold some sound, but {path} is silent between {analysis.min_frequency:g} and {analysis.max_frequency:g} Hz.")
+            raise ValueError(
+                f"A recording must hold some sound, but {path} is silent between {analysis.min_frequency:g} and {analysis.max_frequency:g} Hz."
+            )
         profiles.append(found)
     said = "; ".join(f"{count} of {len(files)} recordings {what}" for what, count in rates.items())
     metadata = {"chords": json.dumps(chords), "said": said and said + "."}
-    return _recordings_table(profiles, [chords.index(chord) for chord in files.values()]).replace_schema_metadata(metadata)
+    return _recordings_table(profiles, [chords.index(chord) for chord in files.values()]).replace_schema_metadata(
+        metadata
+    )
 
 
 def _recordings_table(profiles: list[Tensor], chords: list[int]) -> pa.Table:
     lengths = torch.tensor([len(frames) for frames in profiles])
-    return as_table(Sequences.from_lengths(torch.cat(profiles), lengths), Sequences.from_lengths(torch.tensor(chords).repeat_interleave(lengths), lengths))
+    return as_table(
+        Sequences.from_lengths(torch.cat(profiles), lengths),
+        Sequences.from_lengths(torch.tensor(chords).repeat_interleave(lengths), lengths),
+    )
 
 
 def read_signal(path: Path, sample_rate: int) -> tuple[np.ndarray, int, int]:
@@ -280,7 +323,9 @@ def read_wav(path: Path) -> tuple[np.ndarray, int, int]:
             width, rate, channels = file.getsampwidth(), file.getframerate(), file.getnchannels()
             data = file.readframes(file.getnframes())
     except (wave.Error, EOFError, OSError) as error:
-        raise ValueError(f"{path} must be a WAV file of whole-number samples (PCM), but cannot be read as one: {error or 'it is cut off'}") from None
+        raise ValueError(
+            f"{path} must be a WAV file of whole-number samples (PCM), but cannot be read as one: {error or 'it is cut off'}"
+        ) from None
     data = data[: len(data) // (width * channels) * width * channels]
     if not data:
         raise ValueError(f"A recording must not be empty, but {path} has no samples.")
@@ -329,7 +374,9 @@ def strum(chord: str, recordings: int, sample_rate: int, draw: torch.Generator) 
     gaps, upwards = (uniform(0.2, 1.0, recordings) * STRUM * sample_rate).long(), uniform(0, 1, recordings) < 0.3
     softness, decay = uniform(0.8, 1.6, recordings), uniform(0.990, 0.998, recordings)
     for string, note in enumerate(GRIPS[chord]):
-        sound = pluck(A4 * 2 ** ((note - A4_NOTE) / 12), longest, sample_rate, softness, decay, draw) * uniform(0.4, 1.0, recordings, 1)
+        sound = pluck(A4 * 2 ** ((note - A4_NOTE) / 12), longest, sample_rate, softness, decay, draw) * uniform(
+            0.4, 1.0, recordings, 1
+        )
         place = torch.where(upwards, len(GRIPS[chord]) - 1 - string, string)
         for recording, delay in enumerate((gaps * place).tolist()):
             mix[recording, delay:] += sound[recording, : longest - delay]
@@ -338,7 +385,9 @@ def strum(chord: str, recordings: int, sample_rate: int, draw: torch.Generator) 
     return [signal[:length] for signal, length in zip(mix, samples.tolist(), strict=True)]
 
 
-def pluck(frequency: float, samples: int, sample_rate: int, softness: Tensor, decay: Tensor, draw: torch.Generator) -> Tensor:
+def pluck(
+    frequency: float, samples: int, sample_rate: int, softness: Tensor, decay: Tensor, draw: torch.Generator
+) -> Tensor:
     """(recordings, samples) of a string (Karplus and Strong, 1983): a burst of noise that goes around a delay line and loses its high tones.
 
     Overtone n of the burst is as strong as n to the power of minus `softness` (recordings,), as a plucking finger is softer than a step;

@@ -32,7 +32,11 @@ class Machine(NamedTuple):
     def draw(self, length: int, uniforms: np.ndarray) -> np.ndarray:
         """The states of a run, from one uniform number a step."""
         following = [(np.flatnonzero(row), np.cumsum(row[row > 0])) for row in self.transition]
-        states, choices, upto = np.empty(length, np.int64), np.flatnonzero(self.initial), np.cumsum(self.initial[self.initial > 0])
+        states, choices, upto = (
+            np.empty(length, np.int64),
+            np.flatnonzero(self.initial),
+            np.cumsum(self.initial[self.initial > 0]),
+        )
         for t in range(length):
             states[t] = choices[min(int(np.searchsorted(upto, uniforms[t], side="right")), len(choices) - 1)]
             choices, upto = following[states[t]]
@@ -81,9 +85,21 @@ class LanguageDataModule(SequenceDataModule):
     test_machine: Machine
     optimal_bits: float
 
-    def __init__(self, length: int, sequence_length: int = 400, val_length: int = 5000, test_length: int | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        length: int,
+        sequence_length: int = 400,
+        val_length: int = 5000,
+        test_length: int | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(**kwargs)
-        sizes = {"length": length, "sequence_length": sequence_length, "val_length": val_length, "test_length": length if test_length is None else test_length}
+        sizes = {
+            "length": length,
+            "sequence_length": sequence_length,
+            "val_length": val_length,
+            "test_length": length if test_length is None else test_length,
+        }
         for name, size in sizes.items():
             if size < 1:
                 raise ValueError(f"`{name}` must be positive, but is {size} instead.")
@@ -97,7 +113,9 @@ class LanguageDataModule(SequenceDataModule):
             uniforms = torch.rand(length, dtype=torch.float64, generator=generator(self.seed, part)).numpy()
             states = machine.draw(length, uniforms)
             lengths = pieces(length, self.sequence_length if part == "train" else length)
-            values = (Sequences.from_lengths(torch.from_numpy(array), lengths) for array in (machine.symbols[states], states))
+            values = (
+                Sequences.from_lengths(torch.from_numpy(array), lengths) for array in (machine.symbols[states], states)
+            )
             parts[part] = as_dataset(as_table(*values))
         return parts
 
@@ -119,7 +137,11 @@ def in_pieces(sequences: Sequences, piece: int) -> Sequences:
     """Every sequence cut into contiguous ones of at most `piece` steps, each with the weight of the sequence."""
     sizes = [pieces(length, piece) for length in sequences.lengths.tolist()]
     offsets = torch.tensor([0, *itertools.accumulate(itertools.chain.from_iterable(sizes))], dtype=torch.int64)
-    weights = None if sequences.weights is None else sequences.weights.repeat_interleave(torch.tensor(list(map(len, sizes)), dtype=torch.int64))
+    weights = (
+        None
+        if sequences.weights is None
+        else sequences.weights.repeat_interleave(torch.tensor(list(map(len, sizes)), dtype=torch.int64))
+    )
     return sequences.with_steps(slice(None), offsets, weights)
 
 
@@ -154,7 +176,9 @@ class ToyMachineDataModule(LanguageDataModule):
             raise ValueError(f"`k` must be at least 1, but is {k} instead.")
         alphas = [0.0] if alpha is None else list(alpha)
         if alpha is not None and (k != 2 or len(alpha) not in (1, 2) or not all(0 <= a < 1 for a in alpha)):
-            raise ValueError(f"`alpha` must be one or two probabilities below 1, with `k` 2, but is {alpha} with `k` {k} instead.")
+            raise ValueError(
+                f"`alpha` must be one or two probabilities below 1, with `k` 2, but is {alpha} with `k` {k} instead."
+            )
         if not 0 <= alpha_share <= 1:
             raise ValueError(f"`alpha_share` must be a probability, but is {alpha_share} instead.")
         shares = [1.0] if len(alphas) == 1 else [alpha_share, 1 - alpha_share]
@@ -216,7 +240,9 @@ def _run_length_and_bits(k: int, alphas: list[float], shares: list[float]) -> tu
             terms = max(terms, 1 if alpha == 0 else math.ceil(logs / math.log(alpha / largest)))
     chances = sum(share * (1 - alpha) * alpha ** np.arange(terms) for alpha, share in mixed.items())
     rest = share * largest**terms  # probability of at least this many repeats
-    entropy = -float(xlogy(chances, chances).sum()) - float(xlogy(rest, share * (1 - largest)) + xlogy(rest * (terms + largest / (1 - largest)), largest))
+    entropy = -float(xlogy(chances, chances).sum()) - float(
+        xlogy(rest, share * (1 - largest)) + xlogy(rest * (terms + largest / (1 - largest)), largest)
+    )
     repeats = sum(share * alpha / (1 - alpha) for alpha, share in mixed.items())
     return 3 * k + 3 * repeats, 1 + k + repeats + entropy / math.log(2)
 
@@ -254,8 +280,16 @@ class BracketDataModule(LanguageDataModule):
         if k < 1:
             raise ValueError(f"`k` must be at least 1, but is {k} instead.")
         start, inside = [0.5, 0.5] if start is None else start, [1 / 3, 1 / 3, 1 / 3] if inside is None else inside
-        test_start, test_inside = start if test_start is None else test_start, inside if test_inside is None else test_inside
-        given = {"start": (start, 2), "inside": (inside, 3), "test_start": (test_start, 2), "test_inside": (test_inside, 3)}
+        test_start, test_inside = (
+            start if test_start is None else test_start,
+            inside if test_inside is None else test_inside,
+        )
+        given = {
+            "start": (start, 2),
+            "inside": (inside, 3),
+            "test_start": (test_start, 2),
+            "test_inside": (test_inside, 3),
+        }
         for name, (probs, size) in given.items():
             if len(probs) != size or min(probs) < 0 or abs(sum(probs) - 1) > 1e-9:
                 raise ValueError(f"`{name}` must be {size} probabilities that sum to 1, but is {probs} instead.")
@@ -264,7 +298,10 @@ class BracketDataModule(LanguageDataModule):
         self.k = k
         self.vocabulary = Vocabulary("()[]|")
         self.columns = symbol_column(len(self.vocabulary), self.vocabulary.names)
-        self.machine, self.test_machine = _bracket_machine(k, start, inside), _bracket_machine(k, test_start, test_inside)
+        self.machine, self.test_machine = (
+            _bracket_machine(k, start, inside),
+            _bracket_machine(k, test_start, test_inside),
+        )
         self.optimal_bits = self.machine.entropy_rate()
 
 
@@ -294,7 +331,9 @@ def _bracket_machine(k: int, start: list[float], inside: list[float]) -> Machine
             choices = list(zip((*_OPENING, _CLOSING[stack[-1]] if stack else _END), chances, strict=True))
         for chosen, chance in choices:
             if chance > 0:
-                after = (*stack, _OPENING.index(chosen)) if chosen in _OPENING else stack[:-1] if chosen in _CLOSING else ()
+                after = (
+                    (*stack, _OPENING.index(chosen)) if chosen in _OPENING else stack[:-1] if chosen in _CLOSING else ()
+                )
                 row[number(chosen, after)] = chance
     transition, initial = np.zeros((len(names), len(names))), np.zeros(len(names))
     for state, row in enumerate(rows):

@@ -68,7 +68,9 @@ class MovingTargetDataModule(SequenceDataModule):
             if not 0 < value < math.inf:
                 raise ValueError(f"`{name}` must be positive, but is {value} instead.")
         if num_features < 2:
-            raise ValueError(f"`num_features` must be at least 2, for steps to have a direction, but is {num_features} instead.")
+            raise ValueError(
+                f"`num_features` must be at least 2, for steps to have a direction, but is {num_features} instead."
+            )
         if burn_in < 0:
             raise ValueError(f"`burn_in` must not be negative, but is {burn_in} instead.")
         self.columns, self.noise, self.radius = feature_columns(num_features), noise, radius
@@ -89,7 +91,11 @@ class MovingTargetDataModule(SequenceDataModule):
             target = torch.where((position - self.targets[target]).norm(dim=1) <= self.radius, fresh, target)
             positions.append(position)
             targets.append(target)
-            away = self.targets[target] + self.noise * torch.randn(position.shape, dtype=torch.float64, generator=draw) - position
+            away = (
+                self.targets[target]
+                + self.noise * torch.randn(position.shape, dtype=torch.float64, generator=draw)
+                - position
+            )
             position = position + away / away.norm(dim=1, keepdim=True)
         return torch.stack(positions, dim=1), torch.stack(targets, dim=1)
 
@@ -117,7 +123,9 @@ def bayes_predictions(positions: Tensor, targets: Tensor, noise: float, radius: 
     away = targets - positions.unsqueeze(2)  # (N, T, K, d)
     reached = away.norm(dim=3) <= radius
     steps = positions[:, 1:] - positions[:, :-1]
-    evidence = direction_log_density((steps / steps.norm(dim=2, keepdim=True)).unsqueeze(2), away[:, :-1], noise)  # (N, T - 1, K)
+    evidence = direction_log_density(
+        (steps / steps.norm(dim=2, keepdim=True)).unsqueeze(2), away[:, :-1], noise
+    )  # (N, T - 1, K)
     ahead = torch.empty_like(away[..., 0])  # p(i_t | y_1:t)
     belief = torch.full_like(ahead[:, 0], 1 / num_targets)
     for t in range(positions.shape[1]):
@@ -136,7 +144,11 @@ def mean_direction(centre: Tensor, noise: float) -> Tensor:
     d = centre.shape[-1]
     scaled = centre / noise
     factor = math.exp(gammaln((d + 1) / 2) - gammaln(d / 2 + 1)) / math.sqrt(2)
-    return scaled * factor * torch.from_numpy(np.asarray(hyp1f1(0.5, d / 2 + 1, -scaled.square().sum(-1, keepdim=True).numpy() / 2)))
+    return (
+        scaled
+        * factor
+        * torch.from_numpy(np.asarray(hyp1f1(0.5, d / 2 + 1, -scaled.square().sum(-1, keepdim=True).numpy() / 2)))
+    )
 
 
 def direction_log_density(direction: Tensor, centre: Tensor, noise: float) -> Tensor:
@@ -152,7 +164,10 @@ def direction_log_density(direction: Tensor, centre: Tensor, noise: float) -> Te
     root = (along.square() + 4 * (d - 1)).sqrt()
     mode = torch.where(along > 0, (along + root) / 2, 2 * (d - 1) / (root - along))  # without cancellation
     width = (1 + (d - 1) / mode.square()).rsqrt()
-    low, high = (mode - 10 * width).clamp(min=0), mode + 16 * width  # the upper tail is that of a gamma distribution where `along` is very negative
+    low, high = (
+        (mode - 10 * width).clamp(min=0),
+        mode + 16 * width,
+    )  # the upper tail is that of a gamma distribution where `along` is very negative
     nodes, weights = (torch.from_numpy(array) for array in np.polynomial.legendre.leggauss(NODES))
     distance = low + (high - low) * (nodes + 1) / 2  # (..., nodes)
     logs = (d - 1) * distance.log() - distance.square() / 2 + distance * along + weights.log()

@@ -129,10 +129,14 @@ class POSDataModule(SymbolDataModule):
         tags, lengths, found = [], [], 0
         for file in files:
             if self.format == "auto" and ending(file) not in ENDINGS:
-                raise ValueError(f"`format` must be given for {file}, whose ending is none of {', '.join(ENDINGS)}, with or without .gz.")
+                raise ValueError(
+                    f"`format` must be given for {file}, whose ending is none of {', '.join(ENDINGS)}, with or without .gz."
+                )
             new, sizes = read_tags(file, ENDINGS[ending(file)] if self.format == "auto" else self.format, self.column)
             if new.null_count == len(new):
-                raise ValueError(f"Each file must have some tags, but in column {self.column!r} of {file} all are missing. Set `column` to that of the tags.")
+                raise ValueError(
+                    f"Each file must have some tags, but in column {self.column!r} of {file} all are missing. Set `column` to that of the tags."
+                )
             tags.append(new)
             lengths.append(sizes)
             found += len(sizes)
@@ -144,10 +148,17 @@ class POSDataModule(SymbolDataModule):
 
     def draw(self, num_sequences: int) -> Symbols:
         names = [tag for tags in ROLES.values() for tag in tags]
-        emission = torch.tensor([[tags.get(name, 0.0) for name in names] for tags in ROLES.values()], dtype=torch.float64)
-        initial, transition = torch.tensor(FIRST, dtype=torch.float64) / 100, torch.tensor(NEXT, dtype=torch.float64) / 100
+        emission = torch.tensor(
+            [[tags.get(name, 0.0) for name in names] for tags in ROLES.values()], dtype=torch.float64
+        )
+        initial, transition = (
+            torch.tensor(FIRST, dtype=torch.float64) / 100,
+            torch.tensor(NEXT, dtype=torch.float64) / 100,
+        )
         draw = generator(self.seed, "sentences")
-        logarithms = math.log(MEDIAN_LENGTH) + LENGTH_SPREAD * torch.randn(num_sequences, dtype=torch.float64, generator=draw)
+        logarithms = math.log(MEDIAN_LENGTH) + LENGTH_SPREAD * torch.randn(
+            num_sequences, dtype=torch.float64, generator=draw
+        )
         lengths = logarithms.exp().long().clamp(min=4)
         states = draw_states(initial, transition, lengths, draw)
         states[lengths.cumsum(0) - 1] = list(ROLES).index("stop")
@@ -176,9 +187,18 @@ def _word_tag(lines: pa.Array, path: Path, format: str) -> tuple[pa.Array, np.nd
     if format == "medpost":
         mark = "_"
         names = lines.take(pa.array(rows[::2]))
-        _refuse(pc.match_substring_regex(names, r"[_\s]"), rows[::2], path, names, "The lines must be an identifier and a sentence in turn", "identifier")
+        _refuse(
+            pc.match_substring_regex(names, r"[_\s]"),
+            rows[::2],
+            path,
+            names,
+            "The lines must be an identifier and a sentence in turn",
+            "identifier",
+        )
         if len(rows) % 2:
-            raise ValueError(f"Each identifier must be followed by its sentence, but line {rows[-1] + 1} of {path} is the last: {lines[rows[-1]].as_py()!r}.")
+            raise ValueError(
+                f"Each identifier must be followed by its sentence, but line {rows[-1] + 1} of {path} is the last: {lines[rows[-1]].as_py()!r}."
+            )
         rows = rows[1::2]
     sentences = pc.ascii_trim_whitespace(lines.take(pa.array(rows, pa.int64())))
     words = pc.split_pattern_regex(sentences, r"\s+")
@@ -199,7 +219,14 @@ def _conllu(lines: pa.Array, path: Path, column: Column) -> tuple[pa.Array, np.n
     _refuse(wrong, rows, path, lines.take(pa.array(rows)), "Words must have 10 columns with tabs between them", "line")
     table = cells.flatten()
     ids = table.take(pa.array(np.arange(0, len(table), 10)))
-    _refuse(pc.invert(pc.match_substring_regex(ids, r"^\d+([.-]\d+)?$")), rows, path, ids, "Words must be numbered, as 1, 1-2 or 1.1", "number")
+    _refuse(
+        pc.invert(pc.match_substring_regex(ids, r"^\d+([.-]\d+)?$")),
+        rows,
+        path,
+        ids,
+        "Words must be numbered, as 1, 1-2 or 1.1",
+        "number",
+    )
     words = pc.match_substring_regex(ids, r"^\d+$").to_numpy(zero_copy_only=False)
     tags = table.take(pa.array(np.flatnonzero(words) * 10 + (3 if column == "upos" else 4)))
     _refuse(pc.equal(tags, ""), rows[words], path, tags, "Tags must not be empty", "tag")

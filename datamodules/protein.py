@@ -23,7 +23,9 @@ from lightning_hmm.random import generator
 Molecule = Literal["protein", "any"]
 ENDINGS = (".fa", ".fasta", ".faa", ".txt")
 URL = "https://files.rcsb.org/pub/pdb/derived_data/pdb_seqres.txt.gz"
-LETTERS = [chr(letter) for letter in range(ord("A"), ord("Z") + 1)]  # every letter means an amino acid, or a choice of some
+LETTERS = [
+    chr(letter) for letter in range(ord("A"), ord("Z") + 1)
+]  # every letter means an amino acid, or a choice of some
 
 # What a byte of a sequence means: the number of its letter, nothing (blanks and ends of lines), or that it must not be there.
 BLANK, WRONG = 26, 27
@@ -142,14 +144,18 @@ class ProteinDataModule(SymbolDataModule):
         emission = torch.cat([shares * preferences, start.unsqueeze(0)])
         initial = torch.tensor([0.0, 0.0, 0.0, 1.0], dtype=torch.float64)
         draw = generator(self.seed, "proteins")
-        logarithms = math.log(MEDIAN_LENGTH) + LENGTH_SPREAD * torch.randn(num_sequences, dtype=torch.float64, generator=draw)
+        logarithms = math.log(MEDIAN_LENGTH) + LENGTH_SPREAD * torch.randn(
+            num_sequences, dtype=torch.float64, generator=draw
+        )
         lengths = logarithms.exp().long().clamp(3, self.max_length)  # what lies behind the cut need not be drawn
         states = draw_states(initial, torch.tensor(TRANSITIONS, dtype=torch.float64), lengths, draw)
         symbols = draw_symbols(emission / emission.sum(1, keepdim=True), states, draw)
         return Symbols(symbols.numpy(), lengths.numpy(), names, states.numpy())
 
 
-def read_fasta(path: Path, molecule: Molecule = "protein", block_size: int = 2**21) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def read_fasta(
+    path: Path, molecule: Molecule = "protein", block_size: int = 2**21
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """The chains of a FASTA file, or of a text with one in a line, block by block: letters as numbers, packed, and lengths.
 
     Reads no more of the file than is asked for, and holds a few times `block_size` bytes. No loop over chains.
@@ -165,22 +171,34 @@ def read_fasta(path: Path, molecule: Molecule = "protein", block_size: int = 2**
             line = int(np.searchsorted(starts, wrong[0], side="right")) - 1
             text = block[starts[line] :].split(b"\n", 1)[0].decode("utf-8", "replace")
             sign = block[wrong[0] :].decode("utf-8", "replace")[0]
-            raise ValueError(f"Amino acids must be letters from A to Z, but line {first_line + line} of {path} has {sign!r} instead: {text[:60]!r}.")
+            raise ValueError(
+                f"Amino acids must be letters from A to Z, but line {first_line + line} of {path} has {sign!r} instead: {text[:60]!r}."
+            )
         is_letter = meaning < BLANK
         per_line = np.add.reduceat(is_letter, starts, dtype=np.int64)
         lengths = np.add.reduceat(per_line, np.flatnonzero(heads)) if fasta else per_line[per_line > 0]
         numbers = meaning[is_letter]
         records += len(lengths)
         if fasta and molecule == "protein":
-            lines = pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(starts), [None, pa.py_buffer(np.append(starts, len(marks))), pa.py_buffer(block)])
+            lines = pa.LargeBinaryArray.from_buffers(
+                pa.large_binary(), len(starts), [None, pa.py_buffer(np.append(starts, len(marks))), pa.py_buffer(block)]
+            )
             names = lines.filter(pa.array(heads))
-            other = pc.and_not(pc.match_substring(names, b" mol:"), pc.match_substring(names, b" mol:protein")).to_numpy(zero_copy_only=False)
+            other = pc.and_not(
+                pc.match_substring(names, b" mol:"), pc.match_substring(names, b" mol:protein")
+            ).to_numpy(zero_copy_only=False)
             if other.any():
                 numbers, lengths = numbers[np.repeat(~other, lengths)], lengths[~other]
         kept, letters = kept + len(lengths), letters + len(numbers)
         yield numbers, lengths
     if not letters:
-        what = "no records" if not records else f"{records} records, none of a protein. Set `molecule` to 'any'" if not kept else "records without a letter"
+        what = (
+            "no records"
+            if not records
+            else f"{records} records, none of a protein. Set `molecule` to 'any'"
+            if not kept
+            else "records without a letter"
+        )
         raise ValueError(f"{path} must hold at least one chain of amino acids, but has {what}.")
 
 
@@ -227,9 +245,13 @@ def downloaded(url: str, folder: Path) -> Path:
             unfinished.replace(path)
         except (OSError, urllib.error.URLError) as error:
             unfinished.unlink(missing_ok=True)
-            raise OSError(f"{url} could not be downloaded to {folder} ({error}). Get it by other means and set `path`, or leave out `download`.") from error
+            raise OSError(
+                f"{url} could not be downloaded to {folder} ({error}). Get it by other means and set `path`, or leave out `download`."
+            ) from error
     elif note.exists() and (noted := note.read_text().split()[0]) != (now := _checksum(path)):
-        raise ValueError(f"{path} must be what was downloaded, with the SHA-256 {noted} of {note.name}, but has {now} instead. Delete both to get it anew.")
+        raise ValueError(
+            f"{path} must be what was downloaded, with the SHA-256 {noted} of {note.name}, but has {now} instead. Delete both to get it anew."
+        )
     return path
 
 

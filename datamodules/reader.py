@@ -77,24 +77,32 @@ class Reader(NamedTuple):
             return f"{'line' if self.format == 'text' else 'row'} {rows[step] + 1} of {paths[file]}"
 
         columns = [
-            _together([content.columns[content.names.index(names[i]) if names else i] for content in contents], paths) for i in range(len(contents[0].columns))
+            _together([content.columns[content.names.index(names[i]) if names else i] for content in contents], paths)
+            for i in range(len(contents[0].columns))
         ]
         found = self._convert(columns, names, place)
         values, described = self._values(found, names)
         observed = (values != MISSING)[:, np.newaxis] if values.ndim == 1 else ~np.isnan(values)
         for path, rows_of_file in zip(paths, np.split(observed, starts[1:-1]), strict=True):
             require_observed(rows_of_file, path, names)
-        others = {kind: [_together([content.others[kind][i] for content in contents], paths) for i in range(len(those))] for kind, those in self.others.items()}
+        others = {
+            kind: [_together([content.others[kind][i] for content in contents], paths) for i in range(len(those))]
+            for kind, those in self.others.items()
+        }
         steps, coded = self._convert_others(others, place)
 
         sizes = [content.num_sequences for content in contents]
-        keys = np.concatenate([content.keys + first for content, first in zip(contents, np.cumsum([0, *sizes[:-1]]), strict=True)])
+        keys = np.concatenate(
+            [content.keys + first for content, first in zip(contents, np.cumsum([0, *sizes[:-1]]), strict=True)]
+        )
         order = np.argsort(keys, kind="stable") if np.any(np.diff(keys) < 0) else None
         if order is not None:
             values, steps = values[order], {kind: column[order] for kind, column in steps.items()}
         lengths = np.bincount(keys, minlength=sum(sizes))
         if "times" in steps:
-            self._require_order(steps["times"], lengths, lambda step: place(step if order is None else int(order[step])))
+            self._require_order(
+                steps["times"], lengths, lambda step: place(step if order is None else int(order[step]))
+            )
         parts = {part: sum(sizes[paths.index(file)] for file in group) for part, group in files.items()}
         metadata = {"columns": json.dumps(described), "parts": json.dumps(parts), "coded": json.dumps(coded)}
         return as_table(Sequences.from_lengths(values, lengths, **steps)).replace_schema_metadata(metadata)
@@ -111,7 +119,9 @@ class Reader(NamedTuple):
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} must be a {self.format} file, but cannot be read as one: {error}") from None
         if content.num_sequences == 0 or not len(content.rows):
-            raise ValueError(f"{path} must not be empty, but has no {'lines' if self.format == 'text' else 'rows'} with data.")
+            raise ValueError(
+                f"{path} must not be empty, but has no {'lines' if self.format == 'text' else 'rows'} with data."
+            )
         return content
 
     def _text(self, data: pa.Buffer) -> _Steps:
@@ -143,9 +153,14 @@ class Reader(NamedTuple):
             parse = parse_options(data, path, self.delimiter)
             names = pa.csv.open_csv(source, parse_options=parse).schema.names
             columns, every = self._choose(names, path)
-            parse.ignore_empty_lines = len(names) > 1  # where there is one cell in a line, an empty line is an empty cell
+            parse.ignore_empty_lines = (
+                len(names) > 1
+            )  # where there is one cell in a line, an empty line is an empty cell
             convert = pa.csv.ConvertOptions(
-                include_columns=every, column_types=dict.fromkeys(every, pa.large_string()), strings_can_be_null=True, null_values=[""]
+                include_columns=every,
+                column_types=dict.fromkeys(every, pa.large_string()),
+                strings_can_be_null=True,
+                null_values=[""],
             )
             table = pa.csv.read_csv(pa.BufferReader(data), parse_options=parse, convert_options=convert)
         elif self.format == "parquet":
@@ -158,8 +173,16 @@ class Reader(NamedTuple):
             table = pa.json.read_json(source, read_options=whole)
             columns, every = self._choose(table.column_names, path)
             inferred = [table.schema.field(name) for name in every]
-            if dates := [field.with_type(_without_dates(field.type)) for field in inferred if field.type != _without_dates(field.type)]:
-                table = pa.json.read_json(pa.BufferReader(data), read_options=whole, parse_options=pa.json.ParseOptions(explicit_schema=pa.schema(dates)))
+            if dates := [
+                field.with_type(_without_dates(field.type))
+                for field in inferred
+                if field.type != _without_dates(field.type)
+            ]:
+                table = pa.json.read_json(
+                    pa.BufferReader(data),
+                    read_options=whole,
+                    parse_options=pa.json.ParseOptions(explicit_schema=pa.schema(dates)),
+                )
         steps = [plain(table[name].combine_chunks()) for name in columns]
         rows = np.arange(len(table))
         nested = [name for name, column in zip(columns, steps, strict=True) if is_list(column.type)]
@@ -171,7 +194,9 @@ class Reader(NamedTuple):
                 )
             lists = steps[0]
             if lists.null_count:
-                raise ValueError(f"Column {nested[0]!r} must hold lists, but row {int(np.argmax(lists.is_null())) + 1} of {path} is null. Use an empty list.")
+                raise ValueError(
+                    f"Column {nested[0]!r} must hold lists, but row {int(np.argmax(lists.is_null())) + 1} of {path} is null. Use an empty list."
+                )
             lengths = pc.list_value_length(lists).to_numpy()
             rows = np.repeat(rows, lengths)
             return _Steps([plain(lists.flatten())], columns, self._others(table, lengths, path), rows, rows, len(table))
@@ -184,14 +209,18 @@ class Reader(NamedTuple):
             raise ValueError(
                 f"`sequence_column` must say for each row which sequence it belongs to, but row {int(np.argmax(encoded.is_null())) + 1} of {path} is empty."
             )
-        return _Steps(steps, columns, others, rows, encoded.indices.to_numpy().astype(np.int64), len(encoded.dictionary))
+        return _Steps(
+            steps, columns, others, rows, encoded.indices.to_numpy().astype(np.int64), len(encoded.dictionary)
+        )
 
     def _others(self, table: pa.Table, lengths: np.ndarray | None, path: Path) -> dict[str, list[pa.Array]]:
         """The columns that come with the values, one entry for each step. `lengths` are those of lists, if the values are lists."""
         found: dict[str, list[pa.Array]] = {}
         for kind, names in self.others.items():
             flat = [flattened(table[name].combine_chunks(), lengths, name, path) for name in names]
-            found[kind] = [column if kind == "times" and pa.types.is_temporal(column.type) else plain(column) for column in flat]
+            found[kind] = [
+                column if kind == "times" and pa.types.is_temporal(column.type) else plain(column) for column in flat
+            ]
         return found
 
     def _choose(self, names: list[str], path: Path) -> tuple[list[str], list[str]]:
@@ -202,14 +231,18 @@ class Reader(NamedTuple):
         columns = self.columns or [name for name in names if name not in others]
         for option, wanted in {"columns": columns, **options}.items():
             if missing := [name for name in wanted if name not in names]:
-                raise ValueError(f"`{option}` must be in the file, but {path} has no column {missing[0]!r}. It has {some(names)}.")
+                raise ValueError(
+                    f"`{option}` must be in the file, but {path} has no column {missing[0]!r}. It has {some(names)}."
+                )
         require_different([*columns, *others], names, path)
         _require_one_use({"columns": columns, **options})
         if not columns:
             used = ", ".join(f"`{option}`" for option, wanted in options.items() if wanted)
             raise ValueError(f"There must be a column of values apart from {used}, but {path} has only {some(names)}.")
         if strange := [name for name in self.categorical if name not in columns]:
-            raise ValueError(f"`categorical_columns` must be columns of values, but {strange[0]!r} is not. In {path} they are {some(columns)}.")
+            raise ValueError(
+                f"`categorical_columns` must be columns of values, but {strange[0]!r} is not. In {path} they are {some(columns)}."
+            )
         return columns, [*columns, *others]
 
     # All files together
@@ -224,25 +257,41 @@ class Reader(NamedTuple):
             return from_text(column)
         return column
 
-    def _convert(self, columns: list[pa.Array], names: list[str], place: Callable[[int], str]) -> list[Codes | np.ndarray]:
+    def _convert(
+        self, columns: list[pa.Array], names: list[str], place: Callable[[int], str]
+    ) -> list[Codes | np.ndarray]:
         """For each column the numbers of its names or symbols, or (steps,) numbers; or (steps, features) for a column of vectors."""
         declared = [name in self.categorical for name in names] or [False]
-        cleaned = [self._clean(column, self.named or self.categorical.get(name, False)) for column, name in zip(columns, names or [""], strict=True)]
+        cleaned = [
+            self._clean(column, self.named or self.categorical.get(name, False))
+            for column, name in zip(columns, names or [""], strict=True)
+        ]
         first, single = cleaned[0], len(columns) == 1
         if self.kind == "symbols" and (not single or is_list(first.type)):
-            raise ValueError(f"Symbols must be in one column, but here are {'vectors' if single else len(columns)}. Choose it with `columns`.")
+            raise ValueError(
+                f"Symbols must be in one column, but here are {'vectors' if single else len(columns)}. Choose it with `columns`."
+            )
         if self.kind == "vectors" and single and declared[0]:
             raise ValueError(
                 f"A single categorical column must be read as symbols, but `kind` is 'vectors'. Leave it out, or {names[0]!r} out of `categorical_columns`."
             )
         if is_list(first.type):
             if declared[0]:
-                raise ValueError(f"`categorical_columns` must hold names or whole numbers, but {names[0]!r} holds vectors.")
+                raise ValueError(
+                    f"`categorical_columns` must hold names or whole numbers, but {names[0]!r} holds vectors."
+                )
             return [vectors(first, lambda entries: self._clean(entries, False), place)]
         found: list[Codes | np.ndarray] = []
         for column, is_declared in zip(cleaned, declared, strict=True):
             if is_declared:
-                found.append(codes(column, place, "Categories must be names or whole numbers", "Leave the column out of `categorical_columns`."))
+                found.append(
+                    codes(
+                        column,
+                        place,
+                        "Categories must be names or whole numbers",
+                        "Leave the column out of `categorical_columns`.",
+                    )
+                )
             elif single and (self.kind == "symbols" or (self.kind == "auto" and not pa.types.is_floating(column.type))):
                 found.append(codes(column, place))
             else:
@@ -260,14 +309,22 @@ class Reader(NamedTuple):
                 entries.append(np.where(column.numbers == MISSING, np.nan, column.numbers)[:, np.newaxis])
             else:
                 entries.append(column.reshape(len(column), -1))
-                described += [_described(name if column.ndim == 1 else f"{name}[{feature}]", None) for feature in range(entries[-1].shape[1])]
+                described += [
+                    _described(name if column.ndim == 1 else f"{name}[{feature}]", None)
+                    for feature in range(entries[-1].shape[1])
+                ]
         return np.concatenate(entries, axis=1), described
 
-    def _convert_others(self, others: dict[str, list[pa.Array]], place: Callable[[int], str]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    def _convert_others(
+        self, others: dict[str, list[pa.Array]], place: Callable[[int], str]
+    ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         """The columns of labels, inputs, times and actions as numbers; and the names in those of labels and actions."""
         steps, coded = {}, {}
         for kind, columns in others.items():
-            cleaned = [self._clean_times(column) if kind == "times" else self._clean(column, as_names=False) for column in columns]
+            cleaned = [
+                self._clean_times(column) if kind == "times" else self._clean(column, as_names=False)
+                for column in columns
+            ]
             found = []
             for name, column in zip(self.others[kind], cleaned, strict=True):
 
@@ -279,7 +336,9 @@ class Reader(NamedTuple):
                     continue
                 if kind != "labels" and column.null_count:
                     each = "an action" if kind == "actions" else "all inputs"
-                    raise ValueError(f"Each row must have {each}, but {where(int(np.argmax(column.is_null())))} is empty.")
+                    raise ValueError(
+                        f"Each row must have {each}, but {where(int(np.argmax(column.is_null())))} is empty."
+                    )
                 if kind == "inputs":
                     found.append(numbers(column, where, "Inputs", "Set `input_columns` to columns of numbers."))
                     continue
@@ -321,9 +380,13 @@ def _described(name: str | None, found: Codes | None) -> dict[str, Any]:
 def _together(arrays: list[pa.Array], paths: list[Path]) -> pa.Array:
     """The columns of several files, one after the other."""
     try:
-        return pa.concat_tables([pa.table([array], ["x"]) for array in arrays], promote_options="permissive")["x"].combine_chunks()
+        return pa.concat_tables([pa.table([array], ["x"]) for array in arrays], promote_options="permissive")[
+            "x"
+        ].combine_chunks()
     except pa.ArrowException as error:
-        raise ValueError(f"Columns must be of one type in all files, but those of {some(list(map(str, paths)))} are not: {error}") from None
+        raise ValueError(
+            f"Columns must be of one type in all files, but those of {some(list(map(str, paths)))} are not: {error}"
+        ) from None
 
 
 def require_observed(observed: np.ndarray, path: Path, names: list[str]) -> None:
@@ -336,16 +399,26 @@ def require_observed(observed: np.ndarray, path: Path, names: list[str]) -> None
     """
     if (unseen := np.flatnonzero(~observed.any(axis=0))).size:
         feature = int(unseen[0])
-        column = f"column {names[feature]!r} in " if len(names) == observed.shape[1] else f"entry {feature} of column {names[0]!r} in " if names else ""
+        column = (
+            f"column {names[feature]!r} in "
+            if len(names) == observed.shape[1]
+            else f"entry {feature} of column {names[0]!r} in "
+            if names
+            else ""
+        )
         remedy = "Leave it out of `columns`, or the file out of `path`" if names else "Leave the file out of `path`"
-        raise ValueError(f"Each file and column must have an observed value, but in {column}{path} nothing is observed. {remedy}.")
+        raise ValueError(
+            f"Each file and column must have an observed value, but in {column}{path} nothing is observed. {remedy}."
+        )
 
 
 def require_different(wanted: list[str], names: list[str], path: Path) -> None:
     """Raises where one of the wanted columns is not the only one of its name."""
     for name in wanted:
         if (count := names.count(name)) > 1:
-            raise ValueError(f"Columns must have different names, but {path} has {count} columns {name!r}. Rename them in the file.")
+            raise ValueError(
+                f"Columns must have different names, but {path} has {count} columns {name!r}. Rename them in the file."
+            )
 
 
 def _require_one_use(options: dict[str, list[str]]) -> None:
@@ -364,7 +437,9 @@ def _require_safe_json(data: pa.Buffer, path: Path) -> None:
     text = data.to_pybytes()
     start = text.removeprefix(b"\xef\xbb\xbf").lstrip()[:20]
     if not start.startswith(b"{"):
-        raise ValueError(f'{path} must be a jsonl file, with one object per line such as {{"x": 1}}, but begins with {start!r} instead.')
+        raise ValueError(
+            f'{path} must be a jsonl file, with one object per line such as {{"x": 1}}, but begins with {start!r} instead.'
+        )
     brackets = JSON_STRING.sub(b"", text).translate(None, NO_BRACKET)  # those in strings do not count
     steps = np.zeros(256, np.int8)
     steps[list(b"[{")], steps[list(b"]}")] = 1, -1
@@ -372,7 +447,9 @@ def _require_safe_json(data: pa.Buffer, path: Path) -> None:
     if levels.max(initial=0) > DEEPEST:
         deepest = int(np.argmax(levels))
         line = brackets.count(b"\n", 0, deepest) + 1
-        raise ValueError(f"{path} must not be nested deeper than {DEEPEST} levels, but line {line} has {levels[deepest]}.")
+        raise ValueError(
+            f"{path} must not be nested deeper than {DEEPEST} levels, but line {line} has {levels[deepest]}."
+        )
 
 
 def _without_dates(kind: pa.DataType) -> pa.DataType:

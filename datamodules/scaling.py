@@ -135,4 +135,10 @@ def _names(columns: list[Column]) -> list[str]:
 
 
 def _contents(column: Column) -> str:
-    return "numbers" if not column.is_categorical else "numbers of categories" if column.category_names is None else "names of categories"
+    return (
+        "numbers"
+        if not column.is_categorical
+        else "numbers of categories"
+        if column.category_names is None
+        else "names of categories"
+    )

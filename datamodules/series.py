@@ -23,13 +23,17 @@ NULLS = pa.csv.ConvertOptions().null_values  # marks of a missing number
 MOST_EMPTY = 100  # steps for each row, above which a wrong `step` or a stray time is more likely than a true gap
 
 
-def read_table(path: Path, choose: Callable[[list[str]], list[str]], delimiter: str | None = None, skip_rows: int = 0) -> pa.Table:
+def read_table(
+    path: Path, choose: Callable[[list[str]], list[str]], delimiter: str | None = None, skip_rows: int = 0
+) -> pa.Table:
     """The columns that `choose` takes from the names of all, those of a CSV file as text; ".gz" is undone."""
 
     def chosen(names: list[str]) -> list[str]:
         found = choose(names)
         if twice := [name for name in found if names.count(name) > 1]:
-            raise ValueError(f"Columns must have different names, but {path} has {names.count(twice[0])} columns {twice[0]!r}. Rename them.")
+            raise ValueError(
+                f"Columns must have different names, but {path} has {names.count(twice[0])} columns {twice[0]!r}. Rename them."
+            )
         return found
 
     try:
@@ -53,7 +57,9 @@ def _read_csv(path: Path, choose: Callable[[list[str]], list[str]], delimiter: s
     lines = pa.csv.ReadOptions(skip_rows=skip_rows)
     chosen = choose(pa.csv.open_csv(pa.BufferReader(data), read_options=lines, parse_options=parse).schema.names)
     types = dict.fromkeys(chosen, pa.large_string())
-    convert = pa.csv.ConvertOptions(include_columns=chosen, column_types=types, strings_can_be_null=True, null_values=[""])  # "NA" may be a name
+    convert = pa.csv.ConvertOptions(
+        include_columns=chosen, column_types=types, strings_can_be_null=True, null_values=[""]
+    )  # "NA" may be a name
     return pa.csv.read_csv(pa.BufferReader(data), read_options=lines, parse_options=parse, convert_options=convert)
 
 
@@ -61,7 +67,9 @@ def as_times(column: pa.Array, name: str, place: Callable[[int], str], time_form
     """(rows,) microseconds since any moment, from dates or seconds; `place` says for an error where a row was read."""
     column = _trimmed(column)
     if column.null_count:
-        raise ValueError(f"Each row must have a time, but column {name!r} in {place(int(np.argmax(column.is_null())))} is empty.")
+        raise ValueError(
+            f"Each row must have a time, but column {name!r} in {place(int(np.argmax(column.is_null())))} is empty."
+        )
     if time_format is not None and not pa.types.is_temporal(column.type):
         return _formatted(column, name, place, time_format)
     times = _parse(column)
@@ -113,8 +121,12 @@ def _parse(column: pa.Array) -> np.ndarray | None:
             seconds = column.cast(pa.float64()).to_numpy()
             return np.round(seconds * SECOND).astype(np.int64) if np.isfinite(seconds).all() else None
         zone = "UTC" if pc.any(pc.match_substring_regex(column, r"[T ]\d.*(Z|[+-]\d\d(:?\d\d)?)$")).as_py() else None
-        fine = bool(pc.any(pc.match_substring_regex(column, r"\.\d{7}")).as_py())  # these are read as nanoseconds or not at all
-        return _microseconds(column.cast(pa.timestamp("ns" if fine else "us", zone)).cast(pa.timestamp("us", zone), safe=False))
+        fine = bool(
+            pc.any(pc.match_substring_regex(column, r"\.\d{7}")).as_py()
+        )  # these are read as nanoseconds or not at all
+        return _microseconds(
+            column.cast(pa.timestamp("ns" if fine else "us", zone)).cast(pa.timestamp("us", zone), safe=False)
+        )
     return None
 
 
@@ -147,13 +159,19 @@ def as_numbers(column: pa.Array, name: str, place: Callable[[int], str]) -> np.n
     numbers = converted(column)
     if numbers is None:
         row = bisect.bisect_left(range(len(column)), True, key=lambda last: converted(column[: last + 1]) is None)
-        raise ValueError(f"Values must be numbers, but column {name!r} in {place(row)} has {column[row].as_py()!r} instead. Set `columns` to those of numbers.")
+        raise ValueError(
+            f"Values must be numbers, but column {name!r} in {place(row)} has {column[row].as_py()!r} instead. Set `columns` to those of numbers."
+        )
     if (infinite := np.flatnonzero(np.isinf(numbers))).size:
-        raise ValueError(f"Values must be finite, but column {name!r} in {place(int(infinite[0]))} has {numbers[infinite[0]]} instead.")
+        raise ValueError(
+            f"Values must be finite, but column {name!r} in {place(int(infinite[0]))} has {numbers[infinite[0]]} instead."
+        )
     return numbers
 
 
-def resample(times: np.ndarray, values: np.ndarray, step: int, max_gap: float | None, where: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def resample(
+    times: np.ndarray, values: np.ndarray, step: int, max_gap: float | None, where: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(rows,) rising times, (rows, features) -> (steps, features) means of the rows in each step, NaN where there are none; steps of each stretch.
 
     A new stretch begins after `max_gap` seconds without a row. A row belongs to the step that it falls into, but clocks are not exact:

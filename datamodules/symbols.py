@@ -70,7 +70,12 @@ class SymbolDataModule(SequenceDataModule):
                 raise ValueError(f"`{name}` must be positive, or None for all, but is {value} instead.")
         if not 0 <= rare_fraction < 1:
             raise ValueError(f"`rare_fraction` must be at least 0 and less than 1, but is {rare_fraction} instead.")
-        self.num_sequences, self.max_length, self.rare_fraction, self.residual = num_sequences, max_length, rare_fraction, residual
+        self.num_sequences, self.max_length, self.rare_fraction, self.residual = (
+            num_sequences,
+            max_length,
+            rare_fraction,
+            residual,
+        )
         self._given = vocabulary
 
     @abstractmethod
@@ -90,7 +95,9 @@ class SymbolDataModule(SequenceDataModule):
             options: whatever else `read` depends on, as plain values.
         """
         if path is None and self.num_sequences is None:
-            raise ValueError("`num_sequences` must be given where sequences are drawn, but is None. Set it, or `path` to a file.")
+            raise ValueError(
+                "`num_sequences` must be given where sequences are drawn, but is None. Set it, or `path` to a file."
+            )
         self._files = None if path is None else find_files(path, self.data_dir, endings=endings)
         self._read_options = options
 
@@ -118,7 +125,9 @@ class SymbolDataModule(SequenceDataModule):
         if self._given is not None:
             made = encode(made, self._given, self.residual)
         elif self.residual in made.names:
-            raise ValueError(f"`residual` must be a name that no symbol has, but {self.residual!r} is a symbol of the data. Choose another.")
+            raise ValueError(
+                f"`residual` must be a name that no symbol has, but {self.residual!r} is a symbol of the data. Choose another."
+            )
         else:
             made = merge_rare(made, self.rare_fraction, self.residual)
         lengths = torch.from_numpy(made.lengths)
@@ -135,7 +144,11 @@ def cut(symbols: Symbols, num_sequences: int | None = None, max_length: int | No
     if max_length is not None and len(lengths) and lengths.max() > max_length:
         starts = np.cumsum(lengths) - lengths
         kept = np.arange(len(numbers)) - np.repeat(starts, lengths) < max_length
-        numbers, states, lengths = numbers[kept], None if states is None else states[kept], np.minimum(lengths, max_length)
+        numbers, states, lengths = (
+            numbers[kept],
+            None if states is None else states[kept],
+            np.minimum(lengths, max_length),
+        )
     return symbols._replace(numbers=numbers, lengths=lengths, states=states)
 
 
@@ -150,7 +163,11 @@ def merge_rare(symbols: Symbols, fraction: float, residual: str) -> Symbols:
     order = sorted(np.flatnonzero(counts).tolist(), key=lambda number: (counts[number], symbols.names[number]))
     share = Fraction(str(fraction))  # 0.1 as it was typed
     together = np.cumsum(counts[order]).tolist()
-    rare = {number for number, count in zip(order, together, strict=True) if count * share.denominator < share.numerator * together[-1]}
+    rare = {
+        number
+        for number, count in zip(order, together, strict=True)
+        if count * share.denominator < share.numerator * together[-1]
+    }
     kept = sorted(symbols.names[number] for number in order if number not in rare)
     return encode(symbols, [residual, *kept] if rare else kept, residual)
 
@@ -159,7 +176,9 @@ def encode(symbols: Symbols, names: list[str], residual: str) -> Symbols:
     """The same symbols numbered as in `names`; what is not there becomes the residual one."""
     known = {name: number for number, name in enumerate(names)}
     strange = [name not in known and residual not in known for name in symbols.names]
-    if any(strange) and (strangers := [symbols.names[number] for number in np.flatnonzero(strange & (_counts(symbols) > 0))]):
+    if any(strange) and (
+        strangers := [symbols.names[number] for number in np.flatnonzero(strange & (_counts(symbols) > 0))]
+    ):
         raise ValueError(
             f"Symbols must be in `vocabulary`, but {strangers[0]!r} is not. Name it there, or name one {residual!r}, for all symbols that it does not have."
         )
@@ -173,5 +192,7 @@ def _counts(symbols: Symbols) -> np.ndarray:
     """(names,) how often each occurs."""
     numbers = torch.from_numpy(symbols.numbers)
     seen = numbers if numbers.dtype == torch.uint8 else numbers[numbers != MISSING]
-    counts: np.ndarray = torch.bincount(seen, minlength=len(symbols.names)).numpy()  # numpy would first make eight bytes of each
+    counts: np.ndarray = torch.bincount(
+        seen, minlength=len(symbols.names)
+    ).numpy()  # numpy would first make eight bytes of each
     return counts

@@ -89,10 +89,19 @@ class SyntheticDataModule(SequenceDataModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        for name, value, allowed in (("emission", emission, Emission), ("transitions", transitions, Transitions), ("layout", layout, Layout)):
+        for name, value, allowed in (
+            ("emission", emission, Emission),
+            ("transitions", transitions, Transitions),
+            ("layout", layout, Layout),
+        ):
             if value not in get_args(allowed):
                 raise ValueError(f"`{name}` must be one of {', '.join(get_args(allowed))}, but is {value!r} instead.")
-        sizes = {"num_states": num_states, "num_symbols": num_symbols, "num_features": num_features, "num_sequences": num_sequences}
+        sizes = {
+            "num_states": num_states,
+            "num_symbols": num_symbols,
+            "num_features": num_features,
+            "num_sequences": num_sequences,
+        }
         for name, size in sizes.items():
             if size < 1:
                 raise ValueError(f"`{name}` must be positive, but is {size} instead.")
@@ -101,17 +110,25 @@ class SyntheticDataModule(SequenceDataModule):
         if not separation >= 0:
             raise ValueError(f"`separation` must not be negative, but is {separation} instead.")
         if not 0 <= missing_fraction < 1:
-            raise ValueError(f"`missing_fraction` must be at least 0 and less than 1, but is {missing_fraction} instead.")
+            raise ValueError(
+                f"`missing_fraction` must be at least 0 and less than 1, but is {missing_fraction} instead."
+            )
         if transitions == "mostly_constant" and not 0 < kept < num_states:
-            raise ValueError(f"`kept` must be positive and less than the {num_states} of `num_states`, but is {kept} instead.")
+            raise ValueError(
+                f"`kept` must be positive and less than the {num_states} of `num_states`, but is {kept} instead."
+            )
         if transitions == "mostly_constant" and not kept / num_states <= kept_mass < 1:
-            raise ValueError(f"`kept_mass` must be at least {kept} of {num_states}, for the kept to stand out, and less than 1, but is {kept_mass} instead.")
+            raise ValueError(
+                f"`kept_mass` must be at least {kept} of {num_states}, for the kept to stand out, and less than 1, but is {kept_mass} instead."
+            )
         if every_symbol and emission != "categorical":
             raise ValueError("`every_symbol` is for symbols, but `emission` is 'gaussian'. Leave it out.")
         self.min_length = length if min_length is None else min_length
         self.max_length = length if max_length is None else max_length
         if not 0 <= self.min_length <= self.max_length:
-            raise ValueError(f"Lengths must be from `min_length` >= 0 up to `max_length`, but are from {self.min_length} to {self.max_length} instead.")
+            raise ValueError(
+                f"Lengths must be from `min_length` >= 0 up to `max_length`, but are from {self.min_length} to {self.max_length} instead."
+            )
         self.num_states, self.num_sequences, self.missing_fraction = num_states, num_sequences, missing_fraction
         self.concentration, self.transitions, self.kept, self.kept_mass = concentration, transitions, kept, kept_mass
         self.layout, self.separation = layout, separation
@@ -154,7 +171,9 @@ class SyntheticDataModule(SequenceDataModule):
         size = self.num_states
         if self.transitions == "dirichlet":
             return _dirichlet(self.concentration, size, size, draw)
-        order = torch.rand(size, size, dtype=torch.float64, generator=draw).argsort(dim=1)  # a random order for each row
+        order = torch.rand(size, size, dtype=torch.float64, generator=draw).argsort(
+            dim=1
+        )  # a random order for each row
         if self.transitions == "graded":
             return (order.double() + 1) / (size * (size + 1) / 2)
         constant = (1 - self.kept_mass) / (size - self.kept)
@@ -227,7 +246,9 @@ def stationary(transition_probs: Tensor) -> Tensor:
         weights[state] = weights[:state] @ reduced[:state, state]
     probs = weights / weights.sum()
     if not bool(probs.isfinite().all()):
-        raise ValueError("`concentration` must be large enough for every state to be reached from every other, but the transitions drawn fall apart. Raise it.")
+        raise ValueError(
+            "`concentration` must be large enough for every state to be reached from every other, but the transitions drawn fall apart. Raise it."
+        )
     return probs
 
 
@@ -244,6 +265,8 @@ def _dirichlet(concentration: float, rows: int, columns: int, draw: torch.Genera
     Drawn through the logarithm of gamma variables, log G(c) = log G(c + 1) + log(U) / c, because for a small concentration the
     variables themselves may all be too small for a float.
     """
-    gamma: Tensor = torch._standard_gamma(torch.full((rows, columns), concentration + 1, dtype=torch.float64), generator=draw)
+    gamma: Tensor = torch._standard_gamma(
+        torch.full((rows, columns), concentration + 1, dtype=torch.float64), generator=draw
+    )
     uniform = 1 - torch.rand(rows, columns, dtype=torch.float64, generator=draw)
     return (gamma.log() + uniform.log() / concentration).softmax(dim=1)

@@ -113,10 +113,20 @@ class TextDataModule(SequenceDataModule):
         else:
             corpus = read_letters(source.pieces(), *limits, self.cleaning, folder)
         if not corpus.sizes["train"]:
-            raise ValueError(f"`path` or `dataset` must lead to a text to train on, but nothing is left of {source.name} after cleaning ({self.cleaning!r}).")
-        lengths = {part: pieces(size, self.sequence_length if part in ("train", "whole") else max(size, 1)) for part, size in corpus.sizes.items()}
-        sequences = Sequences.from_lengths(torch.from_numpy(corpus.symbols), [length for part in lengths.values() for length in part])
-        metadata = {"names": json.dumps(corpus.names), "parts": json.dumps({part: len(there) for part, there in lengths.items()})}
+            raise ValueError(
+                f"`path` or `dataset` must lead to a text to train on, but nothing is left of {source.name} after cleaning ({self.cleaning!r})."
+            )
+        lengths = {
+            part: pieces(size, self.sequence_length if part in ("train", "whole") else max(size, 1))
+            for part, size in corpus.sizes.items()
+        }
+        sequences = Sequences.from_lengths(
+            torch.from_numpy(corpus.symbols), [length for part in lengths.values() for length in part]
+        )
+        metadata = {
+            "names": json.dumps(corpus.names),
+            "parts": json.dumps({part: len(there) for part, there in lengths.items()}),
+        }
         return as_table(sequences).replace_schema_metadata(metadata)
 
     @cached_property
@@ -125,7 +135,10 @@ class TextDataModule(SequenceDataModule):
         self.setup()
         parts = {"train": self.train_sequences, "val": self.val_sequences, "test": self.test_sequences}
         assert self.vocabulary is not None
-        return {part: "".join(map(self.vocabulary.names.__getitem__, sequences.values.tolist())) for part, sequences in parts.items()}
+        return {
+            part: "".join(map(self.vocabulary.names.__getitem__, sequences.values.tolist()))
+            for part, sequences in parts.items()
+        }
 
     def load_dataset(self) -> dict[str, datasets.Dataset]:
         parts, first = {}, 0

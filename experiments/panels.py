@@ -13,7 +13,9 @@ DARK, GREY, LIGHT, GRID = "#4D4D4D", "#8C8C8C", "#B8B8B8", "#E5E5E5"
 Grid = Literal["both", "x", "y"]
 
 
-def panels(width: float, height: float, rows: int = 1, columns: int = 1, *, grid: Grid | None = None, **subplots: Any) -> tuple[Figure, np.ndarray]:
+def panels(
+    width: float, height: float, rows: int = 1, columns: int = 1, *, grid: Grid | None = None, **subplots: Any
+) -> tuple[Figure, np.ndarray]:
     """Returns a figure of `width` times `height` inches and its (rows, columns) axes.
 
     Args:

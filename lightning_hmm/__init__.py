@@ -19,7 +19,16 @@ from lightning_hmm.distributions import (
     TorchEmission,
     Transition,
 )
-from lightning_hmm.models import DMCHMM, HMM, ClonedHMM, DenseHMM, LinearGaussianHMM, NeuralDiscreteHMM, NeuralHMM, StandardHMM
+from lightning_hmm.models import (
+    DMCHMM,
+    HMM,
+    ClonedHMM,
+    DenseHMM,
+    LinearGaussianHMM,
+    NeuralDiscreteHMM,
+    NeuralHMM,
+    StandardHMM,
+)
 from lightning_hmm.optim import BaumWelch
 from lightning_hmm.sequences import Sequences
 from lightning_hmm.training import fit, load

@@ -68,7 +68,10 @@ class SharedVersion(Callback):
 def default_loggers(folder: str | Path, name: str, version: int | None) -> list[Logger]:
     """Returns the loggers of a run for which no others were chosen: TensorBoard and a CSV file."""
     # Flushed often, for who is watching; and an interrupt that hits the writer's lock costs seconds, not minutes.
-    return [TensorBoardLogger(folder, name, version, default_hp_metric=False, flush_secs=5), CSVLogger(folder, name, version)]
+    return [
+        TensorBoardLogger(folder, name, version, default_hp_metric=False, flush_secs=5),
+        CSVLogger(folder, name, version),
+    ]
 
 
 class Parser(LightningArgumentParser):
@@ -89,7 +92,11 @@ def _what_is_wrong(message: str) -> str:
         return message
     inner = message.split("Errors:", 1)[1].split("Given value type:")[0]
     lines = [line.strip().removeprefix("- ") for line in inner.splitlines()]
-    return "\n".join(line for line in lines if line and "NoneType" not in line and not line.startswith("Problem with given class_path"))
+    return "\n".join(
+        line
+        for line in lines
+        if line and "NoneType" not in line and not line.startswith("Problem with given class_path")
+    )
 
 
 # What the data tell the model.
@@ -122,10 +129,16 @@ class CommandLine(LightningCLI):
         subcommand = self.config.subcommand
         for group in ("trainer", *self._parser(subcommand).callback_keys):
             if not isinstance(given := self.config[subcommand].get(group), Namespace):
-                parser.error(f"`{group}` must be a group of options, such as `trainer: {{max_epochs: 50}}`, but is {given!r} instead.")
+                parser.error(
+                    f"`{group}` must be a group of options, such as `trainer: {{max_epochs: 50}}`, but is {given!r} instead."
+                )
         if self.config[subcommand].get("ckpt_path") is not None:
             # What was typed or is in a given configuration file, without the defaults.
-            given = parser.parse_object(args, defaults=False) if isinstance(args, dict | Namespace) else parser.parse_args(args, defaults=False)
+            given = (
+                parser.parse_object(args, defaults=False)
+                if isinstance(args, dict | Namespace)
+                else parser.parse_args(args, defaults=False)
+            )
             self._given = given[subcommand].model
 
     def _parse_ckpt_path(self) -> None:
@@ -133,23 +146,35 @@ class CommandLine(LightningCLI):
         path = config.get("ckpt_path")
         if path is None:
             if self.config.subcommand != "fit":
-                raise ValueError(f"`--ckpt_path` must say which model to {self.config.subcommand}: without it, that would be one that was never trained.")
+                raise ValueError(
+                    f"`--ckpt_path` must say which model to {self.config.subcommand}: without it, that would be one that was never trained."
+                )
             return
         if path == "hpc":
             return
-        checkpoint = find_checkpoint(path, config.get("config") or []) if path in ("best", "last") else require_local_file(path, "--ckpt_path")
+        checkpoint = (
+            find_checkpoint(path, config.get("config") or [])
+            if path in ("best", "last")
+            else require_local_file(path, "--ckpt_path")
+        )
         config.ckpt_path = str(checkpoint)
         try:
             content = torch.load(checkpoint, weights_only=True, map_location="cpu")
             family, trained = content["lightning_hmm"]["model"], content["hyper_parameters"]
         except (OSError, RuntimeError, EOFError, KeyError, TypeError, UnpicklingError) as error:
-            raise ValueError(f"`--ckpt_path` must be a checkpoint, but {checkpoint} cannot be read as one ({type(error).__name__}).") from error
+            raise ValueError(
+                f"`--ckpt_path` must be a checkpoint, but {checkpoint} cannot be read as one ({type(error).__name__})."
+            ) from error
         columns = copy.deepcopy(trained.get("columns"))  # the parser changes what it is given
         self._trained_columns = tuple(column["name"] for column in columns or ())
         self._take_options(trained, family, checkpoint)
         # Other data than in training must still mean the same by a symbol.
         options = self.config[self.config.subcommand].data.init_args
-        handed_on = {"vocabulary": "symbol_names", "unknown": "unknown_symbol"} if trained.get("symbol_names") else {"num_symbols": "num_symbols"}
+        handed_on = (
+            {"vocabulary": "symbol_names", "unknown": "unknown_symbol"}
+            if trained.get("symbol_names")
+            else {"num_symbols": "num_symbols"}
+        )
         for option, name in handed_on.items():
             if option in options and options[option] is None and trained.get(name) is not None:
                 options[option] = trained[name]
@@ -169,19 +194,33 @@ class CommandLine(LightningCLI):
             raise ValueError(f"`model` is {self._given.class_path}, but {checkpoint} holds a {family}. {remedy}")
         class_path = trained.get("_class_path", self._given.class_path)
         options = {name: value for name, value in trained.items() if not name.startswith("_")}
-        self.config = self.parser.parse_object({self.config.subcommand: {"model": {"class_path": class_path, "dict_kwargs": options}}}, self.config)
+        self.config = self.parser.parse_object(
+            {self.config.subcommand: {"model": {"class_path": class_path, "dict_kwargs": options}}}, self.config
+        )
         taken = self.config[self.config.subcommand].model.init_args
         # Sizes and parts that are None follow from the data or are the default ones.
-        follows = [name for name, value in vars(given).items() if value is None and (name in _LINKED or isinstance(taken.get(name), Namespace))]
+        follows = [
+            name
+            for name, value in vars(given).items()
+            if value is None and (name in _LINKED or isinstance(taken.get(name), Namespace))
+        ]
         pairs = [(name, value) for name, value in vars(given).items() if name in taken and name not in follows]
-        others = [found for name, value in pairs for found in _differences(f"model.init_args.{name}", value, taken[name])]
+        others = [
+            found for name, value in pairs for found in _differences(f"model.init_args.{name}", value, taken[name])
+        ]
         if others:
-            listing = "; ".join(f"`{path}` is {value!r}, but {other!r} in the checkpoint" for path, value, other in others)
-            raise ValueError(f"The options of the model must be those of the checkpoint {checkpoint}: {listing}. {remedy}")
+            listing = "; ".join(
+                f"`{path}` is {value!r}, but {other!r} in the checkpoint" for path, value, other in others
+            )
+            raise ValueError(
+                f"The options of the model must be those of the checkpoint {checkpoint}: {listing}. {remedy}"
+            )
 
     def before_instantiate_classes(self) -> None:
         model = self._get(self.config, "model")
-        self._typed = {name: model.init_args.get(name) for name in _LINKED if self._get(self.config, "ckpt_path") is None}
+        self._typed = {
+            name: model.init_args.get(name) for name in _LINKED if self._get(self.config, "ckpt_path") is None
+        }
 
     def after_instantiate_classes(self) -> None:
         for name, value in self._typed.items():
@@ -224,15 +263,30 @@ class CommandLine(LightningCLI):
             raise
 
     def _print_how_to_resume(self) -> None:
-        last = next((callback.best_model_path for callback in self.trainer.checkpoint_callbacks if isinstance(callback, LastCheckpoint)), "")
+        last = next(
+            (
+                callback.best_model_path
+                for callback in self.trainer.checkpoint_callbacks
+                if isinstance(callback, LastCheckpoint)
+            ),
+            "",
+        )
         if last:
-            _say(f"Stopped. The last finished epoch is in {last}", "Go on with:", f"  {_command('fit', self.trainer, last)}")
+            _say(
+                f"Stopped. The last finished epoch is in {last}",
+                "Go on with:",
+                f"  {_command('fit', self.trainer, last)}",
+            )
         else:
             _say("Stopped before the first epoch was finished; nothing was saved.")
 
     def after_fit(self) -> None:
         """Tests the best model, and says where everything is."""
-        saved = {type(callback): callback.best_model_path for callback in self.trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)}
+        saved = {
+            type(callback): callback.best_model_path
+            for callback in self.trainer.checkpoint_callbacks
+            if isinstance(callback, ModelCheckpoint)
+        }
         best, last = saved.get(BestCheckpoint, ""), saved.get(LastCheckpoint, "")
         retrained = any(isinstance(callback, Retraining) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
         why = "retrained on training and validation data" if retrained else "no validation data to choose by"
@@ -240,7 +294,11 @@ class CommandLine(LightningCLI):
         logs, epochs = run_folder(self.trainer), self.trainer.current_epoch
         if self.trainer.received_sigterm:  # after the last check of Lightning's loops
             raise SIGTERMException
-        tested = self.trainer.test(self.model, datamodule=self.datamodule, ckpt_path=best or None, verbose=False) if _has_test_data(self.datamodule) else []
+        tested = (
+            self.trainer.test(self.model, datamodule=self.datamodule, ckpt_path=best or None, verbose=False)
+            if _has_test_data(self.datamodule)
+            else []
+        )
         metrics = tested[0] if tested else {}
         width = max(map(len, metrics), default=0)
         _say(
@@ -249,7 +307,11 @@ class CommandLine(LightningCLI):
             *[f"  {name:<{width}}  {value:.6f}" for name, value in sorted(metrics.items())],
             *([f"Best checkpoint:  {best}"] if best else [f"Last checkpoint:  {last} ({why})"] if last else []),
             *([f"Logs:             {logs}"] if self.trainer.loggers else []),
-            *([f"Look at them:     {shlex.join(['tensorboard', '--logdir', str(logs)])}"] if _on_tensorboard(self.trainer) else []),
+            *(
+                [f"Look at them:     {shlex.join(['tensorboard', '--logdir', str(logs)])}"]
+                if _on_tensorboard(self.trainer)
+                else []
+            ),
             *([f"Decode with it:   {_command('predict', self.trainer, best or last)}"] if best or last else []),
         )
 
@@ -318,7 +380,9 @@ def main(args: ArgsType = None) -> CommandLine:
 
 def run() -> None:
     """`main` for a person at a terminal: what they can mend is said in a line, without a traceback."""
-    interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a job in the background of a shell is not
+    interruptible = (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )  # a job in the background of a shell is not
     if interruptible:
         signal.signal(signal.SIGINT, _interrupt_once())
     try:

@@ -34,17 +34,30 @@ class Column:
         if not isinstance(self.name, str):
             raise ValueError(f"`name` of a column must be a string, but is {self.name!r} instead.")
         if self.kind not in ("categorical", "real"):
-            raise ValueError(f"`kind` of column {self.name!r} must be categorical or real, but is {self.kind!r} instead.")
+            raise ValueError(
+                f"`kind` of column {self.name!r} must be categorical or real, but is {self.kind!r} instead."
+            )
         if self.kind == "real":
             if self.categories is not None:
-                raise ValueError(f"`categories` are for categorical columns, but column {self.name!r} is real. Leave them out.")
+                raise ValueError(
+                    f"`categories` are for categorical columns, but column {self.name!r} is real. Leave them out."
+                )
             return
         if isinstance(self.categories, list):
             object.__setattr__(self, "categories", tuple(self.categories))
-        if isinstance(self.categories, bool) or not isinstance(self.categories, (int, tuple)) or not self.num_categories or self.num_categories < 1:
-            raise ValueError(f"`categories` of column {self.name!r} must be names or a positive number, but is {self.categories!r} instead.")
+        if (
+            isinstance(self.categories, bool)
+            or not isinstance(self.categories, (int, tuple))
+            or not self.num_categories
+            or self.num_categories < 1
+        ):
+            raise ValueError(
+                f"`categories` of column {self.name!r} must be names or a positive number, but is {self.categories!r} instead."
+            )
         if isinstance(self.categories, tuple) and (twice := _repeated(self.categories)) is not None:
-            raise ValueError(f"`categories` of column {self.name!r} must all be different, but {twice!r} occurs more than once.")
+            raise ValueError(
+                f"`categories` of column {self.name!r} must all be different, but {twice!r} occurs more than once."
+            )
 
     @property
     def is_categorical(self) -> bool:
@@ -68,9 +81,15 @@ def as_columns(columns: Iterable[Column | Mapping[str, Any]]) -> list[Column]:
     found = []
     for number, column in enumerate(columns):
         if not isinstance(column, (Column, Mapping)):
-            raise ValueError(f"`columns` must be `Column` or dictionaries of its fields, but item {number} is {column!r} instead.")
-        if isinstance(column, Mapping) and (strange := [key for key in column if key not in ("name", "kind", "categories")]):
-            raise ValueError(f"`columns` must have the fields name, kind and categories, but item {number} has {strange[0]!r}.")
+            raise ValueError(
+                f"`columns` must be `Column` or dictionaries of its fields, but item {number} is {column!r} instead."
+            )
+        if isinstance(column, Mapping) and (
+            strange := [key for key in column if key not in ("name", "kind", "categories")]
+        ):
+            raise ValueError(
+                f"`columns` must have the fields name, kind and categories, but item {number} has {strange[0]!r}."
+            )
         if isinstance(column, Mapping) and "name" not in column:
             raise ValueError(f"`columns` must have names, but item {number} has none.")
         found.append(column if isinstance(column, Column) else Column(**column))
@@ -116,7 +135,9 @@ def narrowest(symbols: Tensor) -> Tensor:
         return symbols.to(torch.int8)
     least, most = (int(number) for number in symbols.aminmax())
     dtypes = (torch.int8, torch.int16, torch.int32, torch.int64)
-    return symbols.to(next(dtype for dtype in dtypes if torch.iinfo(dtype).min <= least and most <= torch.iinfo(dtype).max))
+    return symbols.to(
+        next(dtype for dtype in dtypes if torch.iinfo(dtype).min <= least and most <= torch.iinfo(dtype).max)
+    )
 
 
 def as_step_column(name: str, column: Tensor, num_steps: int, device: torch.device) -> Tensor:
@@ -140,7 +161,9 @@ def as_step_column(name: str, column: Tensor, num_steps: int, device: torch.devi
     shape = (num_steps, *column.shape[1:]) if name == "inputs" and column.dim() == 2 else (num_steps,)
     if column.shape != shape:
         wanted = f"({num_steps}, M)" if name == "inputs" else f"({num_steps},)"
-        raise ValueError(f"`{name}` must have shape {wanted}, one entry for each step, but has shape {tuple(column.shape)} instead.")
+        raise ValueError(
+            f"`{name}` must have shape {wanted}, one entry for each step, but has shape {tuple(column.shape)} instead."
+        )
     return column.to(device)
 
 
@@ -183,7 +206,11 @@ def check_step_column(name: str, column: Tensor, offsets: Tensor, locate: Callab
     if name in ("labels", "actions"):
         least = MISSING if name == "labels" else 0
         if found := first(column < least):
-            rule = f"must be whole numbers from 0, or {MISSING} for an unknown one" if name == "labels" else "must be whole numbers from 0"
+            rule = (
+                f"must be whole numbers from 0, or {MISSING} for an unknown one"
+                if name == "labels"
+                else "must be whole numbers from 0"
+            )
             raise ValueError(f"`{name}` {rule}, but {found[1]} has {int(column[found[0]])} instead.")
         return
     if found := first(~column.isfinite()):
@@ -191,7 +218,9 @@ def check_step_column(name: str, column: Tensor, offsets: Tensor, locate: Callab
         if name == "times":
             raise ValueError(f"`times` must be finite, but {found[1]} has {float(entry)} instead.")
         number = int(torch.nonzero(~entry.isfinite())[0, 0])
-        raise ValueError(f"`inputs` must be finite, but input {number} at {found[1]} is {float(entry[number])} instead.")
+        raise ValueError(
+            f"`inputs` must be finite, but input {number} at {found[1]} is {float(entry[number])} instead."
+        )
     if name == "times" and len(column) > 1:
         falls = torch.zeros(len(column), dtype=torch.bool)
         falls[1:] = column.diff() < 0
@@ -199,4 +228,6 @@ def check_step_column(name: str, column: Tensor, offsets: Tensor, locate: Callab
         falls[starts[starts < len(column)]] = False
         if found := first(falls):
             earlier, later = float(column[found[0] - 1]), float(column[found[0]])
-            raise ValueError(f"`times` must not decrease within a sequence, but {found[1]} has {later!r} after {earlier!r}.")
+            raise ValueError(
+                f"`times` must not decrease within a sequence, but {found[1]} has {later!r} after {earlier!r}."
+            )

@@ -30,7 +30,9 @@ def as_list(data: Any) -> Sequence[Any]:
     refuse_one_string(data)
     if isinstance(data, Mapping) or not isinstance(data, Iterable):
         shown = repr(data)
-        raise ValueError(f"`sequences` must be a list of sequences, but is {shown if len(shown) <= 60 else shown[:57] + '...'} instead.")
+        raise ValueError(
+            f"`sequences` must be a list of sequences, but is {shown if len(shown) <= 60 else shown[:57] + '...'} instead."
+        )
     given, data = data, from_pandas(data)
     if data is not given and data.dtype.kind != "O":
         return [data]
@@ -38,7 +40,9 @@ def as_list(data: Any) -> Sequence[Any]:
         data = data.detach().cpu().numpy()
     if not isinstance(data, np.ndarray):
         return [from_pandas(sequence) for sequence in data]
-    if data.ndim < 2 and (data.dtype.kind != "O" or any(isinstance(item, str) or not hasattr(item, "__len__") for item in data.flat)):
+    if data.ndim < 2 and (
+        data.dtype.kind != "O" or any(isinstance(item, str) or not hasattr(item, "__len__") for item in data.flat)
+    ):
         raise ValueError(
             f"`sequences` must be a list of sequences, but is an array of shape {data.shape} instead. For one sequence give a list of one, `[X]`. "
             "For names of symbols use `Sequences.from_strings` with a vocabulary."
@@ -57,7 +61,9 @@ def as_list(data: Any) -> Sequence[Any]:
 
 def refuse_one_string(data: Any, name: str = "sequences") -> None:
     if isinstance(data, str):
-        raise ValueError(f"`{name}` must be a list of sequences, but is the string {data[:20]!r} instead. For one sequence give a list of one.")
+        raise ValueError(
+            f"`{name}` must be a list of sequences, but is the string {data[:20]!r} instead. For one sequence give a list of one."
+        )
 
 
 def from_pandas(data: Any) -> Any:
@@ -75,7 +81,9 @@ def from_pandas(data: Any) -> Any:
                 f"A DataFrame must hold numbers, but column {name!r} holds {kind} instead. Select the columns of numbers, as in `df[['x', 'y']]`. "
                 f"For names of symbols use `Sequences.from_strings([df[{name!r}]], vocabulary)`."
             )
-    if table.shape[1] == 1 and (kinds.is_integer_dtype(table.dtypes.iloc[0]) or kinds.is_bool_dtype(table.dtypes.iloc[0])):
+    if table.shape[1] == 1 and (
+        kinds.is_integer_dtype(table.dtypes.iloc[0]) or kinds.is_bool_dtype(table.dtypes.iloc[0])
+    ):
         return table.iloc[:, 0].to_numpy(np.int64, na_value=MISSING)
     return table.to_numpy(np.float64, na_value=np.nan)
 
@@ -100,10 +108,14 @@ def frame_columns(frames: Sequence[Any]) -> list[Column]:
             columns.append(Column(str(name)))
             continue
         if any(pandas.api.types.is_datetime64_any_dtype(part.dtype) for part in entries):
-            raise ValueError(f"The columns of a DataFrame must hold numbers or names, but {name!r} holds dates. Leave it out, or convert it into numbers.")
+            raise ValueError(
+                f"The columns of a DataFrame must hold numbers or names, but {name!r} holds dates. Leave it out, or convert it into numbers."
+            )
         names = tuple(sorted({str(entry) for part in entries for entry in part.dropna()}))
         if not names:
-            raise ValueError(f"Every column must be observed somewhere, but {name!r} is missing at every step. Leave the column out.")
+            raise ValueError(
+                f"Every column must be observed somewhere, but {name!r} is missing at every step. Leave the column out."
+            )
         columns.append(Column(str(name), "categorical", names))
     return as_columns(columns)
 
@@ -125,16 +137,22 @@ def frame_values(frame: Any, columns: Sequence[Column], index: int) -> np.ndarra
         raise ValueError(f"The columns of a DataFrame must have different names, but {twice!r} occurs more than once.")
     for name in wanted:
         if name not in given:
-            raise ValueError(f"The data must have the {listing}, but sequence {index} has no column {name!r}. Its columns are {', '.join(map(repr, given))}.")
+            raise ValueError(
+                f"The data must have the {listing}, but sequence {index} has no column {name!r}. Its columns are {', '.join(map(repr, given))}."
+            )
     for name in given:
         if name not in wanted:
-            raise ValueError(f"The data must have the {listing}, but sequence {index} also has {name!r}. Select the columns, as in `df[{wanted!r}]`.")
+            raise ValueError(
+                f"The data must have the {listing}, but sequence {index} also has {name!r}. Select the columns, as in `df[{wanted!r}]`."
+            )
     found = []
     for column in columns:
         entries = frame.iloc[:, given.index(column.name)]
         names, numeric = column.category_names, pandas.api.types.is_numeric_dtype(entries.dtype)
         if names is None and not numeric:
-            raise ValueError(f"Column {column.name!r} must hold numbers, but holds {entries.dtype} in sequence {index}.")
+            raise ValueError(
+                f"Column {column.name!r} must hold numbers, but holds {entries.dtype} in sequence {index}."
+            )
         if names is None or (numeric and bool(entries.isna().all())):
             found.append(entries.to_numpy(np.float64, na_value=np.nan))
             continue
@@ -142,8 +160,18 @@ def frame_values(frame: Any, columns: Sequence[Column], index: int) -> np.ndarra
         strange = next((entry for entry in entries.dropna() if str(entry) not in places), None)
         if strange is not None:
             known = ", ".join(map(repr, names[:6])) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
-            raise ValueError(f"Column {column.name!r} must hold the categories of training, {known}, but sequence {index} holds {strange!r}.")
-        found.append(np.array([np.nan if missing else places[str(entry)] for entry, missing in zip(entries, entries.isna(), strict=True)], np.float64))
+            raise ValueError(
+                f"Column {column.name!r} must hold the categories of training, {known}, but sequence {index} holds {strange!r}."
+            )
+        found.append(
+            np.array(
+                [
+                    np.nan if missing else places[str(entry)]
+                    for entry, missing in zip(entries, entries.isna(), strict=True)
+                ],
+                np.float64,
+            )
+        )
     return np.column_stack(found) if len(frame) else np.zeros((0, len(columns)))
 
 
@@ -174,7 +202,9 @@ def _real_sequence(sequence: Any) -> Any:
     if isinstance(sequence, (Tensor, np.ndarray)):
         if not _is_whole(sequence):
             return sequence
-        real: Any = sequence.double() if isinstance(sequence, Tensor) else np.ma.filled(sequence.astype(np.float64), np.nan)
+        real: Any = (
+            sequence.double() if isinstance(sequence, Tensor) else np.ma.filled(sequence.astype(np.float64), np.nan)
+        )
         return real
     if isinstance(sequence, (list, tuple)) and len(sequence):
         array = np.asarray(sequence, object) if any(entry is None for entry in sequence) else None
@@ -191,7 +221,11 @@ def _real_sequence(sequence: Any) -> Any:
 
 
 def _is_whole(values: Tensor | np.ndarray) -> bool:
-    return not values.is_floating_point() and not values.is_complex() if isinstance(values, Tensor) else values.dtype.kind in "iub"
+    return (
+        not values.is_floating_point() and not values.is_complex()
+        if isinstance(values, Tensor)
+        else values.dtype.kind in "iub"
+    )
 
 
 def _is_number(values: Tensor | np.ndarray) -> bool:
@@ -224,12 +258,20 @@ def as_array(sequence: Any, index: int, name: str = "sequences") -> np.ndarray:
         what = f"sequence {index} holds {array.dtype} instead"
         if array.dtype.kind not in "USO":
             raise ValueError(f"`{name}` must hold real numbers, but {what}.")
-        remedy = "For names of symbols use `Sequences.from_strings` with a vocabulary." if name == "sequences" else "Convert names into numbers first."
+        remedy = (
+            "For names of symbols use `Sequences.from_strings` with a vocabulary."
+            if name == "sequences"
+            else "Convert names into numbers first."
+        )
         raise ValueError(f"`{name}` must hold numbers, but {what}. {remedy}")
     if array.ndim == 0:
-        raise ValueError(f"`{name}` must be a list of sequences, but item {index} is a single number. For one sequence give a list of one.")
+        raise ValueError(
+            f"`{name}` must be a list of sequences, but item {index} is a single number. For one sequence give a list of one."
+        )
     if array.ndim > 2:
-        raise ValueError(f"A sequence must have shape (steps,) or (steps, features), but sequence {index} has shape {array.shape} instead.")
+        raise ValueError(
+            f"A sequence must have shape (steps,) or (steps, features), but sequence {index} has shape {array.shape} instead."
+        )
     if array.dtype.kind == "u" and array.size and array.max() > np.iinfo(np.int64).max:
         raise ValueError(f"`{name}` must hold symbols below 2^63, but sequence {index} holds {array.max()} instead.")
     if any(stride < 0 for stride in array.strides) or not array.dtype.isnative:  # torch takes neither
@@ -239,15 +281,27 @@ def as_array(sequence: Any, index: int, name: str = "sequences") -> np.ndarray:
 
 def _without_none(steps: list[Any], index: int) -> np.ndarray:
     """Symbols with ``None`` for missing ones as a masked array; numbers and vectors with NaN in the place of ``None``."""
-    widths = [None if step is None else len(step) if hasattr(step, "__len__") and not isinstance(step, str) else 0 for step in steps]  # 0: a number
+    widths = [
+        None if step is None else len(step) if hasattr(step, "__len__") and not isinstance(step, str) else 0
+        for step in steps
+    ]  # 0: a number
     width = next((width for width in widths if width is not None), 0)
     if any(other not in (width, None) for other in widths):
         odd = next(t for t, other in enumerate(widths) if other not in (width, None))
-        raise ValueError(f"Each step must have {width or 1} features like the first, but position {odd} of sequence {index} has {widths[odd] or 1} instead.")
+        raise ValueError(
+            f"Each step must have {width or 1} features like the first, but position {odd} of sequence {index} has {widths[odd] or 1} instead."
+        )
     if width:
-        return np.asarray([[float("nan") if entry is None else entry for entry in (step if step is not None else [None] * width)] for step in steps])
+        return np.asarray(
+            [
+                [float("nan") if entry is None else entry for entry in (step if step is not None else [None] * width)]
+                for step in steps
+            ]
+        )
     if all(step is None or isinstance(step, (int, np.integer)) for step in steps):
-        return np.ma.masked_array([MISSING if step is None else step for step in steps], [step is None for step in steps], dtype=np.int64)
+        return np.ma.masked_array(
+            [MISSING if step is None else step for step in steps], [step is None for step in steps], dtype=np.int64
+        )
     return np.asarray([float("nan") if step is None else step for step in steps])
 
 
@@ -258,7 +312,9 @@ def as_vectors(array: np.ndarray) -> np.ndarray:
 
 
 def brief(array: np.ndarray) -> str:
-    return str(array.tolist()) if len(array) <= 8 else f"[{array[0]}, {array[1]}, ..., {array[-1]}] ({len(array)} numbers)"
+    return (
+        str(array.tolist()) if len(array) <= 8 else f"[{array[0]}, {array[1]}, ..., {array[-1]}] ({len(array)} numbers)"
+    )
 
 
 def packed_steps(steps: Any, name: str = "sequences") -> Tensor:
@@ -285,18 +341,29 @@ def packed_column(column: Any, lengths: Sequence[int], name: str) -> Tensor:
         column = [column]  # an array of all steps of the only sequence
     arrays = [as_array(from_pandas(part), n, name) for n, part in enumerate(column)]
     if len(arrays) != len(lengths):
-        raise ValueError(f"`{name}` must hold one list for each of the {len(lengths)} sequences, but holds {len(arrays)} instead.")
+        raise ValueError(
+            f"`{name}` must hold one list for each of the {len(lengths)} sequences, but holds {len(arrays)} instead."
+        )
     for n, (array, length) in enumerate(zip(arrays, lengths, strict=True)):
         if len(array) != length:
-            raise ValueError(f"`{name}` must have one entry for each step, but sequence {n} has {length} steps and {len(array)} entries.")
+            raise ValueError(
+                f"`{name}` must have one entry for each step, but sequence {n} has {length} steps and {len(array)} entries."
+            )
     parts = [array for array in arrays if len(array)] or arrays[:1]
     if any(array.dtype.kind == "f" for array in parts):
-        parts = [np.ma.filled(array.astype(np.float64), np.nan) if array.dtype.kind != "f" else filled(array) for array in parts]
+        parts = [
+            np.ma.filled(array.astype(np.float64), np.nan) if array.dtype.kind != "f" else filled(array)
+            for array in parts
+        ]
     shapes = [array.shape[1:] for array in parts]
     if len(set(shapes)) > 1:
         odd = next(n for n, array in enumerate(arrays) if len(array) and array.shape[1:] != shapes[0])
-        raise ValueError(f"`{name}` must have the same number of entries at each step, but sequence {odd} has another than the first.")
-    return torch.from_numpy(np.ascontiguousarray(np.concatenate([filled(array) for array in parts]) if parts else np.zeros(0, np.int64)))
+        raise ValueError(
+            f"`{name}` must have the same number of entries at each step, but sequence {odd} has another than the first."
+        )
+    return torch.from_numpy(
+        np.ascontiguousarray(np.concatenate([filled(array) for array in parts]) if parts else np.zeros(0, np.int64))
+    )
 
 
 def arrow_steps(column: Any, name: str = "column") -> tuple[Tensor, Tensor]:
@@ -305,12 +372,20 @@ def arrow_steps(column: Any, name: str = "column") -> tuple[Tensor, Tensor]:
     import pyarrow.compute as pc
 
     if isinstance(column, pa.ChunkedArray):
-        column = column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+        column = (
+            column.chunk(0)
+            if column.num_chunks == 1
+            else pa.concat_arrays(column.chunks)
+            if column.num_chunks
+            else pa.array([], column.type)
+        )
     if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
         raise ValueError(f"`{name}` must be an Arrow list column, but is {column.type} instead.")
     if column.null_count:
         n = pc.index(column.is_null(), True).as_py()
-        raise ValueError(f"`{name}` must have no null sequences, but sequence {n} is one. Use an empty list for an empty sequence.")
+        raise ValueError(
+            f"`{name}` must have no null sequences, but sequence {n} is one. Use an empty list for an empty sequence."
+        )
     offsets = column.offsets.to_numpy().astype(np.int64)
     offsets, flat = offsets - offsets[0], column.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
     width, given = None, None  # features of a vector; which steps hold one, if not all
@@ -327,9 +402,16 @@ def arrow_steps(column: Any, name: str = "column") -> tuple[Tensor, Tensor]:
                 step = np.flatnonzero(inner != width)[0] if given is None else np.flatnonzero(given)[inner != width][0]
                 n = int(np.searchsorted(offsets, step, side="right")) - 1
                 where = f"position {step - offsets[n]} of sequence {n}"
-                raise ValueError(f"`{name}` must hold vectors of {width} features like the first, but {where} has another number.")
+                raise ValueError(
+                    f"`{name}` must hold vectors of {width} features like the first, but {where} has another number."
+                )
         flat = flat.flatten()
-    if not (pa.types.is_integer(flat.type) or pa.types.is_floating(flat.type) or pa.types.is_boolean(flat.type) or pa.types.is_null(flat.type)):
+    if not (
+        pa.types.is_integer(flat.type)
+        or pa.types.is_floating(flat.type)
+        or pa.types.is_boolean(flat.type)
+        or pa.types.is_null(flat.type)
+    ):
         remedy = "For names of symbols use `Sequences.from_strings` with a vocabulary."
         raise ValueError(f"`{name}` must hold numbers, but holds {flat.type} instead. {remedy}")
     discrete = width is None and not pa.types.is_floating(flat.type)
@@ -346,5 +428,7 @@ def arrow_steps(column: Any, name: str = "column") -> tuple[Tensor, Tensor]:
     if not discrete:
         values = values.reshape(-1, width or 1)
     if given is not None:
-        values = values.new_full((len(given), values.shape[1]), torch.nan).index_copy_(0, torch.from_numpy(np.flatnonzero(given)), values)
+        values = values.new_full((len(given), values.shape[1]), torch.nan).index_copy_(
+            0, torch.from_numpy(np.flatnonzero(given)), values
+        )
     return values, torch.from_numpy(offsets)

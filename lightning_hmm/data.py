@@ -89,7 +89,9 @@ class InMemoryData(SequenceData):
         seed: Seed for the order.
     """
 
-    def __init__(self, train: Sequences, val: Sequences | None, batch_size: int | None, shuffle: bool, seed: int) -> None:
+    def __init__(
+        self, train: Sequences, val: Sequences | None, batch_size: int | None, shuffle: bool, seed: int
+    ) -> None:
         super().__init__()
         self._train, self._val, self._trains_on_validation = train, val, False
         self.batch_size, self.shuffle, self.seed = batch_size, shuffle, seed
@@ -166,10 +168,19 @@ class GlobalBatchSampler(DistributedSampler[Sequence[int]]):
     """
 
     def __init__(
-        self, dataset: Dataset[Any], batch_size: int | None = None, *, shuffle: bool = False, seed: int = 0, rank: int = 0, world_size: int = 1
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = None,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
         if batch_size is not None and batch_size < 1:
-            raise ValueError(f"`batch_size` must be positive, or None for everything in one batch, but is {batch_size} instead.")
+            raise ValueError(
+                f"`batch_size` must be positive, or None for everything in one batch, but is {batch_size} instead."
+            )
         super().__init__(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle, seed=seed)
         self.num_sequences: int = len(dataset)  # type: ignore[arg-type]
         self.batch_size = batch_size or max(1, self.num_sequences)
@@ -210,7 +221,9 @@ def loader(
         num_workers=num_workers,
         multiprocessing_context="spawn" if num_workers else None,  # numba's threads do not survive a fork
         persistent_workers=num_workers > 0,
-        generator=generator(seed, "workers"),  # a DataLoader draws a number each epoch: not from the global state, which no checkpoint holds
+        generator=generator(
+            seed, "workers"
+        ),  # a DataLoader draws a number each epoch: not from the global state, which no checkpoint holds
     )
 
 

@@ -27,7 +27,10 @@ def communities(graph: nx.DiGraph, method: Method = "auto", seed: int = 0, resol
     if method == "infomap" and not installed:
         raise ModuleNotFoundError("`method` infomap needs the package infomap. Install it, or take louvain.")
     if method == "louvain" or not installed:
-        found = [set(group) for group in nx.community.louvain_communities(graph, weight="weight", resolution=resolution, seed=seed)]
+        found = [
+            set(group)
+            for group in nx.community.louvain_communities(graph, weight="weight", resolution=resolution, seed=seed)
+        ]
     else:
         found = _infomap(graph, seed)
     return sorted(found, key=lambda group: -sum(weight for _, _, weight in graph.subgraph(group).edges(data="weight")))
@@ -56,7 +59,9 @@ def strings(graph: nx.DiGraph, states: Collection[int], most: int = 10, longest:
         longest: steps of a path.
     """
     inside = set(states)
-    entered = [state for state in inside if any(source not in inside for source in graph.predecessors(state))] or list(inside)
+    entered = [state for state in inside if any(source not in inside for source in graph.predecessors(state))] or list(
+        inside
+    )
     weights: dict[str, float] = {}
     for state in entered:
         for path, share in _paths(graph, state, inside, longest):

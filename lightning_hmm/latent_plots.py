@@ -23,7 +23,9 @@ def effective_size(shares: Array, lengths: Array) -> Figure:
         padded[number, : len(row)] = row
     if longest:
         low, middle, high = np.nanquantile(padded, [0.1, 0.5, 0.9], axis=0)
-        axes.fill_between(range(longest), low, high, color=COLOURS[0], alpha=0.18, linewidth=0, label="10 % to 90 % of sequences")
+        axes.fill_between(
+            range(longest), low, high, color=COLOURS[0], alpha=0.18, linewidth=0, label="10 % to 90 % of sequences"
+        )
         axes.plot(middle, color=COLOURS[0], linewidth=1.6, label="median")
     axes.set(xlabel="step", ylabel="share of the particles", ylim=(0, 1.02), xlim=(0, max(longest - 1, 1)))
     plots._title(axes, "Effective number of particles")
@@ -45,7 +47,10 @@ def latents(states: Array, clusters: Array, lengths: Array, max_paths: int = 12)
         points, names = np.stack([steps, points[:, 0]], 1), ("step", "state")
     elif points.shape[1] > 2:
         centred = points - points.mean(0)
-        points, names = centred @ np.linalg.svd(centred, full_matrices=False)[2][:2].T, ("first principal direction", "second principal direction")
+        points, names = (
+            centred @ np.linalg.svd(centred, full_matrices=False)[2][:2].T,
+            ("first principal direction", "second principal direction"),
+        )
     for end, length in list(zip(ends, np.asarray(lengths), strict=True))[:max_paths]:
         axes.plot(*points[end - length : end].T, color=_FAINT, linewidth=0.5, zorder=1)
     colours, few = plots._state_colours(int(labels.max()) + 1 if len(labels) else 1)
@@ -62,22 +67,46 @@ def latents(states: Array, clusters: Array, lengths: Array, max_paths: int = 12)
             zorder=2,
         )
         if not few:  # colours alone do not tell so many apart
-            plate = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": colours(int(cluster)), "alpha": 0.85}
-            axes.annotate(str(cluster), np.median(points[chosen], 0), ha="center", va="center", fontsize=7, color=_INK, bbox=plate, zorder=3)
+            plate = {
+                "boxstyle": "round,pad=0.15",
+                "facecolor": "white",
+                "edgecolor": colours(int(cluster)),
+                "alpha": 0.85,
+            }
+            axes.annotate(
+                str(cluster),
+                np.median(points[chosen], 0),
+                ha="center",
+                va="center",
+                fontsize=7,
+                color=_INK,
+                bbox=plate,
+                zorder=3,
+            )
     axes.set(xlabel=names[0], ylabel=names[1])
     plots._title(axes, "Smoothed states, by cluster")
     plots._legend(axes, beside=True)
     return figure
 
 
-def predictions(truth: Array, mean: Array, lower: Array, upper: Array, level: float, names: list[str] | None = None) -> Figure:
+def predictions(
+    truth: Array, mean: Array, lower: Array, upper: Array, level: float, names: list[str] | None = None
+) -> Figure:
     """(steps, D) one sequence, what was expected of each step from those before it, and the band that should hold a share `level` of it."""
     values, expected, low, high = (plots._numpy(part) for part in (truth, mean, lower, upper))
     shown = min(values.shape[1], _MAX_PANELS)
     figure, panels = plots._figure(shown, share_x=True)
     steps = np.arange(1, len(values))  # nothing is known before the first
     for feature, axes in enumerate(panels):
-        axes.fill_between(steps, low[1:, feature], high[1:, feature], color=COLOURS[0], alpha=0.2, linewidth=0, label=f"{level:.0%} band")
+        axes.fill_between(
+            steps,
+            low[1:, feature],
+            high[1:, feature],
+            color=COLOURS[0],
+            alpha=0.2,
+            linewidth=0,
+            label=f"{level:.0%} band",
+        )
         axes.plot(steps, expected[1:, feature], color=COLOURS[0], linewidth=1.2, label="expected")
         axes.plot(values[:, feature], linestyle="", marker="o", markersize=2.5, color=_INK, label="observed")
         axes.set(ylabel=names[feature] if names else f"feature {feature}")

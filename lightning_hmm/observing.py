@@ -22,7 +22,10 @@ def reporting(what: str, reported: set[str]) -> Iterator[None]:
     except Exception as error:
         if what not in reported:
             reported.add(what)
-            warnings.warn(f"{what} failed, and the run continues without it: {type(error).__name__}: {error} (This is reported once.)", stacklevel=3)
+            warnings.warn(
+                f"{what} failed, and the run continues without it: {type(error).__name__}: {error} (This is reported once.)",
+                stacklevel=3,
+            )
 
 
 def guard_loggers(loggers: Iterable[Logger]) -> None:

@@ -75,7 +75,9 @@ def clone_matrix(probs: Array, clones: Array, names: Sequence[str] | None = None
     return figure
 
 
-def state_graph(graph: Any, groups: Sequence[Any], titles: Sequence[str] | None = None, columns: int = 3, seed: int = 0) -> Figure:
+def state_graph(
+    graph: Any, groups: Sequence[Any], titles: Sequence[str] | None = None, columns: int = 3, seed: int = 0
+) -> Figure:
     """Groups of states of a graph, a panel for each: the states by the names of their symbols, transitions as arrows, wider where more probable.
 
     Args:
@@ -94,12 +96,34 @@ def state_graph(graph: Any, groups: Sequence[Any], titles: Sequence[str] | None 
         if panel >= len(groups):
             continue
         part = graph.subgraph(groups[panel])
-        places = nx.kamada_kawai_layout(part.to_undirected(as_view=True), weight=None) if len(part) > 1 else dict.fromkeys(part, (0.0, 0.0))
+        places = (
+            nx.kamada_kawai_layout(part.to_undirected(as_view=True), weight=None)
+            if len(part) > 1
+            else dict.fromkeys(part, (0.0, 0.0))
+        )
         weights = np.array([weight for _, _, weight in part.edges(data="weight")])
         widths = 0.4 + 2 * weights / max(weights.max(), 1e-12) if len(weights) else []
-        nx.draw_networkx_edges(part, places, ax=axes, width=widths, edge_color=_GREY, arrowsize=8, node_size=230, connectionstyle="arc3,rad=0.08")
-        nx.draw_networkx_nodes(part, places, ax=axes, node_size=230, node_color="#DCEBF5", edgecolors=_BLUE, linewidths=0.8)
-        nx.draw_networkx_labels(part, places, {state: _shown(str(part.nodes[state]["name"])) for state in part}, ax=axes, font_size=9, font_color=_INK)
+        nx.draw_networkx_edges(
+            part,
+            places,
+            ax=axes,
+            width=widths,
+            edge_color=_GREY,
+            arrowsize=8,
+            node_size=230,
+            connectionstyle="arc3,rad=0.08",
+        )
+        nx.draw_networkx_nodes(
+            part, places, ax=axes, node_size=230, node_color="#DCEBF5", edgecolors=_BLUE, linewidths=0.8
+        )
+        nx.draw_networkx_labels(
+            part,
+            places,
+            {state: _shown(str(part.nodes[state]["name"])) for state in part},
+            ax=axes,
+            font_size=9,
+            font_color=_INK,
+        )
         if titles is not None:
             axes.set_title(titles[panel], fontsize=9, color=_INK, parse_math=False)
         axes.margins(0.12)
@@ -149,12 +173,16 @@ def gaussian_emissions(
     covariances = moments if moments.ndim == 3 else moments[:, :, None] * np.eye(moments.shape[1])
     num_states, num_features = centres.shape
     weights = np.full(num_states, 1 / num_states) if share is None else _numpy(share)
-    states = [f"state {state}" if share is None else f"state {state} ({weight:.0%})" for state, weight in enumerate(weights)]
+    states = [
+        f"state {state}" if share is None else f"state {state} ({weight:.0%})" for state, weight in enumerate(weights)
+    ]
     data = np.empty((0, num_features)) if points is None else _numpy(points)
     data = data[np.isfinite(data).all(1)]
     if num_features == 1:
         figure = _densities(centres[:, 0], np.sqrt(covariances[:, 0, 0]), weights, states, data[:, 0])
-        figure.axes[0].set_ylabel("density, equal weight for each state" if share is None else "density times share of time")
+        figure.axes[0].set_ylabel(
+            "density, equal weight for each state" if share is None else "density times share of time"
+        )
         if names is not None:
             figure.axes[0].set_xlabel(_shown(names[0]), parse_math=False)
         return figure
@@ -169,7 +197,9 @@ def gaussian_emissions(
     return _means((centres - offset) / unit, max_labels, known_units=variance is not None, names=names)
 
 
-def count_emissions(rates: Array, share: Array | None = None, points: Array | None = None, name: str | None = None) -> Figure:
+def count_emissions(
+    rates: Array, share: Array | None = None, points: Array | None = None, name: str | None = None
+) -> Figure:
     """Poisson emissions of one column: the probability of each count, times the share of time in each state.
 
     Args:
@@ -189,13 +219,28 @@ def count_emissions(rates: Array, share: Array | None = None, points: Array | No
     figure, (axes,) = _figure()
     if len(data):
         width = -(-(highest + 1) // 100)  # of a bar, in counts
-        axes.hist(data, bins=np.arange(-0.5, highest + width, width).tolist(), density=True, color="#E4E4E4", rwidth=0.9, label="data")
+        axes.hist(
+            data,
+            bins=np.arange(-0.5, highest + width, width).tolist(),
+            density=True,
+            color="#E4E4E4",
+            rwidth=0.9,
+            label="data",
+        )
     colours, few = _state_colours(len(means))
     mark = "o" if len(counts) <= 60 else None
     for state, (rate, weight) in enumerate(zip(means, weights, strict=True)):
         label = f"state {state}" if share is None else f"state {state} ({weight:.0%})"
         values = weight * stats.poisson.pmf(counts, rate)
-        axes.plot(counts, values, color=colours(state), linewidth=1.8 if few else 1, marker=mark, markersize=3, label=label if few else None)
+        axes.plot(
+            counts,
+            values,
+            color=colours(state),
+            linewidth=1.8 if few else 1,
+            marker=mark,
+            markersize=3,
+            label=label if few else None,
+        )
     if len(means) > 1:
         total = (weights * stats.poisson.pmf(counts[:, None], means)).sum(1)
         axes.plot(counts, total, color=_INK, linewidth=1, linestyle=(0, (4, 2)), zorder=1.5, label="all states")
@@ -223,7 +268,9 @@ def state_usage(share: Array | None, dwell: Array | None = None, source: str = "
         if len(values) <= _MAX_BARS:
             axes.bar(np.arange(len(values)), values, width=0.8, color=_BLUE)
         else:
-            axes.stairs(values, np.arange(len(values) + 1) - 0.5, fill=True, facecolor=_BLUE, edgecolor=_BLUE, linewidth=0.5)
+            axes.stairs(
+                values, np.arange(len(values) + 1) - 0.5, fill=True, facecolor=_BLUE, edgecolor=_BLUE, linewidth=0.5
+            )
         axes.set(ylabel="share of time", ylim=(0, None))
         _title(axes, f"Expected share of time{f' ({source})' if source else ''}")
         _state_axis(axes, len(values), last=dwell is None)
@@ -249,7 +296,14 @@ def convergence(epochs: Array, train: Array, val: Array | None = None, chosen: i
     figure, (above, below) = _figure(2, heights=(3, 2), share_x=True)
     others = np.delete(curves, chosen, axis=1)
     if others.shape[1]:
-        above.plot(numbers, others, color=_BLUE, linewidth=0.8, alpha=0.45, label=["other restarts"] + ["_"] * (others.shape[1] - 1))
+        above.plot(
+            numbers,
+            others,
+            color=_BLUE,
+            linewidth=0.8,
+            alpha=0.45,
+            label=["other restarts"] + ["_"] * (others.shape[1] - 1),
+        )
     lines = {"training": (curves[:, chosen], _BLUE)}
     if val is not None and np.isfinite(_numpy(val)).any():
         lines["validation"] = (_numpy(val), _VERMILION)
@@ -258,12 +312,31 @@ def convergence(epochs: Array, train: Array, val: Array | None = None, chosen: i
         known = np.isfinite(values)
         at, values = numbers[known], values[known]
         few = len(at) <= 30
-        above.plot(at, values, color=colour, linewidth=2, marker="o", markersize=5 if few else 2, markeredgewidth=0, label=name)
+        above.plot(
+            at, values, color=colour, linewidth=2, marker="o", markersize=5 if few else 2, markeredgewidth=0, label=name
+        )
         gains, at = np.diff(values) / np.diff(at), at[1:]
-        below.plot(at, np.where(gains > 0, gains, np.nan), color=colour, linewidth=1.4, marker="o", markersize=5 if few else 1.4, markeredgewidth=0)
+        below.plot(
+            at,
+            np.where(gains > 0, gains, np.nan),
+            color=colour,
+            linewidth=1.4,
+            marker="o",
+            markersize=5 if few else 1.4,
+            markeredgewidth=0,
+        )
         falls = gains < 0
         if falls.any():
-            below.plot(at[falls], -gains[falls], color=colour, linestyle="", marker="v", markersize=5, markerfacecolor="white", label=f"{name} fell by")
+            below.plot(
+                at[falls],
+                -gains[falls],
+                color=colour,
+                linestyle="",
+                marker="v",
+                markersize=5,
+                markerfacecolor="white",
+                label=f"{name} fell by",
+            )
         sizes.append(np.abs(gains[gains != 0]))
     _decades(below, np.concatenate(sizes))
     above.set(ylabel="log-likelihood per symbol")
@@ -277,7 +350,9 @@ def convergence(epochs: Array, train: Array, val: Array | None = None, chosen: i
     return figure
 
 
-def composition(before: Mapping[str, Array], after: Mapping[str, Array], names: Sequence[str] | None = None, max_labels: int = 40) -> Figure:
+def composition(
+    before: Mapping[str, Array], after: Mapping[str, Array], names: Sequence[str] | None = None, max_labels: int = 40
+) -> Figure:
     """The vectors of a DenseHMM and the matrices made of them, before training and after: states leave and enter, states emit symbols.
 
     Args:
@@ -314,7 +389,11 @@ def cooccurrences(target: Array, model: Array, names: Sequence[str] | None = Non
     figure = Figure(figsize=(13, 4.6), dpi=110, layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08))
     largest, gap = max(wanted.max(), made.max()), max(np.abs(made - wanted).max(), 1e-12)
     scale = PowerNorm(0.5, 0, largest)
-    panels = (("Data", wanted, _PROBABILITY, scale), ("Model", made, _PROBABILITY, scale), ("Model less data", made - wanted, _SIGNED, Normalize(-gap, gap)))
+    panels = (
+        ("Data", wanted, _PROBABILITY, scale),
+        ("Model", made, _PROBABILITY, scale),
+        ("Model less data", made - wanted, _SIGNED, Normalize(-gap, gap)),
+    )
     for axes, (title, matrix, colours, norm) in zip(figure.subplots(1, 3), panels, strict=True):
         image, blocks = _heat_map(axes, matrix, colours, norm, written=False)
         _title(axes, title + blocks)
@@ -363,10 +442,14 @@ def _densities(means: np.ndarray, spreads: np.ndarray, share: np.ndarray, names:
     for state, (mean, spread, weight) in enumerate(zip(means, spreads, share, strict=True)):
         grid = mean + spread * np.linspace(-4.5, 4.5, 121)
         label = names[state] if few else None
-        axes.plot(grid, weight * _density(grid, mean, spread), color=colours(state), linewidth=1.8 if few else 1, label=label)
+        axes.plot(
+            grid, weight * _density(grid, mean, spread), color=colours(state), linewidth=1.8 if few else 1, label=label
+        )
     if len(means) > 1:
         # Finer around each mean, for states that are narrow on the scale of the whole.
-        grid = np.sort(np.concatenate([np.linspace(low, high, 400), (means + spreads * np.linspace(-4, 4, 17)[:, None]).ravel()]))
+        grid = np.sort(
+            np.concatenate([np.linspace(low, high, 400), (means + spreads * np.linspace(-4, 4, 17)[:, None]).ravel()])
+        )
         total = (share * _density(grid[:, None], means, spreads)).sum(1)
         axes.plot(grid, total, color=_INK, linewidth=1, linestyle=(0, (4, 2)), zorder=1.5, label="all states")
     axes.set(xlabel="value", xlim=(low, high), ylim=(0, None))
@@ -380,11 +463,23 @@ def _density(grid: np.ndarray, mean: Any, spread: Any) -> np.ndarray:
     return density
 
 
-def _ellipses(means: np.ndarray, covariances: np.ndarray, share: np.ndarray, names: list[str], data: np.ndarray, max_labels: int) -> Figure:
+def _ellipses(
+    means: np.ndarray, covariances: np.ndarray, share: np.ndarray, names: list[str], data: np.ndarray, max_labels: int
+) -> Figure:
     figure, (axes,) = _figure()
     if len(data):
         shown = data[:: -(-len(data) // 2000)]
-        axes.plot(shown[:, 0], shown[:, 1], linestyle="", marker=".", markersize=2.5, color=_FAINT, markeredgewidth=0, zorder=0.5, label="data")
+        axes.plot(
+            shown[:, 0],
+            shown[:, 1],
+            linestyle="",
+            marker=".",
+            markersize=2.5,
+            color=_FAINT,
+            markeredgewidth=0,
+            zorder=0.5,
+            label="data",
+        )
     colours, few = _state_colours(len(means))
     labelled = len(means) <= max_labels
     for state, (mean, covariance, weight) in enumerate(zip(means, covariances, share, strict=True)):
@@ -399,7 +494,17 @@ def _ellipses(means: np.ndarray, covariances: np.ndarray, share: np.ndarray, nam
         for radius, shade in ((2, 0.1), (1, 0.2)):
             width, height = 2 * radius * spread
             fill = (colour, shade * strength) if labelled else "none"
-            axes.add_patch(Ellipse(tuple(mean), width, height, angle=angle, facecolor=fill, edgecolor=(colour, strength), linewidth=1.2 if few else 0.7))
+            axes.add_patch(
+                Ellipse(
+                    tuple(mean),
+                    width,
+                    height,
+                    angle=angle,
+                    facecolor=fill,
+                    edgecolor=(colour, strength),
+                    linewidth=1.2 if few else 0.7,
+                )
+            )
         label = names[state] if few else None
         axes.plot(*mean, linestyle="", marker="o", markersize=4 if few else 2.5, color=(colour, strength), label=label)
         if not few and labelled:
@@ -432,7 +537,15 @@ def _draw_dwell(axes: Axes, dwell: np.ndarray) -> None:
     top = max(float(dwell[finite].max(initial=1.0)), 2.0) * 1.5
     if not finite.all():
         # Above all others, in place of the height they have not.
-        axes.plot(states[~finite], np.full((~finite).sum(), top), linestyle="", marker="^", markersize=7, color=_VERMILION, label="never left")
+        axes.plot(
+            states[~finite],
+            np.full((~finite).sum(), top),
+            linestyle="",
+            marker="^",
+            markersize=7,
+            color=_VERMILION,
+            label="never left",
+        )
         top *= 1.5
     axes.set_yscale("log")
     axes.set(ylabel="steps", ylim=(0.9, top))
@@ -463,7 +576,9 @@ def _draw_vectors(axes: Axes, vectors: Mapping[str, np.ndarray], names: Sequence
         if len(rows) <= max_labels:
             for index, point in enumerate(points):
                 text = _shown(names[index]) if name == "V" and names is not None else str(index)
-                axes.annotate(text, point, (3, 3), textcoords="offset points", fontsize=7, color=COLOURS[number], parse_math=False)
+                axes.annotate(
+                    text, point, (3, 3), textcoords="offset points", fontsize=7, color=COLOURS[number], parse_math=False
+                )
     axes.margins(0.12)
     axes.grid(color="#E6E6E6", linewidth=0.6)
     axes.set_axisbelow(True)
@@ -480,7 +595,9 @@ def _numpy(array: Array) -> np.ndarray:
 def _figure(rows: int = 1, heights: Sequence[float] | None = None, share_x: bool = False) -> tuple[Figure, list[Axes]]:
     """A figure and its panels, from top to bottom, in the common style."""
     figure = Figure(figsize=(7, 5), dpi=110, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1), facecolor="white")
-    panels = figure.subplots(rows, squeeze=False, sharex=share_x, gridspec_kw=None if heights is None else {"height_ratios": heights})[:, 0]
+    panels = figure.subplots(
+        rows, squeeze=False, sharex=share_x, gridspec_kw=None if heights is None else {"height_ratios": heights}
+    )[:, 0]
     for axes in panels:
         axes.set_axisbelow(True)
         axes.grid(color="#E6E6E6", linewidth=0.6)
@@ -506,7 +623,10 @@ def _draw_probabilities(figure: Figure, axes: Axes, matrix: np.ndarray, title: s
         # A mean over a block never comes near 1.
         image.set_clim(0, np.max(np.asarray(image.get_array())))
     elif many:
-        bar.set_ticks([0, 0.01, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1], labels=["0", "0.01", "0.05", "0.1", "0.2", "0.4", "0.6", "0.8", "1"])
+        bar.set_ticks(
+            [0, 0.01, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1],
+            labels=["0", "0.01", "0.05", "0.1", "0.2", "0.4", "0.6", "0.8", "1"],
+        )
 
 
 def _block_means(matrix: np.ndarray, rows: int, columns: int) -> np.ndarray:
@@ -517,7 +637,9 @@ def _block_means(matrix: np.ndarray, rows: int, columns: int) -> np.ndarray:
     return means
 
 
-def _heat_map(axes: Axes, matrix: np.ndarray, colours: Colormap, norm: Normalize, written: bool = True) -> tuple[AxesImage, str]:
+def _heat_map(
+    axes: Axes, matrix: np.ndarray, colours: Colormap, norm: Normalize, written: bool = True
+) -> tuple[AxesImage, str]:
     """Draws a matrix and returns what the title must say about blocks; axes count rows and columns, whatever the blocks.
 
     The cells of a small matrix carry their numbers, if `written`.
@@ -537,7 +659,15 @@ def _heat_map(axes: Axes, matrix: np.ndarray, colours: Colormap, norm: Normalize
             red, green, blue, _ = colours(norm(value))
             dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.6
             colour = "white" if dark else _FAINT if abs(value) < 0.005 else _INK
-            axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=9 if max(matrix.shape) <= 8 else 8, color=colour)
+            axes.text(
+                column,
+                row,
+                f"{value:.2f}",
+                ha="center",
+                va="center",
+                fontsize=9 if max(matrix.shape) <= 8 else 8,
+                color=colour,
+            )
     return image, blocks
 
 
@@ -589,7 +719,16 @@ def _decades(axes: Axes, values: np.ndarray) -> None:
         axes.set_ylim(10**low, 10 ** max(high, low + 1))
     else:
         axes.yaxis.set_visible(False)
-        axes.text(0.5, 0.5, "from the second epoch on", transform=axes.transAxes, ha="center", va="center", fontsize=9, color=_GREY)
+        axes.text(
+            0.5,
+            0.5,
+            "from the second epoch on",
+            transform=axes.transAxes,
+            ha="center",
+            va="center",
+            fontsize=9,
+            color=_GREY,
+        )
 
 
 def _name_states(figure: Figure, axes: Axes, num_states: int, few: bool) -> None:

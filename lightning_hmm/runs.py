@@ -25,7 +25,11 @@ def run_folder(trainer: Trainer) -> Path:
 def claim_version(folder: Path) -> int:
     """Creates the next free ``version_N`` in `folder` and returns N. Processes that call it at the same time get different numbers."""
     folder.mkdir(parents=True, exist_ok=True)
-    taken = [int(path.name.removeprefix("version_")) for path in folder.glob("version_*") if path.name.removeprefix("version_").isdigit()]
+    taken = [
+        int(path.name.removeprefix("version_"))
+        for path in folder.glob("version_*")
+        if path.name.removeprefix("version_").isdigit()
+    ]
     version = max(taken, default=-1) + 1
     while True:
         try:
@@ -38,7 +42,9 @@ def claim_version(folder: Path) -> int:
 def require_local_file(path: str | Path, option: str = "ckpt_path") -> Path:
     """Returns the absolute path of a file on this machine. Anything else raises an error, and nothing is downloaded."""
     if "://" in str(path):
-        raise ValueError(f"`{option}` must be the path of a local file, but is {str(path)!r} instead. Download the checkpoint first, if you trust its source.")
+        raise ValueError(
+            f"`{option}` must be the path of a local file, but is {str(path)!r} instead. Download the checkpoint first, if you trust its source."
+        )
     if not Path(path).is_file():
         raise FileNotFoundError(f"`{option}` must be a checkpoint, but there is no file {path}.")
     return Path(path).absolute()  # Lightning downloads every path that begins with "http"
@@ -51,9 +57,19 @@ def find_checkpoint(which: str, configs: Iterable[str | Path]) -> Path:
         which: "last" or "best".
         configs: Configuration files from the command line.
     """
-    folders = sorted({Path(config).absolute().parent / "checkpoints" for config in configs if (Path(config).absolute().parent / "checkpoints").is_dir()})
+    folders = sorted(
+        {
+            Path(config).absolute().parent / "checkpoints"
+            for config in configs
+            if (Path(config).absolute().parent / "checkpoints").is_dir()
+        }
+    )
     if len(folders) != 1:
-        found = "several runs were given" if folders else "none of the given `--config` files is in the folder of a run that saved checkpoints"
+        found = (
+            "several runs were given"
+            if folders
+            else "none of the given `--config` files is in the folder of a run that saved checkpoints"
+        )
         raise ValueError(
             f"`--ckpt_path {which}` is looked up in the folder of the run whose `config.yaml` is given as `--config`, but {found}. "
             "Give the run's own `config.yaml`, such as logs/<model>/<data>/version_0/config.yaml, or the path of a checkpoint."
@@ -62,7 +78,9 @@ def find_checkpoint(which: str, configs: Iterable[str | Path]) -> Path:
     if checkpoint is None or not checkpoint.is_file():
         there = ", ".join(path.name for path in sorted(folders[0].glob("*.ckpt"))) or "no checkpoints"
         reason = " Without validation data no checkpoint is chosen as the best." if which == "best" else ""
-        raise FileNotFoundError(f"`--ckpt_path {which}` must be a checkpoint of the run, but {folders[0]} holds {there}.{reason}")
+        raise FileNotFoundError(
+            f"`--ckpt_path {which}` must be a checkpoint of the run, but {folders[0]} holds {there}.{reason}"
+        )
     return checkpoint
 
 

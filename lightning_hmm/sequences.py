@@ -18,14 +18,31 @@ import torch
 from torch import Tensor
 
 from lightning_hmm.columns import STEP_COLUMNS, Column, as_columns, as_step_column, check_categories, check_step_column
-from lightning_hmm.conversion import arrow_steps, as_array, as_list, as_vectors, brief, filled, frames_of, packed_column, packed_steps, refuse_one_string
+from lightning_hmm.conversion import (
+    arrow_steps,
+    as_array,
+    as_list,
+    as_vectors,
+    brief,
+    filled,
+    frames_of,
+    packed_column,
+    packed_steps,
+    refuse_one_string,
+)
 from lightning_hmm.vocabulary import MISSING, Vocabulary
 
 # The narrowest type that holds the symbols and the number after the last one, which stands for a missing symbol.
 _SYMBOL_TYPES = ((torch.uint8, 2**8), (torch.int16, 2**15), (torch.int32, 2**31))
 _LARGEST = 1e140  # of real values: the sum of 10^28 squares is finite
 # Types in which -1 cannot be written, and the narrowest that can hold it and all of their numbers.
-_SIGNED = {torch.bool: torch.int8, torch.uint8: torch.int16, torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
+_SIGNED = {
+    torch.bool: torch.int8,
+    torch.uint8: torch.int16,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.uint64: torch.int64,
+}
 
 
 class Sequences:
@@ -64,19 +81,31 @@ class Sequences:
         if values.is_floating_point():
             values = values.unsqueeze(1) if values.dim() == 1 else values
             if values.dim() != 2:
-                raise ValueError(f"`values` must be (steps, features) for real vectors, but has shape {tuple(values.shape)} instead.")
+                raise ValueError(
+                    f"`values` must be (steps, features) for real vectors, but has shape {tuple(values.shape)} instead."
+                )
             if values.dtype not in (torch.float32, torch.float64):
                 values = values.double()
         elif values.dim() == 2 and values.shape[1] > 1:
             values = values.double()
         elif values.dim() != 1:
-            raise ValueError(f"`values` must be (steps,) for symbols, but has shape {tuple(values.shape)} instead. Give vectors as floating-point numbers.")
+            raise ValueError(
+                f"`values` must be (steps,) for symbols, but has shape {tuple(values.shape)} instead. Give vectors as floating-point numbers."
+            )
         else:
             values = values.to(_SIGNED.get(values.dtype, values.dtype))
         offsets = offsets.to("cpu", torch.int64)
         boundaries = offsets.numpy()
-        if offsets.dim() != 1 or len(boundaries) == 0 or boundaries[0] != 0 or boundaries[-1] != len(values) or np.any(np.diff(boundaries) < 0):
-            raise ValueError(f"`offsets` must rise from 0 to {len(values)}, the number of steps, but is {brief(boundaries)} instead.")
+        if (
+            offsets.dim() != 1
+            or len(boundaries) == 0
+            or boundaries[0] != 0
+            or boundaries[-1] != len(values)
+            or np.any(np.diff(boundaries) < 0)
+        ):
+            raise ValueError(
+                f"`offsets` must rise from 0 to {len(values)}, the number of steps, but is {brief(boundaries)} instead."
+            )
         if weights is not None:
             weights = weights.to(values.device, torch.float64)
             if weights.shape != (len(boundaries) - 1,):
@@ -85,7 +114,9 @@ class Sequences:
                 )
             if not values.is_cuda and not bool(torch.isfinite(weights).all() and (weights >= 0).all()):
                 bad = int(torch.nonzero(~(torch.isfinite(weights) & (weights >= 0)))[0, 0])
-                raise ValueError(f"`weights` must be finite and not negative, but the weight of sequence {bad} is {float(weights[bad])} instead.")
+                raise ValueError(
+                    f"`weights` must be finite and not negative, but the weight of sequence {bad} is {float(weights[bad])} instead."
+                )
         self.values, self.offsets, self.weights = values, offsets, weights
         self.columns = None
         self._checked: object = None
@@ -103,7 +134,14 @@ class Sequences:
 
     @classmethod
     def from_list(
-        cls, sequences: Sequence[Any], weights: Sequence[float] | None = None, *, labels: Any = None, inputs: Any = None, times: Any = None, actions: Any = None
+        cls,
+        sequences: Sequence[Any],
+        weights: Sequence[float] | None = None,
+        *,
+        labels: Any = None,
+        inputs: Any = None,
+        times: Any = None,
+        actions: Any = None,
     ) -> Sequences:
         """From a list of sequences, each a list, array or tensor of symbols, numbers or vectors; ``None`` is missing.
 
@@ -123,7 +161,9 @@ class Sequences:
             widths = [array.shape[1] for array in arrays if len(array)]
             if len(set(widths)) > 1:
                 odd = next(n for n, array in enumerate(arrays) if len(array) and array.shape[1] != widths[0])
-                raise ValueError(f"`sequences` must all have {widths[0]} features like the first, but sequence {odd} has {arrays[odd].shape[1]} instead.")
+                raise ValueError(
+                    f"`sequences` must all have {widths[0]} features like the first, but sequence {odd} has {arrays[odd].shape[1]} instead."
+                )
             values = np.concatenate([array for array in arrays if len(array)])
         elif given or not any(array.ndim == 2 for array in arrays):
             for n, array in enumerate(arrays):
@@ -137,7 +177,9 @@ class Sequences:
         lengths = [len(array) for array in arrays]
         columns = zip(STEP_COLUMNS, (labels, inputs, times, actions), strict=True)
         packed = {name: packed_column(column, lengths, name) for name, column in columns if column is not None}
-        found = cls.from_lengths(torch.from_numpy(np.ascontiguousarray(values)), torch.tensor(lengths, dtype=torch.int64), weights, **packed)
+        found = cls.from_lengths(
+            torch.from_numpy(np.ascontiguousarray(values)), torch.tensor(lengths, dtype=torch.int64), weights, **packed
+        )
         return found.with_columns(None if found.is_discrete else described)
 
     @classmethod
@@ -167,22 +209,37 @@ class Sequences:
             values = values.squeeze(1)
         sizes = np.asarray(lengths.cpu() if isinstance(lengths, Tensor) else lengths)
         if sizes.ndim != 1:
-            raise ValueError(f"`lengths` must be a list with the length of each sequence, but has shape {sizes.shape} instead.")
+            raise ValueError(
+                f"`lengths` must be a list with the length of each sequence, but has shape {sizes.shape} instead."
+            )
         if sizes.dtype.kind not in "iu" and len(sizes):
             raise ValueError(f"`lengths` must hold whole numbers, but holds {sizes.dtype} instead.")
         if np.any(sizes < 0):
             n = int(np.argmax(sizes < 0))
             raise ValueError(f"`lengths` must not be negative, but the length of sequence {n} is {sizes[n]} instead.")
         if int(sizes.sum()) != len(values):
-            raise ValueError(f"`lengths` must sum to {len(values)}, the number of steps, but sums to {int(sizes.sum())} instead.")
+            raise ValueError(
+                f"`lengths` must sum to {len(values)}, the number of steps, but sums to {int(sizes.sum())} instead."
+            )
         offsets = torch.from_numpy(np.append(0, np.cumsum(sizes)).astype(np.int64))
         columns = zip(STEP_COLUMNS, (labels, inputs, times, actions), strict=True)
         packed = {name: packed_steps(column, name) for name, column in columns if column is not None}
-        found = cls(values, offsets, None if weights is None else torch.as_tensor(weights, dtype=torch.float64), **packed)
+        found = cls(
+            values, offsets, None if weights is None else torch.as_tensor(weights, dtype=torch.float64), **packed
+        )
         return found.with_columns(None if found.is_discrete else described)
 
     @classmethod
-    def from_arrow(cls, column: Any, weights: Any = None, *, labels: Any = None, inputs: Any = None, times: Any = None, actions: Any = None) -> Sequences:
+    def from_arrow(
+        cls,
+        column: Any,
+        weights: Any = None,
+        *,
+        labels: Any = None,
+        inputs: Any = None,
+        times: Any = None,
+        actions: Any = None,
+    ) -> Sequences:
         """From an Arrow list column (of whole numbers, numbers, or fixed-size lists of numbers), without copying it.
 
         Signed whole numbers, float32 and float64 without nulls are taken as they lie in memory; other types are converted. `labels`, `inputs`,
@@ -195,10 +252,14 @@ class Sequences:
                 continue
             packed[name], others = arrow_steps(other, name)
             if len(others) != len(offsets):
-                raise ValueError(f"`{name}` must have {len(offsets) - 1} sequences like `column`, but has {len(others) - 1} instead.")
+                raise ValueError(
+                    f"`{name}` must have {len(offsets) - 1} sequences like `column`, but has {len(others) - 1} instead."
+                )
             if not torch.equal(others, offsets):
                 n = int(torch.nonzero(others.diff() != offsets.diff())[0, 0])
-                raise ValueError(f"`{name}` must have one entry for each step, but sequence {n} has {offsets.diff()[n]} steps and {others.diff()[n]} entries.")
+                raise ValueError(
+                    f"`{name}` must have one entry for each step, but sequence {n} has {offsets.diff()[n]} steps and {others.diff()[n]} entries."
+                )
         return cls(values, offsets, None if weights is None else torch.as_tensor(weights), **packed)
 
     @classmethod
@@ -236,11 +297,18 @@ class Sequences:
         given = [batch for batch in batches if batch.num_steps] or [batches[0]]
         kinds = {batch.num_features for batch in given}
         if len(kinds) > 1:
-            raise ValueError(f"`batches` must be alike, but have {sorted(map(str, kinds))} features (None: symbols) instead.")
+            raise ValueError(
+                f"`batches` must be alike, but have {sorted(map(str, kinds))} features (None: symbols) instead."
+            )
         weights = None
         if any(batch.weights is not None for batch in batches):
             weights = torch.cat(
-                [batch.weights if batch.weights is not None else given[0].values.new_ones(len(batch), dtype=torch.float64) for batch in batches]
+                [
+                    batch.weights
+                    if batch.weights is not None
+                    else given[0].values.new_ones(len(batch), dtype=torch.float64)
+                    for batch in batches
+                ]
             )
         lengths = torch.cat([batch.lengths for batch in batches])
         joined = cls.from_lengths(torch.cat([batch.values for batch in given]), lengths, weights)
@@ -334,7 +402,9 @@ class Sequences:
 
     def replaced(self, **changes: Tensor | None) -> Sequences:
         """The same values with other `weights`, `labels`, `inputs`, `times` or `actions`; ``None`` removes what there was."""
-        return Sequences(self.values, self.offsets, **{"weights": self.weights, **self._columns(), **changes}).with_columns(self.columns)
+        return Sequences(
+            self.values, self.offsets, **{"weights": self.weights, **self._columns(), **changes}
+        ).with_columns(self.columns)
 
     def with_columns(self, columns: Sequence[Column] | None) -> Sequences:
         """Sets `columns`, and returns this batch."""
@@ -393,7 +463,9 @@ class Sequences:
             last = max(first, last)
             offsets = self.offsets[first : last + 1]
             begin, end = int(offsets[0]), int(offsets[-1])
-            part = Sequences(self.values[begin:end], offsets - begin, None if self.weights is None else self.weights[first:last])
+            part = Sequences(
+                self.values[begin:end], offsets - begin, None if self.weights is None else self.weights[first:last]
+            )
             return part.with_columns(self.columns)._with_columns(
                 {name: None if column is None else column[begin:end] for name, column in self._columns().items()}
             )
@@ -403,11 +475,16 @@ class Sequences:
             wanted = torch.as_tensor(index).cpu()
             chosen = torch.arange(len(self))[wanted if wanted.numel() else wanted.long()]
         lengths = self.lengths[chosen]
-        starts = self.offsets[:-1][chosen] - torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)[:-1]])[: len(chosen)]
+        starts = (
+            self.offsets[:-1][chosen]
+            - torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)[:-1]])[: len(chosen)]
+        )
         rows = (torch.arange(int(lengths.sum())) + starts.repeat_interleave(lengths)).to(self.device)
         weights = None if self.weights is None else self.weights[chosen.to(self.device)]
         gathered = Sequences.from_lengths(self.values[rows], lengths, weights)
-        return gathered.with_columns(self.columns)._with_columns({name: None if column is None else column[rows] for name, column in self._columns().items()})
+        return gathered.with_columns(self.columns)._with_columns(
+            {name: None if column is None else column[rows] for name, column in self._columns().items()}
+        )
 
     def __iter__(self) -> Iterator[Tensor]:
         return (self[n] for n in range(len(self)))
@@ -423,18 +500,26 @@ class Sequences:
         values = self.values.to(device, None if self.is_discrete else dtype, non_blocking=non_blocking)
         columns: dict[str, Tensor | None] = {}
         for name, column in self._columns().items():
-            columns[name] = None if column is None else column.to(device, dtype if name == "inputs" else None, non_blocking=non_blocking)
+            columns[name] = (
+                None
+                if column is None
+                else column.to(device, dtype if name == "inputs" else None, non_blocking=non_blocking)
+            )
         if values is self.values and columns["inputs"] is self.inputs:
             return self  # as with tensors: where nothing is to be done, the same comes back, and what was counted stays known
         moved = Sequences.__new__(Sequences)
         moved.values, moved.offsets, moved.columns = values, self.offsets, self.columns
         moved.weights = None if self.weights is None else self.weights.to(device, non_blocking=non_blocking)
-        moved._checked = self._checked if values.dtype == self.values.dtype else None  # what fits float64 may be infinite in float32
+        moved._checked = (
+            self._checked if values.dtype == self.values.dtype else None
+        )  # what fits float64 may be infinite in float32
         moved._num_observed = moved._symbols = moved._is_complete = None
         return moved._with_columns(columns)
 
     def pin_memory(self, device: Any = None) -> Sequences:
-        pinned = Sequences(self.values.pin_memory(), self.offsets, None if self.weights is None else self.weights.pin_memory())
+        pinned = Sequences(
+            self.values.pin_memory(), self.offsets, None if self.weights is None else self.weights.pin_memory()
+        )
         pinned._checked = self._checked
         return pinned.with_columns(self.columns)._with_columns(
             {name: None if column is None else column.pin_memory() for name, column in self._columns().items()}
@@ -452,8 +537,14 @@ class Sequences:
             return
         if num_symbols is not None:
             if not self.is_discrete:
-                raise ValueError(f"The model emits {num_symbols} symbols, but the sequences hold real vectors of {self.num_features} features instead.")
-            if self.device.type == "cpu" and self.num_steps and (int(self.values.max()) >= num_symbols or int(self.values.min()) < MISSING):
+                raise ValueError(
+                    f"The model emits {num_symbols} symbols, but the sequences hold real vectors of {self.num_features} features instead."
+                )
+            if (
+                self.device.type == "cpu"
+                and self.num_steps
+                and (int(self.values.max()) >= num_symbols or int(self.values.min()) < MISSING)
+            ):
                 wrong = int(torch.nonzero((self.values.long() >= num_symbols) | (self.values < MISSING))[0, 0])
                 n, t = self.locate(wrong)
                 raise ValueError(
@@ -473,7 +564,9 @@ class Sequences:
                 n, t = self.locate(row)
                 where, value = f"feature {column} at position {t} of sequence {n}", float(self.values[row, column])
                 if math.isinf(value):
-                    raise ValueError(f"Values must be finite, or NaN for a missing one, but {where} is {value} instead.")
+                    raise ValueError(
+                        f"Values must be finite, or NaN for a missing one, but {where} is {value} instead."
+                    )
                 raise ValueError(
                     f"Values must be between -{_LARGEST:g} and {_LARGEST:g}, so that sums of squares are finite, but {where} is {value:g}. Rescale it."
                 )
@@ -510,7 +603,10 @@ class Sequences:
             missing = self.values == MISSING
             same = {torch.int8: torch.uint8}.get(self.values.dtype, self.values.dtype) == dtype
             symbols = self.values.view(dtype) if same else self.values.to(dtype)
-            self._symbols = num_symbols, symbols.masked_fill(missing, num_symbols) if self.values.is_cuda or bool(missing.any()) else symbols
+            self._symbols = (
+                num_symbols,
+                symbols.masked_fill(missing, num_symbols) if self.values.is_cuda or bool(missing.any()) else symbols,
+            )
         return self._symbols[1]
 
     def locate(self, step: int) -> tuple[int, int]:
@@ -532,7 +628,9 @@ def _described(data: Any) -> list[Column] | None:
     names = [str(name) for name in frames[0].columns]
     for n, frame in enumerate(frames):
         if (others := [str(name) for name in frame.columns]) != names:
-            raise ValueError(f"`sequences` must all have the columns {', '.join(names)} like the first, but sequence {n} has {', '.join(others)}.")
+            raise ValueError(
+                f"`sequences` must all have the columns {', '.join(names)} like the first, but sequence {n} has {', '.join(others)}."
+            )
     return as_columns([Column(name) for name in names])
 
 
@@ -542,11 +640,20 @@ def _joined(name: str, given: Sequence[Sequences], batches: Sequence[Sequences])
     if all(column is None for column in columns):
         return None
     if name == "labels":
-        columns = [batch.values.new_full((batch.num_steps,), MISSING, dtype=torch.int64) if batch.labels is None else batch.labels for batch in given]
+        columns = [
+            batch.values.new_full((batch.num_steps,), MISSING, dtype=torch.int64)
+            if batch.labels is None
+            else batch.labels
+            for batch in given
+        ]
     there = [column for column in columns if column is not None]
     if len(there) < len(columns):
         lacking = next(n for n, batch in enumerate(batches) if batch.num_steps and getattr(batch, name) is None)
-        raise ValueError(f"`batches` must all have `{name}` or none, but batch {lacking} has none. Give them to all batches.")
+        raise ValueError(
+            f"`batches` must all have `{name}` or none, but batch {lacking} has none. Give them to all batches."
+        )
     if len({column.shape[1:] for column in there}) > 1:
-        raise ValueError(f"`batches` must have the same number of `{name}`, but have {' and '.join(str(column.shape[1]) for column in there)}.")
+        raise ValueError(
+            f"`batches` must have the same number of `{name}`, but have {' and '.join(str(column.shape[1]) for column in there)}."
+        )
     return torch.cat(there)

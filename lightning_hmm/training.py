@@ -66,10 +66,15 @@ def _without_hints() -> Iterator[None]:
 def _arithmetic(precision: str | int | None, default: str) -> str:
     if precision is None:
         return default
-    for arithmetic, spellings in {"float64": ("64", "64-true", "float64"), "float32": ("32", "32-true", "float32")}.items():
+    for arithmetic, spellings in {
+        "float64": ("64", "64-true", "float64"),
+        "float32": ("32", "32-true", "float32"),
+    }.items():
         if str(precision) in spellings:
             return arithmetic
-    raise ValueError(f"`precision` must be 64-true or 32-true, but is {precision!r} instead: counts need more than 16 bits.")
+    raise ValueError(
+        f"`precision` must be 64-true or 32-true, but is {precision!r} instead: counts need more than 16 bits."
+    )
 
 
 def fit(
@@ -109,13 +114,17 @@ def fit(
     if not isinstance(model, SequenceModel):
         raise ValueError(f"`model` must be a model, such as `HMM(3)`, but is {_short(model)} instead.")
     if hasattr(max_epochs, "__len__") and not isinstance(max_epochs, str):
-        raise ValueError(f"`max_epochs` must be a number, but is {_short(max_epochs)} instead. Give lengths by name: `fit(model, X, lengths=...)`.")
+        raise ValueError(
+            f"`max_epochs` must be a number, but is {_short(max_epochs)} instead. Give lengths by name: `fit(model, X, lengths=...)`."
+        )
     if not _is_number(max_epochs) or max_epochs % 1 or max_epochs < -1:
         raise ValueError(f"`max_epochs` must be a whole number, but is {max_epochs!r} instead. (-1 is no limit.)")
     if not _is_number(tolerance):
         raise ValueError(f"`tolerance` must be a finite number, but is {tolerance!r} instead.")
     if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int)):
-        raise ValueError(f"`batch_size` must be a whole number, or None for everything in one batch, but is {batch_size!r} instead.")
+        raise ValueError(
+            f"`batch_size` must be a whole number, or None for everything in one batch, but is {batch_size!r} instead."
+        )
     check_seed(seed)
     arithmetic = _arithmetic(precision, model.arithmetic)
     checkpoint = None if ckpt_path is None else require_local_file(ckpt_path)
@@ -129,13 +138,26 @@ def fit(
     for part in given:
         model.check(part)
     data = InMemoryData(train, validation, batch_size, shuffle, seed)
-    watched = bool(callbacks) or bool(logger) or enable_checkpointing or enable_progress_bar or bool(trainer_options) or ckpt_path is not None
-    iterations = _iterations_per_epoch(model, int(max_epochs)) if not watched and val_sequences is None and batch_size is None else 1
+    watched = (
+        bool(callbacks)
+        or bool(logger)
+        or enable_checkpointing
+        or enable_progress_bar
+        or bool(trainer_options)
+        or ckpt_path is not None
+    )
+    iterations = (
+        _iterations_per_epoch(model, int(max_epochs))
+        if not watched and val_sequences is None and batch_size is None
+        else 1
+    )
     model.train()  # a model that was trained before comes back in evaluation mode
     with quiet_lightning(announcements=False):
         trainer = Trainer(
             max_epochs=int(max_epochs) // iterations,
-            callbacks=[*callbacks] if any(isinstance(callback, Convergence) for callback in callbacks) else [Convergence(tolerance), *callbacks],
+            callbacks=[*callbacks]
+            if any(isinstance(callback, Convergence) for callback in callbacks)
+            else [Convergence(tolerance), *callbacks],
             logger=logger,
             enable_checkpointing=enable_checkpointing,
             enable_progress_bar=enable_progress_bar,
@@ -179,11 +201,15 @@ def _short(value: Any) -> str:
 def require_observations(sequences: Sequences) -> None:
     """Raises where there is nothing to learn from."""
     if not len(sequences) or not sequences.num_steps:
-        raise ValueError(f"`sequences` must hold at least one step, but holds {len(sequences)} sequences and {sequences.num_steps} steps instead.")
+        raise ValueError(
+            f"`sequences` must hold at least one step, but holds {len(sequences)} sequences and {sequences.num_steps} steps instead."
+        )
     if not bool(sequences.observed.any()):
         raise ValueError(f"`sequences` must have something observed, but all {sequences.num_steps} steps are missing.")
     if not float(sequences.num_observed()) > 0:
-        raise ValueError("`sequences` must have an observed step in a sequence of positive weight, but every sequence with an observed step has weight 0.")
+        raise ValueError(
+            "`sequences` must have an observed step in a sequence of positive weight, but every sequence with an observed step has weight 0."
+        )
 
 
 def _families(family: type) -> Iterator[type[SequenceModel]]:
@@ -206,7 +232,9 @@ def load(path: str | Path, map_location: Any = "cpu") -> Any:
     family = next((family for family in _families(SequenceModel) if family.__name__ == made_by), None)
     if family is None:
         raise ValueError(f"{path} holds a {made_by}, which is not known here. Import the module that defines it first.")
-    hyperparameters = {name: value for name, value in checkpoint["hyper_parameters"].items() if not name.startswith("_")}
+    hyperparameters = {
+        name: value for name, value in checkpoint["hyper_parameters"].items() if not name.startswith("_")
+    }
     model = family(**hyperparameters)
     model.load_state_dict(checkpoint["state_dict"])
     return model.to(map_location).eval()

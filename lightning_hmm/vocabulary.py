@@ -39,7 +39,9 @@ class Vocabulary:
         for position, name in enumerate(sequence):
             number = MISSING if name is None else self._index.get(name, fallback)
             if number is None:
-                raise ValueError(f"`vocabulary` has no symbol {name!r}, found at position {position}. Give it an `unknown` symbol, or leave it out.")
+                raise ValueError(
+                    f"`vocabulary` has no symbol {name!r}, found at position {position}. Give it an `unknown` symbol, or leave it out."
+                )
             numbers.append(number)
         return numbers
 

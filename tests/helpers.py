@@ -8,13 +8,19 @@ import torch
 from lightning_hmm import Sequences, StandardHMM
 
 
-def random_symbols(rng: np.random.Generator, num_sequences: int = 17, num_symbols: int = 5, longest: int = 30, missing: float = 0.1) -> Sequences:
+def random_symbols(
+    rng: np.random.Generator, num_sequences: int = 17, num_symbols: int = 5, longest: int = 30, missing: float = 0.1
+) -> Sequences:
     """Ragged sequences, of lengths 1 and 0 too, with some symbols missing."""
     lengths = [1, 0, 2, *rng.integers(3, longest, num_sequences - 3)]
-    return Sequences.from_list([np.where(rng.random(n) < missing, -1, rng.integers(0, num_symbols, n)).astype(np.int64) for n in lengths])
+    return Sequences.from_list(
+        [np.where(rng.random(n) < missing, -1, rng.integers(0, num_symbols, n)).astype(np.int64) for n in lengths]
+    )
 
 
-def random_vectors(rng: np.random.Generator, num_sequences: int = 17, num_features: int = 2, longest: int = 30, missing: float = 0.1) -> Sequences:
+def random_vectors(
+    rng: np.random.Generator, num_sequences: int = 17, num_features: int = 2, longest: int = 30, missing: float = 0.1
+) -> Sequences:
     """Ragged sequences around two centres, with single entries missing."""
     parts = []
     for n in [1, 2, 3, *rng.integers(3, longest, num_sequences - 3)]:
@@ -30,7 +36,9 @@ def parameters(model: StandardHMM) -> dict[str, torch.Tensor]:
 
 def assert_same_parameters(first: StandardHMM, second: StandardHMM, rtol: float = 1e-10, atol: float = 1e-12) -> None:
     for name, value in parameters(first).items():
-        torch.testing.assert_close(value, parameters(second)[name], rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            value, parameters(second)[name], rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def assert_identical_parameters(first: StandardHMM, second: StandardHMM) -> None:

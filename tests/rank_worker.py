@@ -27,7 +27,13 @@ from lightning_hmm.training import quiet_lightning
 from tests.helpers import random_symbols
 from tests.table import CLONES, ROWS, D, Row, V, data, state, suited
 
-QUIET: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 
 
 class ForTesting(LightningDataModule):
@@ -58,8 +64,14 @@ def ragged(name: str, **ranks: Any) -> dict[str, Any]:
     (found["metrics"],) = Trainer(**QUIET, **ranks).test(used, datamodule=unseen, verbose=False)
     trainer = Trainer(**QUIET, **ranks)
     batches: Any = trainer.predict(used, datamodule=unseen)
-    numbers: Any = sequence_numbers(loader(unseen.test_sequences, 4, rank=trainer.global_rank, world_size=trainer.world_size))
-    mine = {next(numbers): {key: values[n] for key, values in batch.items()} for batch in batches for n in range(len(batch["log_likelihood"]))}
+    numbers: Any = sequence_numbers(
+        loader(unseen.test_sequences, 4, rank=trainer.global_rank, world_size=trainer.world_size)
+    )
+    mine = {
+        next(numbers): {key: values[n] for key, values in batch.items()}
+        for batch in batches
+        for n in range(len(batch["log_likelihood"]))
+    }
     found["predictions"] = _united(mine)
     return found
 
@@ -113,16 +125,31 @@ def report(**ranks: Any) -> dict[str, Any]:
     sequences = Sequences.cat([sequences[:5], Sequences.from_list([rng.integers(0, V, 60)]), sequences[5:]])
     weights = torch.from_numpy(rng.integers(0, 4, len(sequences)) / 2 + (sequences.lengths == 60).numpy())
     weighted = ForTesting(Sequences(sequences.values, sequences.offsets, weights))
-    (found,) = Trainer(**QUIET, callbacks=[CooccurrenceReport(seed=5)], **ranks).test(StandardHMM(3, V), datamodule=weighted, verbose=False)
+    (found,) = Trainer(**QUIET, callbacks=[CooccurrenceReport(seed=5)], **ranks).test(
+        StandardHMM(3, V), datamodule=weighted, verbose=False
+    )
     return {"metrics": found}
 
 
 def retraining(**ranks: Any) -> dict[str, Any]:
     """Online EM, then batch EM, as long as the validation data say; and again on all data."""
     sequences, callback = data("whole symbols", seed=4), Retraining(patience=2)
-    row = Row(lambda: ClonedHMM(**CLONES, discount=0.8, sequences_per_update=2, online_epochs=2, transition_pseudocount=1e-3))
-    model = row.fit(sequences[:11], val_sequences=sequences[11:], callbacks=[callback], max_epochs=30, batch_size=6, accelerator="cpu", **ranks)
-    return {"state": state(model), "metrics": {"best epochs": callback.best_epochs, **dict(enumerate(callback.validated))}}
+    row = Row(
+        lambda: ClonedHMM(**CLONES, discount=0.8, sequences_per_update=2, online_epochs=2, transition_pseudocount=1e-3)
+    )
+    model = row.fit(
+        sequences[:11],
+        val_sequences=sequences[11:],
+        callbacks=[callback],
+        max_epochs=30,
+        batch_size=6,
+        accelerator="cpu",
+        **ranks,
+    )
+    return {
+        "state": state(model),
+        "metrics": {"best epochs": callback.best_epochs, **dict(enumerate(callback.validated))},
+    }
 
 
 def plain_loader(**ranks: Any) -> dict[str, Any]:
@@ -134,7 +161,11 @@ def plain_loader(**ranks: Any) -> dict[str, Any]:
 
 
 # What there is besides the rows of the table.
-OTHERS: dict[str, Callable[..., dict[str, Any]]] = {"co-occurrence report": report, "retraining": retraining, "plain loader": plain_loader}
+OTHERS: dict[str, Callable[..., dict[str, Any]]] = {
+    "co-occurrence report": report,
+    "retraining": retraining,
+    "plain loader": plain_loader,
+}
 
 
 def main(job: str, path: Path) -> None:
@@ -145,7 +176,9 @@ def main(job: str, path: Path) -> None:
     for name in names:
         with quiet_lightning(announcements=False), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            results[name] = OTHERS[name](**ranks) if name in OTHERS else {"ragged": ragged, "few": few}[job](name, **ranks)
+            results[name] = (
+                OTHERS[name](**ranks) if name in OTHERS else {"ragged": ragged, "few": few}[job](name, **ranks)
+            )
         if os.environ["RANK"] == "0":  # after every row, so that a failure names the first one that is missing
             torch.save(results, path.with_suffix(".part"))
             path.with_suffix(".part").replace(path)

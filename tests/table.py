@@ -75,7 +75,9 @@ class Row:
         """A new model, trained as the row says where `options` do not say otherwise."""
         options = {"max_epochs": self.epochs, "batch_size": self.batch_size, "tolerance": 0, **options}
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*(rows of .* got no counts|has probability zero|likelihood of these data is zero)")
+            warnings.filterwarnings(
+                "ignore", message=".*(rows of .* got no counts|has probability zero|likelihood of these data is zero)"
+            )
             warnings.filterwarnings("ignore", message=".*callbacks used to create the checkpoint.*")
             return fit(self.make(), sequences, callbacks=[*self.callbacks(), *callbacks], **options)
 
@@ -87,7 +89,11 @@ def data(kind: str, seed: int = 0) -> Sequences:
         return Sequences.from_list([[0], [3], [4]])
     if kind == "few vectors":
         return random_vectors(rng, num_sequences=5, longest=8)
-    sequences = random_vectors(rng) if "vectors" in kind else random_symbols(rng, missing=0.0 if kind == "whole symbols" else 0.1)
+    sequences = (
+        random_vectors(rng)
+        if "vectors" in kind
+        else random_symbols(rng, missing=0.0 if kind == "whole symbols" else 0.1)
+    )
     if kind.startswith("weighted"):
         return Sequences(sequences.values, sequences.offsets, torch.from_numpy(rng.integers(0, 4, len(sequences)) / 2))
     return suited(kind, sequences)
@@ -132,7 +138,14 @@ EXACT: dict[str, Any] = {**PARTICLES, "arithmetic": "float64"}
 ONLINE: dict[str, Any] = {"once_per_epoch": False, "closed": False, "batch_size": 4}
 MANY: dict[str, Any] = {"once_per_epoch": False, "closed": False, "batch_size": 8, "several_updates": True}
 GRADIENT: dict[str, Any] = {"once_per_epoch": False, "closed": False}
-NEURAL: dict[str, Any] = {"kind": "few vectors", "once_per_epoch": False, "closed": False, "batch_size": 2, "tolerance": 1e-8, "epochs": 4}
+NEURAL: dict[str, Any] = {
+    "kind": "few vectors",
+    "once_per_epoch": False,
+    "closed": False,
+    "batch_size": 2,
+    "tolerance": 1e-8,
+    "epochs": 4,
+}
 LINEAR: dict[str, Any] = {"kind": "vectors"}
 
 ROWS: dict[str, Row] = {
@@ -152,7 +165,9 @@ ROWS: dict[str, Row] = {
     "Gaussian, random start": Row(lambda: StandardHMM(2, initialization="random", restarts=2, **GAUSSIAN), "vectors"),
     "Gaussian, online": Row(lambda: StandardHMM(**VECTORS, discount=0.8), "vectors", **ONLINE),
     "composed, full": Row(lambda: _composed(Gaussian("full", 0.1)), "vectors"),
-    "composed, full, weights": Row(lambda: _composed(Gaussian("full", 0.1), restarts=1), "weighted vectors", states=True),
+    "composed, full, weights": Row(
+        lambda: _composed(Gaussian("full", 0.1), restarts=1), "weighted vectors", states=True
+    ),
     "composed, tied": Row(lambda: _composed(Gaussian("tied", 0.1)), "vectors"),
     "composed, spherical": Row(lambda: _composed(Gaussian("spherical", 0.1)), "vectors"),
     "composed, Poisson": Row(lambda: _composed(Poisson(0.2)), "count vectors"),
@@ -160,18 +175,36 @@ ROWS: dict[str, Row] = {
     "composed, product, one start": Row(lambda: _mixed(restarts=1), "mixed vectors", states=True),
     "composed, product, online": Row(lambda: _mixed(discount=0.8), "mixed vectors", **ONLINE),
     "DMC": Row(lambda: DMCHMM(6, 2, V, restarts=2, transition_pseudocount=0.1, reselect_every=2), epochs=4),
-    "DMC, many states": Row(lambda: DMCHMM(160, 2, V, restarts=2, transition_pseudocount=0.1, reselect_every=2)),  # the sparse routine
-    "DMC, lazy": Row(lambda: DMCHMM(8, 2, V, criterion="largest", selection="lazy", reselect_every=2, restarts=2), epochs=4),
+    "DMC, many states": Row(
+        lambda: DMCHMM(160, 2, V, restarts=2, transition_pseudocount=0.1, reselect_every=2)
+    ),  # the sparse routine
+    "DMC, lazy": Row(
+        lambda: DMCHMM(8, 2, V, criterion="largest", selection="lazy", reselect_every=2, restarts=2), epochs=4
+    ),
     "DMC, Gaussian": Row(lambda: DMCHMM(4, 1, **GAUSSIAN), "vectors"),
     "DMC, lazy, Gaussian": Row(
-        lambda: DMCHMM(9, 3, criterion="largest", selection="lazy", transition_pseudocount=0.1, variance_prior=0.1, **GAUSSIAN), "vectors"
+        lambda: DMCHMM(
+            9, 3, criterion="largest", selection="lazy", transition_pseudocount=0.1, variance_prior=0.1, **GAUSSIAN
+        ),
+        "vectors",
     ),
     "dense, EM": Row(lambda: DenseHMM(3, V, 2, objective="em", m_steps=3, restarts=2), closed=False),
     "dense, likelihood": Row(lambda: DenseHMM(3, V, 2, objective="likelihood", restarts=2), **GRADIENT),
-    "dense, co-occurrences": Row(lambda: DenseHMM(3, V, 2, objective="cooccurrence", steps_per_epoch=3, restarts=2), closed=False),
-    "dense, Poisson": Row(lambda: DenseHMM(2, m_steps=3, emission=Poisson(0.2), num_features=D), "count vectors", closed=False),
+    "dense, co-occurrences": Row(
+        lambda: DenseHMM(3, V, 2, objective="cooccurrence", steps_per_epoch=3, restarts=2), closed=False
+    ),
+    "dense, Poisson": Row(
+        lambda: DenseHMM(2, m_steps=3, emission=Poisson(0.2), num_features=D), "count vectors", closed=False
+    ),
     "composed, embedded": Row(
-        lambda: HMM(3, EmbeddedCategorical(2, pseudocount=0.1), EmbeddedTransition(2, pseudocount=0.2), num_symbols=V, restarts=2), tolerance=1e-7
+        lambda: HMM(
+            3,
+            EmbeddedCategorical(2, pseudocount=0.1),
+            EmbeddedTransition(2, pseudocount=0.2),
+            num_symbols=V,
+            restarts=2,
+        ),
+        tolerance=1e-7,
     ),
     "composed, embedded Gaussian": Row(lambda: HMM(2, EmbeddedGaussian(2), num_features=D), "vectors", tolerance=1e-7),
     "dense, Gaussian": Row(lambda: DenseHMM(2, m_steps=3, **GAUSSIAN), "vectors", closed=False),
@@ -179,35 +212,73 @@ ROWS: dict[str, Row] = {
     "cloned, missing symbols": Row(lambda: ClonedHMM(**CLONES, pairs="all", transition_pseudocount=0.1)),
     "cloned, weights": Row(lambda: ClonedHMM(**CLONES, transition_pseudocount=0.1), "weighted symbols"),
     "cloned, seen pairs": Row(lambda: ClonedHMM(**CLONES, restarts=2), "whole symbols"),
-    "cloned, frequency": Row(lambda: ClonedHMM(20, V, allocation="frequency", pairs="all", transition_pseudocount=0.1), "whole symbols"),
-    "cloned, ngram": Row(lambda: ClonedHMM(**CLONES, allocation="ngram", ngram_order=2, transition_pseudocount=1e-3), "whole symbols"),
-    "cloned, online": Row(lambda: ClonedHMM(**CLONES, discount=0.8, transition_pseudocount=1e-3), "whole symbols", **ONLINE),
+    "cloned, frequency": Row(
+        lambda: ClonedHMM(20, V, allocation="frequency", pairs="all", transition_pseudocount=0.1), "whole symbols"
+    ),
+    "cloned, ngram": Row(
+        lambda: ClonedHMM(**CLONES, allocation="ngram", ngram_order=2, transition_pseudocount=1e-3), "whole symbols"
+    ),
+    "cloned, online": Row(
+        lambda: ClonedHMM(**CLONES, discount=0.8, transition_pseudocount=1e-3), "whole symbols", **ONLINE
+    ),
     "cloned, many updates": Row(
-        lambda: ClonedHMM(**CLONES, discount=0.8, sequences_per_update=3, transition_pseudocount=0.05), "whole symbols", tolerance=1e-8, **MANY
+        lambda: ClonedHMM(**CLONES, discount=0.8, sequences_per_update=3, transition_pseudocount=0.05),
+        "whole symbols",
+        tolerance=1e-8,
+        **MANY,
     ),
     "cloned, online then batch": Row(
-        lambda: ClonedHMM(**CLONES, discount=0.8, online_epochs=2, transition_pseudocount=1e-3), "whole symbols", epochs=4, **ONLINE
+        lambda: ClonedHMM(**CLONES, discount=0.8, online_epochs=2, transition_pseudocount=1e-3),
+        "whole symbols",
+        epochs=4,
+        **ONLINE,
     ),
     "cloned, many updates then batch": Row(
-        lambda: ClonedHMM(**CLONES, discount=0.8, sequences_per_update=2, online_epochs=1, transition_pseudocount=1e-3), "whole symbols", tolerance=1e-8, **MANY
+        lambda: ClonedHMM(**CLONES, discount=0.8, sequences_per_update=2, online_epochs=1, transition_pseudocount=1e-3),
+        "whole symbols",
+        tolerance=1e-8,
+        **MANY,
     ),
-    "cloned, pruned": Row(lambda: ClonedHMM(15, V, **SPARSE), "whole symbols", closed=False, callbacks=lambda: [Pruning(1e-3, density=0.9)], tolerance=1e-8),
+    "cloned, pruned": Row(
+        lambda: ClonedHMM(15, V, **SPARSE),
+        "whole symbols",
+        closed=False,
+        callbacks=lambda: [Pruning(1e-3, density=0.9)],
+        tolerance=1e-8,
+    ),
     "linear-Gaussian": Row(lambda: LinearGaussianHMM(2, D), **LINEAR),
     "linear-Gaussian, increments": Row(lambda: LinearGaussianHMM(2, D, target="increments"), **LINEAR),
-    "linear-Gaussian, online": Row(lambda: LinearGaussianHMM(2, D, discount=0.8, variance_prior=0.1), "vectors", **ONLINE),
+    "linear-Gaussian, online": Row(
+        lambda: LinearGaussianHMM(2, D, discount=0.8, variance_prior=0.1), "vectors", **ONLINE
+    ),
     "neural": Row(lambda: NeuralHMM(**EXACT), **NEURAL),
-    "neural, shares": Row(lambda: NeuralHMM(**EXACT, e_step_fraction=0.5, transition_order=1), random_shares=True, **NEURAL),
+    "neural, shares": Row(
+        lambda: NeuralHMM(**EXACT, e_step_fraction=0.5, transition_order=1), random_shares=True, **NEURAL
+    ),
     "neural, slow": Row(lambda: NeuralHMM(**EXACT, emission_mean="absolute", start_window=3), **NEURAL),
     "neural, float32": Row(lambda: NeuralHMM(**PARTICLES), random_by_rank=True, **NEURAL),
     "neural, genealogy": Row(
-        lambda: NeuralHMM(**EXACT, e_step_fraction=0.6, fine_tuning_epochs=1, smoothing="genealogy", transition_order=1), random_shares=True, **NEURAL
+        lambda: NeuralHMM(
+            **EXACT, e_step_fraction=0.6, fine_tuning_epochs=1, smoothing="genealogy", transition_order=1
+        ),
+        random_shares=True,
+        **NEURAL,
     ),
     "neural, discrete": Row(lambda: NeuralDiscreteHMM(2, D, width=8, embedding_dim=4), **NEURAL),
-    "neural, discrete, absolute": Row(lambda: NeuralDiscreteHMM(3, D, width=4, m_steps=1, emission_mean="absolute"), **NEURAL),
-    "recurrent": Row(lambda: RecurrentNet(4, V, bptt_steps=5, learning_rate_decay=0.5, arithmetic="float64"), **GRADIENT),
-    "recurrent, vectors": Row(lambda: RecurrentNet(4, num_features=D, bptt_steps=7, arithmetic="float64"), "vectors", **GRADIENT),
+    "neural, discrete, absolute": Row(
+        lambda: NeuralDiscreteHMM(3, D, width=4, m_steps=1, emission_mean="absolute"), **NEURAL
+    ),
+    "recurrent": Row(
+        lambda: RecurrentNet(4, V, bptt_steps=5, learning_rate_decay=0.5, arithmetic="float64"), **GRADIENT
+    ),
+    "recurrent, vectors": Row(
+        lambda: RecurrentNet(4, num_features=D, bptt_steps=7, arithmetic="float64"), "vectors", **GRADIENT
+    ),
     "recurrent, dropout": Row(
-        lambda: RecurrentNet(4, num_features=D, num_layers=2, dropout=0.5, bptt_steps=5, learning_rate_decay=0.5), "vectors", random_by_rank=True, **GRADIENT
+        lambda: RecurrentNet(4, num_features=D, num_layers=2, dropout=0.5, bptt_steps=5, learning_rate_decay=0.5),
+        "vectors",
+        random_by_rank=True,
+        **GRADIENT,
     ),
 }
 
@@ -222,4 +293,6 @@ def assert_same_state(found: dict[str, torch.Tensor], wanted: dict[str, torch.Te
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         limit = tolerance if value.is_floating_point() else 0.0
-        torch.testing.assert_close(found[name], value, rtol=limit, atol=limit, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            found[name], value, rtol=limit, atol=limit, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}"
+        )

@@ -29,7 +29,10 @@ def cells(text: str, heading: str) -> list[dict[str, str]]:
 def test_ratios_are_shown_at_equal_precision_in_float32_and_against_fit(baum_welch):
     setting = baum_welch.Setting(10, 20, 512, 300)
     seconds = {"ours float32": 2.0, "ours float64": 3.0, "ours fit float64": 6.0, "hmmlearn": 84.0, "dynamax": 100.0}
-    rows = [baum_welch.Row("iteration", setting, name, spent, spent, 3 if name == "dynamax" else 10, 1) for name, spent in seconds.items()]
+    rows = [
+        baum_welch.Row("iteration", setting, name, spent, spent, 3 if name == "dynamax" else 10, 1)
+        for name, spent in seconds.items()
+    ]
     text = baum_welch.tables(rows, None, threads=2)
     (row,) = cells(text, "Time of the peers divided by ours")
     found = {column: value for column, value in row.items() if value.endswith("x")}
@@ -47,11 +50,15 @@ def test_ratios_are_shown_at_equal_precision_in_float32_and_against_fit(baum_wel
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_peak_memory_is_that_of_the_process_itself():
     """`ru_maxrss` of a process includes the peak of the process that started it."""
-    child = f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); from baum_welch import peak_bytes; print(peak_bytes())"
+    child = (
+        f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); from baum_welch import peak_bytes; print(peak_bytes())"
+    )
     parent = f"import subprocess, sys; held = b'x' * 400_000_000; subprocess.run([sys.executable, '-c', {child!r}], check=True)"
     peak = int(subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True, check=True).stdout)
     assert peak < 300_000_000
     grown = f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); from baum_welch import peak_bytes, resident_bytes; before = resident_bytes(); "
     grown += "held = b'x' * 50_000_000; print(resident_bytes() - before, peak_bytes() - before)"
-    for growth in subprocess.run([sys.executable, "-c", grown], capture_output=True, text=True, check=True).stdout.split():
+    for growth in subprocess.run(
+        [sys.executable, "-c", grown], capture_output=True, text=True, check=True
+    ).stdout.split():
         assert 40_000_000 < int(growth) < 100_000_000

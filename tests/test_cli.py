@@ -46,7 +46,12 @@ def _handlers_of_pytest():
 
 
 def own_run(folder: Path) -> list[str]:
-    return [f"--config={ROOT / 'configs/standard/synthetic.yaml'}", f"--trainer.default_root_dir={folder}", "--trainer.max_epochs=3", *SMALL]
+    return [
+        f"--config={ROOT / 'configs/standard/synthetic.yaml'}",
+        f"--trainer.default_root_dir={folder}",
+        "--trainer.max_epochs=3",
+        *SMALL,
+    ]
 
 
 def fit_small(folder: Path, *more: str) -> Path:
@@ -79,7 +84,11 @@ SMALLER = {
 def test_every_config_trains_a_full_epoch_and_draws_its_figures(path, tmp_path):
     """Also validates, saves and tests. A figure that fails warns, and a warning fails the test."""
     assert path.read_text().startswith(f"# python -m lightning_hmm fit --config {path.relative_to(ROOT)}\n")
-    options = [f"--trainer.default_root_dir={tmp_path}", "--trainer.max_epochs=1", "--trainer.enable_progress_bar=false"]
+    options = [
+        f"--trainer.default_root_dir={tmp_path}",
+        "--trainer.max_epochs=1",
+        "--trainer.enable_progress_bar=false",
+    ]
     main(["fit", f"--config={path}", *options, *SMALLER.get(f"{path.parent.name}/{path.stem}", [])])
     (logs,) = tmp_path.glob("*/*/version_*")
     drawn = {tag.removeprefix("figures/") for tag in EventAccumulator(str(logs)).Reload().Tags()["images"]}
@@ -87,7 +96,14 @@ def test_every_config_trains_a_full_epoch_and_draws_its_figures(path, tmp_path):
 
 
 def test_a_dry_run_writes_nothing(tmp_path):
-    main(["fit", f"--config={ROOT / 'configs/standard/synthetic.yaml'}", "--trainer.fast_dev_run=2", f"--trainer.default_root_dir={tmp_path}"])
+    main(
+        [
+            "fit",
+            f"--config={ROOT / 'configs/standard/synthetic.yaml'}",
+            "--trainer.fast_dev_run=2",
+            f"--trainer.default_root_dir={tmp_path}",
+        ]
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -95,15 +111,26 @@ def test_fit_logs_saves_and_says_where(tmp_path, capsys):
     logs = fit_small(tmp_path)
     printed = capsys.readouterr().out
     best = next(logs.glob("checkpoints/epoch=*.ckpt"))
-    for line in (f"Best checkpoint:  {best}", f"tensorboard --logdir {logs}", "test/bits_per_symbol", "test/state_accuracy"):
+    for line in (
+        f"Best checkpoint:  {best}",
+        f"tensorboard --logdir {logs}",
+        "test/bits_per_symbol",
+        "test/state_accuracy",
+    ):
         assert line in printed
     assert (logs / "checkpoints/last.ckpt").exists()
     assert list(logs.glob("events.out.tfevents.*"))
     with (logs / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert {"epoch", "step", "train/log_likelihood", "train/bits_per_symbol", "val/log_likelihood", "val/bits_per_symbol", "test/bits_per_symbol"} <= set(
-        rows[0]
-    )
+    assert {
+        "epoch",
+        "step",
+        "train/log_likelihood",
+        "train/bits_per_symbol",
+        "val/log_likelihood",
+        "val/bits_per_symbol",
+        "test/bits_per_symbol",
+    } <= set(rows[0])
     likelihoods = [float(row["train/log_likelihood"]) for row in rows if row["train/log_likelihood"]]
     assert len(likelihoods) == 3
     assert likelihoods == sorted(likelihoods)
@@ -123,7 +150,11 @@ def test_the_saved_config_reruns_the_run(tmp_path):
 def test_validate_test_and_predict_use_the_checkpoint(tmp_path, capsys):
     logs = fit_small(tmp_path)
     best = next(logs.glob("checkpoints/epoch=*.ckpt"))
-    common = [f"--config={logs / 'config.yaml'}", f"--ckpt_path={best}", f"--trainer.default_root_dir={tmp_path / 'more'}"]
+    common = [
+        f"--config={logs / 'config.yaml'}",
+        f"--ckpt_path={best}",
+        f"--trainer.default_root_dir={tmp_path / 'more'}",
+    ]
     assert main(["validate", *common]).trainer.callback_metrics["val/bits_per_symbol"] > 0
     tested = main(["test", *common])
     model, sequences = lightning_hmm.load(best), tested.datamodule.test_sequences
@@ -139,21 +170,47 @@ def test_validate_test_and_predict_use_the_checkpoint(tmp_path, capsys):
 
 def test_last_and_best_are_those_of_the_run_whose_config_is_given(tmp_path):
     """With more states than the few short sequences can tell apart, the best epoch is not the last."""
-    logs = fit_small(tmp_path, "--model.init_args.num_states=8", "--trainer.max_epochs=40", "--convergence.tolerance=0", "--checkpoint.save_top_k=2")
+    logs = fit_small(
+        tmp_path,
+        "--model.init_args.num_states=8",
+        "--trainer.max_epochs=40",
+        "--convergence.tolerance=0",
+        "--checkpoint.save_top_k=2",
+    )
     checkpoints = {path: lightning_hmm.load(path) for path in logs.glob("checkpoints/*.ckpt")}
-    validation = main(["validate", f"--config={logs / 'config.yaml'}", "--ckpt_path=last", f"--trainer.default_root_dir={tmp_path}"]).datamodule.val_sequences
-    best = max((path for path in checkpoints if path.stem != "last"), key=lambda path: float(checkpoints[path].score(validation).sum()))
+    validation = main(
+        ["validate", f"--config={logs / 'config.yaml'}", "--ckpt_path=last", f"--trainer.default_root_dir={tmp_path}"]
+    ).datamodule.val_sequences
+    best = max(
+        (path for path in checkpoints if path.stem != "last"),
+        key=lambda path: float(checkpoints[path].score(validation).sum()),
+    )
     last = logs / "checkpoints/last.ckpt"
     assert len(checkpoints) == 3
-    for subcommand, which, path in (("validate", "best", best), ("test", "best", best), ("test", "last", last), ("predict", "last", last)):
-        used = main([subcommand, f"--config={logs / 'config.yaml'}", f"--ckpt_path={which}", f"--trainer.default_root_dir={tmp_path}"])
+    for subcommand, which, path in (
+        ("validate", "best", best),
+        ("test", "best", best),
+        ("test", "last", last),
+        ("predict", "last", last),
+    ):
+        used = main(
+            [
+                subcommand,
+                f"--config={logs / 'config.yaml'}",
+                f"--ckpt_path={which}",
+                f"--trainer.default_root_dir={tmp_path}",
+            ]
+        )
         assert torch.equal(used.model.transition_probs, checkpoints[path].transition_probs), (subcommand, which)
 
 
 @pytest.mark.parametrize("subcommand", ["fit", "validate", "test", "predict"])
 @pytest.mark.parametrize("which", ["last", "best"])
 def test_last_and_best_of_no_run_are_refused(subcommand, which):
-    with pytest.raises(ValueError, match=rf"`--ckpt_path {which}` is looked up in the folder of the run .*, but none of the given `--config` files"):
+    with pytest.raises(
+        ValueError,
+        match=rf"`--ckpt_path {which}` is looked up in the folder of the run .*, but none of the given `--config` files",
+    ):
         main([subcommand, f"--config={ROOT / 'configs/standard/synthetic.yaml'}", f"--ckpt_path={which}"])
 
 
@@ -170,15 +227,24 @@ def test_options_that_disagree_with_the_checkpoint_are_refused(tmp_path):
     for subcommand in ("fit", "validate", "test", "predict"):
         with pytest.raises(ValueError, match=r"`model\.init_args\.num_states` is 7, but 3 in the checkpoint"):
             main([subcommand, f"--config={logs / 'config.yaml'}", "--model.init_args.num_states=7", last])
-    with pytest.raises(ValueError, match=r"`model\.init_args\.num_states` is 5, but 3 in the checkpoint"):  # as in the file
+    with pytest.raises(
+        ValueError, match=r"`model\.init_args\.num_states` is 5, but 3 in the checkpoint"
+    ):  # as in the file
         main(["test", f"--config={shipped}", last])
-    with pytest.raises(ValueError, match=r"`model\.init_args\.transition_pseudocount` is 0\.0, but 0\.5 in the checkpoint"):
+    with pytest.raises(
+        ValueError, match=r"`model\.init_args\.transition_pseudocount` is 0\.0, but 0\.5 in the checkpoint"
+    ):
         main(["test", f"--config={logs / 'config.yaml'}", "--model.init_args.transition_pseudocount=0", last])
     with pytest.raises(ValueError, match=r"`model\.init_args\.num_symbols` is 5, but 12 in the checkpoint"):
         main(["test", f"--config={logs / 'config.yaml'}", "--model.init_args.num_symbols=5", last])
     with pytest.raises(ValueError, match=r"`model` is lightning_hmm\.ClonedHMM, but .*last\.ckpt holds a StandardHMM"):
         main(["test", "--model=ClonedHMM", "--data=datamodules.SyntheticDataModule", last])
-    bare = ["--model=StandardHMM", "--model.init_args.num_states=3", "--data=datamodules.SyntheticDataModule", "--data.init_args.length=20"]
+    bare = [
+        "--model=StandardHMM",
+        "--model.init_args.num_states=3",
+        "--data=datamodules.SyntheticDataModule",
+        "--data.init_args.length=20",
+    ]
     tested = main(["test", *bare, "--data.init_args.num_symbols=12", f"--trainer.default_root_dir={tmp_path}", last])
     assert tested.model.restarts == 8
 
@@ -186,8 +252,20 @@ def test_options_that_disagree_with_the_checkpoint_are_refused(tmp_path):
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_a_checkpoint_of_a_training_in_python_is_used(tmp_path, rng):
     model = lightning_hmm.StandardHMM(num_states=3, num_symbols=12, transition_pseudocount=0.5)
-    lightning_hmm.fit(model, random_symbols(rng, num_symbols=12), 2, 0, enable_checkpointing=True, callbacks=[ModelCheckpoint(tmp_path, save_last=True)])
-    bare = ["--model=StandardHMM", "--model.init_args.num_states=3", "--data=datamodules.SyntheticDataModule", "--data.init_args.num_symbols=12"]
+    lightning_hmm.fit(
+        model,
+        random_symbols(rng, num_symbols=12),
+        2,
+        0,
+        enable_checkpointing=True,
+        callbacks=[ModelCheckpoint(tmp_path, save_last=True)],
+    )
+    bare = [
+        "--model=StandardHMM",
+        "--model.init_args.num_states=3",
+        "--data=datamodules.SyntheticDataModule",
+        "--data.init_args.num_symbols=12",
+    ]
     tested = main(["test", *bare, f"--ckpt_path={tmp_path / 'last.ckpt'}", f"--trainer.default_root_dir={tmp_path}"])
     assert torch.equal(tested.model.transition_probs, model.transition_probs)
 
@@ -218,7 +296,16 @@ def test_without_a_logger_the_given_configuration_file_is_not_overwritten(tmp_pa
 @pytest.mark.parametrize("option", ["--trainer.enable_checkpointing=false", "--trainer.logger=false"])
 def test_nothing_is_saved_or_logged_where_nothing_is_wanted(tmp_path, option, capsys):
     config = ROOT / "configs/standard/synthetic.yaml"
-    main(["fit", f"--config={config}", f"--trainer.default_root_dir={tmp_path}", "--trainer.max_epochs=2", *SMALL, option])
+    main(
+        [
+            "fit",
+            f"--config={config}",
+            f"--trainer.default_root_dir={tmp_path}",
+            "--trainer.max_epochs=2",
+            *SMALL,
+            option,
+        ]
+    )
     assert "Trained StandardHMM for 2 epochs." in capsys.readouterr().out
 
 
@@ -246,7 +333,11 @@ def test_runs_that_start_at_the_same_moment_get_folders_of_their_own(tmp_path, m
 
 
 def test_ranks_get_the_version_of_rank_zero(tmp_path):
-    rank_one = SimpleNamespace(loggers=default_loggers(tmp_path, "a/b", None), is_global_zero=False, strategy=SimpleNamespace(broadcast=lambda value: 5))
+    rank_one = SimpleNamespace(
+        loggers=default_loggers(tmp_path, "a/b", None),
+        is_global_zero=False,
+        strategy=SimpleNamespace(broadcast=lambda value: 5),
+    )
     SharedVersion(partial(default_loggers, tmp_path, "a/b")).setup(rank_one, None, "fit")
     assert [logger.version for logger in rank_one.loggers] == [5, 5]
     assert list(tmp_path.iterdir()) == []
@@ -295,10 +386,29 @@ def test_runs_of_other_loggers_keep_their_own_configs_and_checkpoints(tmp_path, 
 
 def fit_file(folder: Path, rows: list[str]) -> Path:
     """Trains on a CSV of 20 sequences of 8 rows; returns the log folder."""
-    (folder / "own.csv").write_text("day,seen\n" + "\n".join(f"{n // 8},{rows[(n * n + n // 5) % len(rows)]}" for n in range(160)))
-    options = ["--model=StandardHMM", "--model.init_args.num_states=2", "--data=datamodules.FileDataModule", f"--data.init_args.path={folder / 'own.csv'}"]
-    options += ["--data.init_args.columns=[seen]", "--data.init_args.sequence_column=day", f"--data.init_args.data_dir={folder / 'cache'}"]
-    main(["fit", *options, "--trainer.max_epochs=3", f"--trainer.default_root_dir={folder}", "--trainer.enable_progress_bar=false"])
+    (folder / "own.csv").write_text(
+        "day,seen\n" + "\n".join(f"{n // 8},{rows[(n * n + n // 5) % len(rows)]}" for n in range(160))
+    )
+    options = [
+        "--model=StandardHMM",
+        "--model.init_args.num_states=2",
+        "--data=datamodules.FileDataModule",
+        f"--data.init_args.path={folder / 'own.csv'}",
+    ]
+    options += [
+        "--data.init_args.columns=[seen]",
+        "--data.init_args.sequence_column=day",
+        f"--data.init_args.data_dir={folder / 'cache'}",
+    ]
+    main(
+        [
+            "fit",
+            *options,
+            "--trainer.max_epochs=3",
+            f"--trainer.default_root_dir={folder}",
+            "--trainer.enable_progress_bar=false",
+        ]
+    )
     return max(folder.glob("standard/files/version_*"))
 
 
@@ -306,14 +416,22 @@ def test_a_new_file_is_scored_as_a_whole(tmp_path, caplog):
     """The model was trained on none of it, so there is nothing to hold out; and a copy of the training file is no new file."""
     logs = fit_file(tmp_path, ["rain", "sun", "cloud"])
     model = lightning_hmm.load(logs / "checkpoints/last.ckpt")
-    (tmp_path / "new.csv").write_text("day,seen\n" + "\n".join(f"{n // 4},{['sun', 'rain'][n * n % 3 % 2]}" for n in range(12)))
+    (tmp_path / "new.csv").write_text(
+        "day,seen\n" + "\n".join(f"{n // 4},{['sun', 'rain'][n * n % 3 % 2]}" for n in range(12))
+    )
     (tmp_path / "copy.csv").write_text((tmp_path / "own.csv").read_text())
     days = [[["sun", "rain"][n * n % 3 % 2] for n in range(4 * day, 4 * day + 4)] for day in range(3)]
-    common = [f"--config={logs / 'config.yaml'}", f"--ckpt_path={logs / 'checkpoints/last.ckpt'}", f"--trainer.default_root_dir={tmp_path}"]
+    common = [
+        f"--config={logs / 'config.yaml'}",
+        f"--ckpt_path={logs / 'checkpoints/last.ckpt'}",
+        f"--trainer.default_root_dir={tmp_path}",
+    ]
     for subcommand, part in (("validate", "val"), ("test", "test")):
         caplog.clear()
         scored = main([subcommand, *common, f"--data.init_args.path={tmp_path / 'new.csv'}"])
-        assert float(scored.trainer.callback_metrics[f"{part}/log_likelihood"]) == pytest.approx(float(model.score(days).sum()) / 12, rel=1e-10)
+        assert float(scored.trainer.callback_metrics[f"{part}/log_likelihood"]) == pytest.approx(
+            float(model.score(days).sum()) / 12, rel=1e-10
+        )
         assert "Scoring all 3 sequences, since the model was trained on other data." in caplog.messages
         scored = main([subcommand, *common, f"--data.init_args.path={tmp_path / 'copy.csv'}"])
         assert scored.datamodule.part_size(part) == 2
@@ -325,7 +443,9 @@ def test_other_validation_data_do_not_make_the_training_file_new(tmp_path):
     logs = fit_file(tmp_path, ["rain", "sun"])
     (tmp_path / "val.csv").write_text("day,seen\n0,fog\n0,rain\n")
     common = [f"--config={logs / 'config.yaml'}", "--ckpt_path=last", f"--trainer.default_root_dir={tmp_path}"]
-    tested = main(["test", *common, f"--data.init_args.val_path={tmp_path / 'val.csv'}", "--data.init_args.unknown=rain"])
+    tested = main(
+        ["test", *common, f"--data.init_args.val_path={tmp_path / 'val.csv'}", "--data.init_args.unknown=rain"]
+    )
     assert tested.datamodule.part_size("test") == 2
 
 
@@ -333,11 +453,30 @@ def test_a_file_of_one_sequence_can_be_scored_only_if_it_is_new(tmp_path):
     """Of the file of training, a tenth of too few sequences is none."""
     (tmp_path / "own.csv").write_text("day,seen\n" + "\n".join(f"{n // 8},{n * n % 3}" for n in range(24)))
     (tmp_path / "new.csv").write_text("day,seen\n0,1\n0,0\n")
-    options = ["--model=StandardHMM", "--model.init_args.num_states=2", "--data=datamodules.FileDataModule", "--data.init_args.columns=[seen]"]
-    options += ["--data.init_args.sequence_column=day", f"--data.init_args.data_dir={tmp_path / 'cache'}", f"--trainer.default_root_dir={tmp_path}"]
-    main(["fit", *options, f"--data.init_args.path={tmp_path / 'own.csv'}", "--trainer.max_epochs=2", "--trainer.enable_progress_bar=false"])
+    options = [
+        "--model=StandardHMM",
+        "--model.init_args.num_states=2",
+        "--data=datamodules.FileDataModule",
+        "--data.init_args.columns=[seen]",
+    ]
+    options += [
+        "--data.init_args.sequence_column=day",
+        f"--data.init_args.data_dir={tmp_path / 'cache'}",
+        f"--trainer.default_root_dir={tmp_path}",
+    ]
+    main(
+        [
+            "fit",
+            *options,
+            f"--data.init_args.path={tmp_path / 'own.csv'}",
+            "--trainer.max_epochs=2",
+            "--trainer.enable_progress_bar=false",
+        ]
+    )
     common = [f"--config={tmp_path / 'standard/files/version_0/config.yaml'}", "--ckpt_path=last"]
-    with pytest.raises(ValueError, match=r"`test` needs at least one sequence, but has 0 of 3 sequences \(`test_fraction` is 0\.1\)"):
+    with pytest.raises(
+        ValueError, match=r"`test` needs at least one sequence, but has 0 of 3 sequences \(`test_fraction` is 0\.1\)"
+    ):
         main(["test", *common])
     with pytest.raises(ValueError, match=r"`validate` needs at least one sequence, but has 0 of 3 sequences"):
         main(["validate", *common])
@@ -350,13 +489,21 @@ def test_own_data_keep_their_names(tmp_path):
     assert model.decode([["rain", "sun"]]).tolist() == model.decode([[1, 2]]).tolist()
 
 
-@pytest.mark.parametrize(("rows", "new"), [(["rain", "sun", "cloud"], ["sun", "rain"]), (["0", "1", "2"], ["1", "0"])], ids=["names", "numbers"])
+@pytest.mark.parametrize(
+    ("rows", "new"),
+    [(["rain", "sun", "cloud"], ["sun", "rain"]), (["0", "1", "2"], ["1", "0"])],
+    ids=["names", "numbers"],
+)
 def test_a_new_file_is_decoded_with_the_symbols_of_training(tmp_path, rows, new):
     """It need not have all of them; and all of it is decoded."""
     logs = fit_file(tmp_path, rows)
     last = logs / "checkpoints/last.ckpt"
     (tmp_path / "new.csv").write_text("day,seen\n" + "\n".join(f"{n // 3},{new[n % 2]}" for n in range(12)))
-    common = [f"--config={logs / 'config.yaml'}", f"--ckpt_path={last}", f"--data.init_args.path={tmp_path / 'new.csv'}"]
+    common = [
+        f"--config={logs / 'config.yaml'}",
+        f"--ckpt_path={last}",
+        f"--data.init_args.path={tmp_path / 'new.csv'}",
+    ]
     main(["predict", *common, f"--predictions.path={tmp_path / 'states.jsonl'}"])
     lines = [json.loads(line) for line in (tmp_path / "states.jsonl").read_text().splitlines()]
     model = lightning_hmm.load(last)
@@ -368,18 +515,34 @@ def test_a_new_file_is_decoded_with_the_symbols_of_training(tmp_path, rows, new)
 def test_a_new_file_with_another_symbol_is_refused(tmp_path):
     logs = fit_file(tmp_path, ["rain", "sun"])
     (tmp_path / "new.csv").write_text("day,seen\n0,rain\n0,storm\n")
-    common = [f"--config={logs / 'config.yaml'}", f"--ckpt_path={logs / 'checkpoints/last.ckpt'}", f"--data.init_args.path={tmp_path / 'new.csv'}"]
+    common = [
+        f"--config={logs / 'config.yaml'}",
+        f"--ckpt_path={logs / 'checkpoints/last.ckpt'}",
+        f"--data.init_args.path={tmp_path / 'new.csv'}",
+    ]
     with pytest.raises(ValueError, match=r"Symbols must be in `vocabulary`, but 'storm' in .*new\.csv"):
         main(["test", *common])
-    with pytest.raises(ValueError, match="must have the symbols that the checkpoint was trained on, 'rain', 'sun', but have 'rain', 'storm'"):
+    with pytest.raises(
+        ValueError,
+        match="must have the symbols that the checkpoint was trained on, 'rain', 'sun', but have 'rain', 'storm'",
+    ):
         main(["test", *common, "--data.init_args.vocabulary=[rain, storm]", "--data.init_args.test_fraction=0.6"])
 
 
 def test_standardised_columns_keep_the_units_of_training(tmp_path):
     (tmp_path / "train.csv").write_text("x\n" + "\n".join(str(100 + 10 * (n % 7)) for n in range(80)))
     (tmp_path / "new.csv").write_text("x\n" + "\n".join(str(100 + n % 3) for n in range(30)))
-    options = ["--model=StandardHMM", "--model.init_args.num_states=2", "--model.init_args.emission=gaussian", "--data=datamodules.FileDataModule"]
-    options += ["--data.init_args.kind=vectors", "--data.init_args.standardize=true", f"--data.init_args.data_dir={tmp_path / 'cache'}"]
+    options = [
+        "--model=StandardHMM",
+        "--model.init_args.num_states=2",
+        "--model.init_args.emission=gaussian",
+        "--data=datamodules.FileDataModule",
+    ]
+    options += [
+        "--data.init_args.kind=vectors",
+        "--data.init_args.standardize=true",
+        f"--data.init_args.data_dir={tmp_path / 'cache'}",
+    ]
     options += [f"--trainer.default_root_dir={tmp_path}", "--trainer.enable_progress_bar=false"]
     trained = main(["fit", *options, f"--data.init_args.path={tmp_path / 'train.csv'}", "--trainer.max_epochs=2"])
     last = tmp_path / "standard/files/version_0/checkpoints/last.ckpt"
@@ -391,11 +554,25 @@ def test_standardised_columns_keep_the_units_of_training(tmp_path):
 
 def test_an_emission_of_ones_own_goes_all_the_way(tmp_path):
     """It is named by the path of its class; what was trained loads, is resumed, and predicts."""
-    (tmp_path / "counts.csv").write_text("day,calls\n" + "\n".join(f"{n // 8},{(n * n) % 7 + n % 2 * 9}.0" for n in range(160)))
-    options = ["--model=HMM", "--model.init_args.num_states=2", "--model.init_args.emission=tests.models.test_new_family.NegativeBinomial"]
+    (tmp_path / "counts.csv").write_text(
+        "day,calls\n" + "\n".join(f"{n // 8},{(n * n) % 7 + n % 2 * 9}.0" for n in range(160))
+    )
+    options = [
+        "--model=HMM",
+        "--model.init_args.num_states=2",
+        "--model.init_args.emission=tests.models.test_new_family.NegativeBinomial",
+    ]
     options += ["--model.init_args.emission.init_args.failures=3", "--data=datamodules.FileDataModule"]
-    options += [f"--data.init_args.path={tmp_path / 'counts.csv'}", "--data.init_args.sequence_column=day", "--data.init_args.columns=[calls]"]
-    options += ["--data.init_args.kind=vectors", f"--data.init_args.data_dir={tmp_path / 'cache'}", f"--trainer.default_root_dir={tmp_path}"]
+    options += [
+        f"--data.init_args.path={tmp_path / 'counts.csv'}",
+        "--data.init_args.sequence_column=day",
+        "--data.init_args.columns=[calls]",
+    ]
+    options += [
+        "--data.init_args.kind=vectors",
+        f"--data.init_args.data_dir={tmp_path / 'cache'}",
+        f"--trainer.default_root_dir={tmp_path}",
+    ]
     options += ["--trainer.enable_progress_bar=false"]
     main(["fit", *options, "--trainer.max_epochs=2"])
     last = tmp_path / "hmm/files/version_0/checkpoints/last.ckpt"
@@ -459,19 +636,37 @@ def test_a_remote_checkpoint_is_refused(path):
 def test_a_value_in_the_place_of_a_group_of_options_is_pointed_at(tmp_path, capsys, group, value):
     (tmp_path / "wrong.yaml").write_text(f"{group}: {value}\n")
     with pytest.raises(SystemExit) as stopped:
-        main(["fit", "--model=StandardHMM", "--model.init_args.num_states=2", "--data=datamodules.SyntheticDataModule", f"--config={tmp_path / 'wrong.yaml'}"])
+        main(
+            [
+                "fit",
+                "--model=StandardHMM",
+                "--model.init_args.num_states=2",
+                "--data=datamodules.SyntheticDataModule",
+                f"--config={tmp_path / 'wrong.yaml'}",
+            ]
+        )
     assert stopped.value.code == 2
     assert group in capsys.readouterr().err
 
 
 def test_a_size_that_the_data_contradict_is_refused():
-    with pytest.raises(ValueError, match=r"`--model\.init_args\.num_symbols` is what the data say, 12, but 5 was given"):
+    with pytest.raises(
+        ValueError, match=r"`--model\.init_args\.num_symbols` is what the data say, 12, but 5 was given"
+    ):
         main(["fit", f"--config={ROOT / 'configs/standard/synthetic.yaml'}", "--model.init_args.num_symbols=5"])
 
 
 def test_the_sentence_of_an_error_is_not_buried(monkeypatch, capsys):
-    options = ["fit", "--model=StandardHMM", "--model.init_args.num_states=2", "--data=datamodules.FileDataModule", "--data.init_args.columns=[sen]"]
-    monkeypatch.setattr(sys, "argv", ["lightning_hmm", *options, f"--data.init_args.path={ROOT / 'configs/standard/weather.csv'}"])
+    options = [
+        "fit",
+        "--model=StandardHMM",
+        "--model.init_args.num_states=2",
+        "--data=datamodules.FileDataModule",
+        "--data.init_args.columns=[sen]",
+    ]
+    monkeypatch.setattr(
+        sys, "argv", ["lightning_hmm", *options, f"--data.init_args.path={ROOT / 'configs/standard/weather.csv'}"]
+    )
     with pytest.raises(SystemExit):
         run()
     line = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("error:"))
@@ -539,8 +734,18 @@ def start(start_script):
     """Starts runs of online EM."""
 
     def start_one(folder: Path, *more: str, **environment: str) -> subprocess.Popen:
-        options = ["--trainer.max_epochs=60", "--model.init_args.discount=0.9", "--model.init_args.transition_pseudocount=1", "--model.init_args.restarts=2"]
-        options += ["--data.init_args.batch_size=50", "--data.init_args.shuffle=true", "--convergence.tolerance=0", "--trainer.enable_progress_bar=false"]
+        options = [
+            "--trainer.max_epochs=60",
+            "--model.init_args.discount=0.9",
+            "--model.init_args.transition_pseudocount=1",
+            "--model.init_args.restarts=2",
+        ]
+        options += [
+            "--data.init_args.batch_size=50",
+            "--data.init_args.shuffle=true",
+            "--convergence.tolerance=0",
+            "--trainer.enable_progress_bar=false",
+        ]
         config = ["--config=configs/standard/synthetic.yaml", f"--trainer.default_root_dir={folder}"]
         return start_script(["-m", "lightning_hmm", "fit", *config, *options, *more], **environment)
 
@@ -572,14 +777,20 @@ def test_killed_and_resumed_equals_never_killed(tmp_path, start):
     resumed = start(tmp_path / "resumed", f"--ckpt_path={last}")
     printed, _ = resumed.communicate(timeout=240)
     assert resumed.returncode == 0, printed
-    contents = [torch.load(tmp_path / name / "standard/synthetic/version_0/checkpoints/last.ckpt", weights_only=True) for name in ("whole", "resumed")]
+    contents = [
+        torch.load(tmp_path / name / "standard/synthetic/version_0/checkpoints/last.ckpt", weights_only=True)
+        for name in ("whole", "resumed")
+    ]
     assert contents[0]["epoch"] == contents[1]["epoch"] == 59
     for name, value in contents[0]["state_dict"].items():
         assert torch.equal(value, contents[1]["state_dict"][name]), name
     for key, state in contents[0]["optimizer_states"][0]["state"].items():
         for name, value in state.items():
             assert torch.equal(value, contents[1]["optimizer_states"][0]["state"][key][name]), name
-    histories = [next(state for name, state in content["callbacks"].items() if name.startswith("Convergence")) for content in contents]
+    histories = [
+        next(state for name, state in content["callbacks"].items() if name.startswith("Convergence"))
+        for content in contents
+    ]
     assert histories[0] == histories[1]
 
 
@@ -595,7 +806,16 @@ def test_ctrl_c_keeps_the_last_checkpoint_and_says_how_to_go_on(tmp_path, start)
     assert f"The last finished epoch is in {last}" in printed
     command = next(line for line in printed.splitlines() if "python -m lightning_hmm fit" in line)
     config = folder / "standard/synthetic/version_0/config.yaml"
-    assert shlex.split(command) == ["python", "-m", "lightning_hmm", "fit", "--config", str(config), "--ckpt_path", str(last)]
+    assert shlex.split(command) == [
+        "python",
+        "-m",
+        "lightning_hmm",
+        "fit",
+        "--config",
+        str(config),
+        "--ckpt_path",
+        str(last),
+    ]
     assert "Traceback" not in printed
     assert torch.load(last, weights_only=True)["epoch"] >= 2
 
@@ -615,7 +835,10 @@ class Signals(Callback):
 
 
 def signals(*numbers: int) -> list[str]:
-    return [f"--trainer.callbacks={__name__}.Signals", f"--trainer.callbacks.numbers={[int(number) for number in numbers]}"]
+    return [
+        f"--trainer.callbacks={__name__}.Signals",
+        f"--trainer.callbacks.numbers={[int(number) for number in numbers]}",
+    ]
 
 
 def test_sigterm_exits_with_143(tmp_path, start_script):
@@ -629,12 +852,29 @@ def test_sigterm_in_the_only_batch_of_a_test_exits_with_143(tmp_path):
     """Lightning does not look at the signal after the last batch."""
     logs = fit_small(tmp_path, "--trainer.max_epochs=1", "--data.init_args.test_fraction=0")
     with pytest.raises(SystemExit) as stopped:
-        main(["test", f"--config={logs / 'config.yaml'}", "--ckpt_path=last", "--data.init_args.test_fraction=0.1", *signals(signal.SIGTERM)])
+        main(
+            [
+                "test",
+                f"--config={logs / 'config.yaml'}",
+                "--ckpt_path=last",
+                "--data.init_args.test_fraction=0.1",
+                *signals(signal.SIGTERM),
+            ]
+        )
     assert stopped.value.code == 143
 
 
 def test_sigterm_exits_with_0_if_slurm_requeues_the_job(tmp_path, monkeypatch):
-    slurm = {"JOB_ID": "7", "JOB_NAME": "train", "NTASKS": "1", "NTASKS_PER_NODE": "1", "PROCID": "0", "LOCALID": "0", "NODEID": "0", "NODELIST": "here"}
+    slurm = {
+        "JOB_ID": "7",
+        "JOB_NAME": "train",
+        "NTASKS": "1",
+        "NTASKS_PER_NODE": "1",
+        "PROCID": "0",
+        "LOCALID": "0",
+        "NODEID": "0",
+        "NODELIST": "here",
+    }
     for name, value in slurm.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" > {tmp_path / "requeued"}\n')
@@ -707,16 +947,26 @@ def test_a_product_is_used_on_files_with_fewer_categories_in_another_order(tmp_p
     for path in ("few.csv", "permuted.csv"):
         common = ["--config=mixed.yaml", f"--data.init_args.path={path}", f"--ckpt_path={checkpoint}"]
         tested = main(["test", *common])
-        assert float(tested.trainer.callback_metrics["test/log_likelihood"]) == pytest.approx(float(expected.sum()) / 3, rel=1e-10)
+        assert float(tested.trainer.callback_metrics["test/log_likelihood"]) == pytest.approx(
+            float(expected.sum()) / 3, rel=1e-10
+        )
         main(["predict", *common, f"--predictions.path={path}.jsonl"])
         found = [json.loads(line)["log_likelihood"] for line in Path(f"{path}.jsonl").read_text().splitlines()]
         assert found == pytest.approx(expected.tolist(), rel=1e-10)
     Path("other.csv").write_text("id,x,visits,weather,code\n7,0.5,2,fog,1\n")
-    with pytest.raises(ValueError, match=r"Categories of column 'weather' must be in .*, but 'fog' in row 1 of other\.csv is not"):
+    with pytest.raises(
+        ValueError, match=r"Categories of column 'weather' must be in .*, but 'fog' in row 1 of other\.csv is not"
+    ):
         main(["test", "--config=mixed.yaml", "--data.init_args.path=other.csv", f"--ckpt_path={checkpoint}"])
     Path("other.csv").write_text("id,x,visits,weather,code\n7,0.5,2,sun,5\n")
     with pytest.raises(ValueError, match="Column 'code' must hold 5 categories, the whole numbers 0 to 4, but holds 5"):
         main(["test", "--config=mixed.yaml", "--data.init_args.path=other.csv", f"--ckpt_path={checkpoint}"])
-    Path("mixed.yaml").write_text(MIXED.replace("class_path: lightning_hmm.Gaussian}", "class_path: lightning_hmm.Gaussian, init_args: {covariance: full}}"))
-    with pytest.raises(ValueError, match=r"parts\.x\.init_args\.covariance` is 'full', but 'diagonal' in the checkpoint"):
+    Path("mixed.yaml").write_text(
+        MIXED.replace(
+            "class_path: lightning_hmm.Gaussian}", "class_path: lightning_hmm.Gaussian, init_args: {covariance: full}}"
+        )
+    )
+    with pytest.raises(
+        ValueError, match=r"parts\.x\.init_args\.covariance` is 'full', but 'diagonal' in the checkpoint"
+    ):
         main(["test", *common])

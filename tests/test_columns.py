@@ -71,16 +71,28 @@ class TestDescription:
         [
             (lambda: Column("x", "text"), "`kind` of column 'x' must be categorical or real, but is 'text' instead"),
             (lambda: Column("x", "real", 3), "`categories` are for categorical columns, but column 'x' is real"),
-            (lambda: Column("x", "categorical"), "`categories` of column 'x' must be names or a positive number, but is None instead"),
+            (
+                lambda: Column("x", "categorical"),
+                "`categories` of column 'x' must be names or a positive number, but is None instead",
+            ),
             (lambda: Column("x", "categorical", 0), "must be names or a positive number, but is 0 instead"),
             (lambda: Column("x", "categorical", []), r"must be names or a positive number, but is \(\) instead"),
             (lambda: Column("x", "categorical", "abc"), "must be names or a positive number, but is 'abc' instead"),
             (lambda: Column("x", "categorical", True), "must be names or a positive number, but is True instead"),
-            (lambda: Column("x", "categorical", ["a", "b", "a"]), "of column 'x' must all be different, but 'a' occurs more than once"),
-            (lambda: as_columns([Column("x"), Column("y"), Column("x")]), "`columns` must have different names, but 'x' occurs more than once"),
+            (
+                lambda: Column("x", "categorical", ["a", "b", "a"]),
+                "of column 'x' must all be different, but 'a' occurs more than once",
+            ),
+            (
+                lambda: as_columns([Column("x"), Column("y"), Column("x")]),
+                "`columns` must have different names, but 'x' occurs more than once",
+            ),
             (lambda: as_columns(["x"]), "must be `Column` or dictionaries of its fields, but item 0 is 'x' instead"),
             (lambda: as_columns([{"kind": "real"}]), "`columns` must have names, but item 0 has none"),
-            (lambda: as_columns([{"name": "x", "type": "real"}]), "fields name, kind and categories, but item 0 has 'type'"),
+            (
+                lambda: as_columns([{"name": "x", "type": "real"}]),
+                "fields name, kind and categories, but item 0 has 'type'",
+            ),
             (lambda: symbol_column(3, ["a", "b"]), "`names` must be those of 3 symbols, but are 2"),
             (lambda: feature_columns(1, ["a", "b"]), "`names` must be those of 1 features, but are 2"),
         ],
@@ -89,7 +101,9 @@ class TestDescription:
         with pytest.raises(ValueError, match=message):
             make()
 
-    @pytest.mark.parametrize(("size", "kind"), [(1, "int8"), (128, "int8"), (129, "int16"), (2**15, "int16"), (2**15 + 1, "int32")])
+    @pytest.mark.parametrize(
+        ("size", "kind"), [(1, "int8"), (128, "int8"), (129, "int16"), (2**15, "int16"), (2**15 + 1, "int32")]
+    )
     def test_narrowest_type(self, size, kind):
         assert symbol_dtype(size) == np.dtype(kind)
         assert np.array([-1, size - 1]).astype(symbol_dtype(size)).tolist() == [-1, size - 1]
@@ -99,7 +113,12 @@ class TestWaysIn:
     def test_from_list(self):
         made = batch()
         assert columns(made) == chosen(0, 1, 2)
-        assert [getattr(made, name).dtype for name in STEP_COLUMNS] == [torch.int64, torch.float64, torch.float64, torch.int64]
+        assert [getattr(made, name).dtype for name in STEP_COLUMNS] == [
+            torch.int64,
+            torch.float64,
+            torch.float64,
+            torch.int64,
+        ]
         assert columns(Sequences.from_list(VALUES)) == dict.fromkeys(STEP_COLUMNS)
 
     def test_from_packed_steps(self):
@@ -133,21 +152,54 @@ class TestWaysIn:
     @pytest.mark.parametrize(
         ("given", "message"),
         [
-            ({"labels": [[0, 1], [], [2, 3]]}, "`labels` must have one entry for each step, but sequence 2 has 3 steps and 2 entries"),
+            (
+                {"labels": [[0, 1], [], [2, 3]]},
+                "`labels` must have one entry for each step, but sequence 2 has 3 steps and 2 entries",
+            ),
             ({"labels": [[0, 1]]}, "`labels` must hold one list for each of the 3 sequences, but holds 1 instead"),
-            ({"labels": [[0, -2], [], [0, 0, 0]]}, "`labels` must be whole numbers from 0, or -1 .* position 1 of sequence 0 has -2 instead"),
+            (
+                {"labels": [[0, -2], [], [0, 0, 0]]},
+                "`labels` must be whole numbers from 0, or -1 .* position 1 of sequence 0 has -2 instead",
+            ),
             ({"labels": [[0, 0.5], [], [0, 0, 0]]}, "`labels` must be whole numbers, but are float64 instead"),
-            ({"labels": [["a", "b"], [], [0, 0, 0]]}, "`labels` must hold numbers, but sequence 0 holds .* Convert names into numbers first"),
+            (
+                {"labels": [["a", "b"], [], [0, 0, 0]]},
+                "`labels` must hold numbers, but sequence 0 holds .* Convert names into numbers first",
+            ),
             ({"labels": "abc"}, "`labels` must be a list of sequences, but is the string 'abc' instead"),
-            ({"actions": [[0, 0], [], [0, -1, 0]]}, "`actions` must be whole numbers from 0, but position 1 of sequence 2 has -1 instead"),
-            ({"actions": [[0, None], [], [0, 0, 0]]}, "`actions` must be whole numbers from 0, but position 1 of sequence 0 has -1 instead"),
-            ({"times": [[0.0, 1.0], [], [5.0, 6.0, 4.0]]}, "`times` must not decrease within a sequence, but position 2 of sequence 2 has 4.0 after 6.0"),
-            ({"times": [[0.0, NAN], [], [0, 1, 2]]}, "`times` must be finite, but position 1 of sequence 0 has nan instead"),
-            ({"times": [[0.0], [], [0, 1, 2]]}, "`times` must have one entry for each step, but sequence 0 has 2 steps and 1 entries"),
-            ({"inputs": [[1, 2], [], [3, NAN, 4]]}, "`inputs` must be finite, but input 0 at position 1 of sequence 2 is nan instead"),
-            ({"inputs": [[[1, 2], [3, INF]], [], INPUTS[2]]}, "`inputs` must be finite, but input 1 at position 1 of sequence 0 is inf instead"),
+            (
+                {"actions": [[0, 0], [], [0, -1, 0]]},
+                "`actions` must be whole numbers from 0, but position 1 of sequence 2 has -1 instead",
+            ),
+            (
+                {"actions": [[0, None], [], [0, 0, 0]]},
+                "`actions` must be whole numbers from 0, but position 1 of sequence 0 has -1 instead",
+            ),
+            (
+                {"times": [[0.0, 1.0], [], [5.0, 6.0, 4.0]]},
+                "`times` must not decrease within a sequence, but position 2 of sequence 2 has 4.0 after 6.0",
+            ),
+            (
+                {"times": [[0.0, NAN], [], [0, 1, 2]]},
+                "`times` must be finite, but position 1 of sequence 0 has nan instead",
+            ),
+            (
+                {"times": [[0.0], [], [0, 1, 2]]},
+                "`times` must have one entry for each step, but sequence 0 has 2 steps and 1 entries",
+            ),
+            (
+                {"inputs": [[1, 2], [], [3, NAN, 4]]},
+                "`inputs` must be finite, but input 0 at position 1 of sequence 2 is nan instead",
+            ),
+            (
+                {"inputs": [[[1, 2], [3, INF]], [], INPUTS[2]]},
+                "`inputs` must be finite, but input 1 at position 1 of sequence 0 is inf instead",
+            ),
             ({"inputs": [[1, "x"], [], [3, 4, 5]]}, "`inputs` must hold numbers, but sequence 0 holds"),
-            ({"inputs": [[[1], [2]], [], INPUTS[2]]}, "`inputs` must have the same number of entries at each step, but sequence 2 has another"),
+            (
+                {"inputs": [[[1], [2]], [], INPUTS[2]]},
+                "`inputs` must have the same number of entries at each step, but sequence 2 has another",
+            ),
         ],
     )
     def test_errors(self, given, message):
@@ -157,8 +209,14 @@ class TestWaysIn:
     @pytest.mark.parametrize(
         ("given", "message"),
         [
-            ({"labels": torch.zeros(4, dtype=torch.int64)}, r"`labels` must have shape \(5,\), one entry for each step, but has shape \(4,\) instead"),
-            ({"inputs": torch.zeros(4, 2)}, r"`inputs` must have shape \(5, M\), one entry for each step, but has shape \(4, 2\) instead"),
+            (
+                {"labels": torch.zeros(4, dtype=torch.int64)},
+                r"`labels` must have shape \(5,\), one entry for each step, but has shape \(4,\) instead",
+            ),
+            (
+                {"inputs": torch.zeros(4, 2)},
+                r"`inputs` must have shape \(5, M\), one entry for each step, but has shape \(4, 2\) instead",
+            ),
             ({"inputs": torch.zeros(5, 2, 2)}, r"`inputs` must have shape \(5, M\)"),
             ({"times": torch.zeros(5, 2)}, r"`times` must have shape \(5,\)"),
             ({"actions": torch.zeros(5)}, "`actions` must be whole numbers, but are float32 instead"),
@@ -172,7 +230,10 @@ class TestWaysIn:
         ("labels", "message"),
         [
             ([[0, 1], []], "`labels` must have 3 sequences like `column`, but has 2 instead"),
-            ([[0], [], [1, 2, 3]], "`labels` must have one entry for each step, but sequence 0 has 2 steps and 1 entries"),
+            (
+                [[0], [], [1, 2, 3]],
+                "`labels` must have one entry for each step, but sequence 0 has 2 steps and 1 entries",
+            ),
             ([["a", "b"], [], ["c", "d", "e"]], "`labels` must hold numbers, but holds string instead"),
         ],
     )
@@ -216,7 +277,9 @@ class TestTogether:
     def test_cat_without_labels_and_with(self):
         joined = Sequences.cat([Sequences.from_list([[0, 1]]), Sequences.from_list([[2]], labels=[[4]])])
         assert joined.labels.tolist() == [-1, -1, 4]
-        assert Sequences.cat([Sequences.from_list([[]]), Sequences.from_list([[2]], times=[[4.0]])]).times.tolist() == [4.0]
+        assert Sequences.cat([Sequences.from_list([[]]), Sequences.from_list([[2]], times=[[4.0]])]).times.tolist() == [
+            4.0
+        ]
 
     @pytest.mark.parametrize("name", ["inputs", "times", "actions"])
     def test_cat_of_batches_of_which_some_have_a_column(self, name):
@@ -262,7 +325,12 @@ class TestTogether:
 
     def test_types(self):
         moved = batch().to(torch.float32)
-        assert [getattr(moved, name).dtype for name in STEP_COLUMNS] == [torch.int64, torch.float32, torch.float64, torch.int64]
+        assert [getattr(moved, name).dtype for name in STEP_COLUMNS] == [
+            torch.int64,
+            torch.float32,
+            torch.float64,
+            torch.int64,
+        ]
         assert columns(moved) == chosen(0, 1, 2)
         made = batch()
         assert made.to(torch.float64) is made

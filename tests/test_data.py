@@ -29,7 +29,9 @@ def flat(batches: Iterable[list[int]]) -> list[int]:
     return list(itertools.chain.from_iterable(batches))
 
 
-def global_batches(sequences: Sequences, world_size: int, batch_size: int | None, epoch: int = 0, **options: object) -> list[list[int]]:
+def global_batches(
+    sequences: Sequences, world_size: int, batch_size: int | None, epoch: int = 0, **options: object
+) -> list[list[int]]:
     """The batches of all ranks together, interleaved as they were dealt out."""
     ranks = []
     for rank in range(world_size):
@@ -38,7 +40,10 @@ def global_batches(sequences: Sequences, world_size: int, batch_size: int | None
         ranks.append([numbers(batch) for batch in batches])
         assert len(ranks[-1]) == len(batches)
     assert len({len(batches) for batches in ranks}) == 1
-    return [[n for deal in itertools.zip_longest(*parts) for n in deal if n is not None] for parts in zip(*ranks, strict=True)]
+    return [
+        [n for deal in itertools.zip_longest(*parts) for n in deal if n is not None]
+        for parts in zip(*ranks, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -64,7 +69,11 @@ def test_shuffling_follows_seed_and_epoch(sequences):
     assert len({tuple(order(seed, epoch)) for seed in range(3) for epoch in range(3)}) == 9
 
 
-@pytest.mark.parametrize("values", [torch.arange(4), torch.ones(4, 3), torch.ones(4, 3, dtype=torch.float64)], ids=["symbols", "float32", "float64"])
+@pytest.mark.parametrize(
+    "values",
+    [torch.arange(4), torch.ones(4, 3), torch.ones(4, 3, dtype=torch.float64)],
+    ids=["symbols", "float32", "float64"],
+)
 @pytest.mark.parametrize("indices", [None, torch.tensor([1, 0])], ids=["all", "some"])
 def test_a_rank_without_sequences_gets_an_empty_batch_of_the_right_kind(values, indices):
     two = Sequences.from_lengths(values, [3, 1], weights=[0.5, 2.0])
@@ -117,7 +126,14 @@ def test_the_global_random_state_is_left_alone(sequences):
 
 
 def test_lightning_leaves_the_sampler_alone(sequences):
-    trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_checkpointing=False, use_distributed_sampler=True)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        logger=False,
+        enable_checkpointing=False,
+        use_distributed_sampler=True,
+    )
     batches = loader(sequences, 4, rank=0, world_size=2)
     plain = torch.utils.data.DataLoader(batches.dataset, batch_size=None)
     assert trainer._data_connector._requires_distributed_sampler(plain)  # what would happen to another
@@ -125,7 +141,10 @@ def test_lightning_leaves_the_sampler_alone(sequences):
 
 
 def test_generators_of_different_words_differ():
-    draws = [torch.rand(1, generator=generator(*words)).item() for words in [(0,), (1,), (0, "a"), (0, "b"), (0, "a", 1), (0, "a", 2)]]
+    draws = [
+        torch.rand(1, generator=generator(*words)).item()
+        for words in [(0,), (1,), (0, "a"), (0, "b"), (0, "a", 1), (0, "a", 2)]
+    ]
     assert len(set(draws)) == len(draws)
     assert torch.rand(1, generator=generator(0, "a")).item() == draws[2]
 

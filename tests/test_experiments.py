@@ -136,7 +136,9 @@ def test_published_records_make_the_published_tables(tmp_path, command, folder, 
 
 def test_every_published_folder_of_records_is_checked():
     folder = ROOT / "docs" / "results" / "records"
-    assert {str(path.parent.relative_to(folder)) for path in folder.rglob("records.jsonl")} == {entry[1] for entry in PUBLISHED}
+    assert {str(path.parent.relative_to(folder)) for path in folder.rglob("records.jsonl")} == {
+        entry[1] for entry in PUBLISHED
+    }
 
 
 @pytest.mark.usefixtures("_threads")
@@ -190,8 +192,15 @@ def test_a_run_computes_what_is_missing_and_writes_each_record_at_once(tmp_path,
 @pytest.mark.usefixtures("_threads")
 def test_quick_runs_have_a_folder_of_their_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    nothing: Any = {"cases": lambda run: [{"a": 1}], "compute": lambda run, case: {}, "table": lambda run: "", "figure": None}
-    experiment = Experiment(folder=lambda run: f"model/{run.kind}", description="A test.", options=[Option("kind")], **nothing)
+    nothing: Any = {
+        "cases": lambda run: [{"a": 1}],
+        "compute": lambda run, case: {},
+        "table": lambda run: "",
+        "figure": None,
+    }
+    experiment = Experiment(
+        folder=lambda run: f"model/{run.kind}", description="A test.", options=[Option("kind")], **nothing
+    )
     run(experiment, ["one"])
     run(experiment, ["one", "--quick"])
     found = {str(path.parent) for path in Path("logs").rglob("records.jsonl")}
@@ -200,10 +209,15 @@ def test_quick_runs_have_a_folder_of_their_own(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("cell", ["rnn", "lstm", "gru"])
 def test_networks_side_by_side_learn_what_each_would_alone(cell):
-    data = [MovingTargetDataModule(seed=seed, num_sequences=20, length=12, val_fraction=0.2, test_fraction=0.2) for seed in range(3)]
+    data = [
+        MovingTargetDataModule(seed=seed, num_sequences=20, length=12, val_fraction=0.2, test_fraction=0.2)
+        for seed in range(3)
+    ]
     for drawn in data:
         drawn.setup()
-    make = lambda seed: RecurrentNet(25, num_features=3, cell=cell, residual=seed != 1, learning_rate=0.01, gradient_clip=0.1, seed=seed)  # noqa: E731
+    make = lambda seed: RecurrentNet(
+        25, num_features=3, cell=cell, residual=seed != 1, learning_rate=0.01, gradient_clip=0.1, seed=seed
+    )  # noqa: E731
     together = [make(seed) for seed in range(3)]
     errors, epochs = Stack(together, data).fit(1, patience=1, learning_rate=0.01)  # a batch is all 12 sequences
     for seed, model in enumerate(together):

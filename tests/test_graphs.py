@@ -16,11 +16,27 @@ def chains() -> nx.DiGraph:
     names = dict(enumerate(" bratmow"))
     for state, name in names.items():
         graph.add_node(state, symbol=state, name=name)
-    graph.add_weighted_edges_from([(0, 1, 1), (0, 2, 3), (1, 3, 10), (2, 3, 30), (3, 4, 40), (4, 0, 4), (0, 5, 2), (5, 6, 20), (6, 7, 20), (7, 0, 2)])
+    graph.add_weighted_edges_from(
+        [
+            (0, 1, 1),
+            (0, 2, 3),
+            (1, 3, 10),
+            (2, 3, 30),
+            (3, 4, 40),
+            (4, 0, 4),
+            (0, 5, 2),
+            (5, 6, 20),
+            (6, 7, 20),
+            (7, 0, 2),
+        ]
+    )
     return graph
 
 
-METHODS = ["louvain", pytest.param("infomap", marks=pytest.mark.skipif(find_spec("infomap") is None, reason="needs infomap"))]
+METHODS = [
+    "louvain",
+    pytest.param("infomap", marks=pytest.mark.skipif(find_spec("infomap") is None, reason="needs infomap")),
+]
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -81,11 +81,17 @@ def test_inference_contains_no_density():
 def test_datamodules_import_data_and_sequences_only():
     for path in (ROOT / "datamodules").rglob("*.py"):
         ours = {name for name in imported(path) if name.startswith("lightning_hmm")}
-        assert ours <= {f"lightning_hmm.{name}" for name in ("columns", "data", "random", "sequences", "vocabulary")}, path
+        assert ours <= {f"lightning_hmm.{name}" for name in ("columns", "data", "random", "sequences", "vocabulary")}, (
+            path
+        )
 
 
 def test_importing_the_package_is_quiet():
     done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", "-c", "import lightning_hmm, datamodules"], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-W", "error::UserWarning", "-c", "import lightning_hmm, datamodules"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout == done.stderr == ""

@@ -18,7 +18,10 @@ from tests.table import ROWS, assert_same_state, data, state
 
 
 def rows(**flags: bool) -> Any:
-    return pytest.mark.parametrize("name", [name for name, row in ROWS.items() if all(getattr(row, flag) == wanted for flag, wanted in flags.items())])
+    return pytest.mark.parametrize(
+        "name",
+        [name for name, row in ROWS.items() if all(getattr(row, flag) == wanted for flag, wanted in flags.items())],
+    )
 
 
 # 1. Batches and their order do not matter to what is updated once in an epoch. Ranks: `test_ranks.py`.
@@ -60,7 +63,12 @@ def test_resumed_equals_never_stopped(tmp_path, name, at):
         when, common["val_sequences"] = {"every_n_epochs": 1, "save_on_train_epoch_end": True}, data(row.kind, seed=1)
     files = ModelCheckpoint(tmp_path, save_top_k=-1, filename="{epoch}-{step}", **when)
     convergence = Convergence(1e-300)
-    whole = row.fit(sequences, callbacks=[convergence, SaveInside(tmp_path / "inside.ckpt"), files], enable_checkpointing=True, **common)
+    whole = row.fit(
+        sequences,
+        callbacks=[convergence, SaveInside(tmp_path / "inside.ckpt"), files],
+        enable_checkpointing=True,
+        **common,
+    )
     resumed_from = []
     for path in sorted(tmp_path.glob("epoch=*.ckpt")):
         progress = torch.load(path, weights_only=True)["loops"]["fit_loop"]["epoch_loop.batch_progress"]
@@ -77,7 +85,9 @@ def test_resumed_equals_never_stopped(tmp_path, name, at):
         if whole.epoch_log_likelihood is not None:  # co-occurrences are fitted without it
             assert torch.equal(resumed.epoch_log_likelihood, whole.epoch_log_likelihood)
     assert resumed_from == list(range(row.epochs - 1))
-    if whole.trainer.num_training_batches == 1:  # the objective of co-occurrences counts pairs once, and its epochs have one batch
+    if (
+        whole.trainer.num_training_batches == 1
+    ):  # the objective of co-occurrences counts pairs once, and its epochs have one batch
         return
     with pytest.raises(ValueError, match="saved in the middle of an epoch"):
         row.fit(sequences, ckpt_path=str(tmp_path / "inside.ckpt"), **common)
@@ -135,7 +145,9 @@ def test_relabelling_states_changes_nothing(name):
     first = row.fit(sequences, max_epochs=1)
     order = torch.arange(first.num_states).roll(1)
     second = row.make()
-    second.set_parameters(first.initial_probs[order], first.transition_probs[order][:, order], relabelled(first.emission, order))
+    second.set_parameters(
+        first.initial_probs[order], first.transition_probs[order][:, order], relabelled(first.emission, order)
+    )
     torch.testing.assert_close(second.score(sequences), first.score(sequences), rtol=1e-12, atol=1e-12)
     for model in (first, second):
         lightning_hmm.fit(model, sequences, 5, 0)

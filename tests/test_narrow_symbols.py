@@ -75,11 +75,17 @@ RUNS = {
     "recurrent": recurrent,
     "e_step": e_step_of_clones,
     "standard": hmm(lambda: StandardHMM(num_states=2, num_symbols=V, seed=0)),
-    "online": hmm(lambda: StandardHMM(num_states=2, num_symbols=V, seed=0, emission_pseudocount=0.1, discount=0.9, sequences_per_update=1)),
+    "online": hmm(
+        lambda: StandardHMM(
+            num_states=2, num_symbols=V, seed=0, emission_pseudocount=0.1, discount=0.9, sequences_per_update=1
+        )
+    ),
     "dense": hmm(lambda: DenseHMM(num_states=2, num_symbols=V, embedding_dim=2, seed=0)),
     "dmc": hmm(lambda: DMCHMM(num_states=3, num_symbols=V, num_kept=2, seed=0)),
     "cloned": hmm(lambda: ClonedHMM(num_symbols=V, clones=[2] * V, **CLONES)),
-    "cloned_online": hmm(lambda: ClonedHMM(num_symbols=V, clones=[2] * V, **CLONES, discount=0.9, sequences_per_update=1)),
+    "cloned_online": hmm(
+        lambda: ClonedHMM(num_symbols=V, clones=[2] * V, **CLONES, discount=0.9, sequences_per_update=1)
+    ),
 }
 WITHOUT_MISSING = {"kneser_ney", "contexts", "back_off"}
 

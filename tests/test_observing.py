@@ -49,9 +49,20 @@ def test_a_logger_that_fails_is_reported_once_and_the_run_finishes(rng, tmp_path
     model = StandardHMM(num_states=2, num_symbols=5)
     saving = ModelCheckpoint(tmp_path / "saved", every_n_epochs=1)
     with pytest.warns(UserWarning, match="no space left") as caught:
-        fit(model, random_symbols(rng), 3, 0, logger=[broken, other], log_every_n_steps=1, callbacks=[saving], enable_checkpointing=True)
+        fit(
+            model,
+            random_symbols(rng),
+            3,
+            0,
+            logger=[broken, other],
+            log_every_n_steps=1,
+            callbacks=[saving],
+            enable_checkpointing=True,
+        )
     (warning,) = [warning for warning in caught if "no space" in str(warning.message)]
-    assert str(warning.message).startswith(f"Broken.{name} failed, and the run continues without it: OSError: {name}: no space left on device")
+    assert str(warning.message).startswith(
+        f"Broken.{name} failed, and the run continues without it: OSError: {name}: no space left on device"
+    )
     assert model.trainer.current_epoch == 3
     assert len(other.experiment.metrics) == 0  # all of them are in the file
     assert (tmp_path / "other/version_0/metrics.csv").read_text().count("\n") == 4
@@ -64,7 +75,14 @@ def test_what_saves_still_raises(rng, tmp_path):
             raise OSError("no space left on device")
 
     with pytest.raises(OSError, match="no space left"):
-        fit(StandardHMM(num_states=2, num_symbols=5), random_symbols(rng), 2, 0, callbacks=[Full(tmp_path)], enable_checkpointing=True)
+        fit(
+            StandardHMM(num_states=2, num_symbols=5),
+            random_symbols(rng),
+            2,
+            0,
+            callbacks=[Full(tmp_path)],
+            enable_checkpointing=True,
+        )
 
 
 def test_a_guarded_logger_can_be_sent_to_another_process(tmp_path):

@@ -29,7 +29,10 @@ def render(figure: Figure) -> np.ndarray:
 
 def written(figure: Figure) -> dict[tuple[int, int], float]:
     """The numbers in the cells of a heat map, by row and column."""
-    return {(round(text.get_position()[1]), round(text.get_position()[0])): float(text.get_text()) for text in figure.axes[0].texts}
+    return {
+        (round(text.get_position()[1]), round(text.get_position()[0])): float(text.get_text())
+        for text in figure.axes[0].texts
+    }
 
 
 def integral(x: np.ndarray, y: np.ndarray) -> float:
@@ -100,7 +103,9 @@ def test_clones_of_a_symbol_are_between_lines(rng):
     np.testing.assert_array_equal(axes.images[0].get_array(), probs)
     assert labels(axes.xaxis) == labels(axes.yaxis) == ["a", "␣", "c"]
     np.testing.assert_allclose(axes.get_xticks(), [0.5, 6.5, 13])
-    assert sorted({float(line.get_xdata()[0]) for line in axes.lines if line.get_xdata()[0] == line.get_xdata()[1]}) == [1.5, 11.5]
+    assert sorted(
+        {float(line.get_xdata()[0]) for line in axes.lines if line.get_xdata()[0] == line.get_xdata()[1]}
+    ) == [1.5, 11.5]
     render(figure)
 
 
@@ -111,7 +116,12 @@ def test_groups_of_a_graph_have_a_panel_each():
     graph.add_weighted_edges_from([(0, 1, 1.0), (1, 2, 0.5), (2, 1, 0.1), (3, 3, 1.0)])
     figure = plots.state_graph(graph, [{0, 1, 2}, {3}, {4}], ["bat", "space", "$"], columns=2)
     assert len(figure.axes) == 4
-    assert [sorted(text.get_text() for text in axes.texts) for axes in figure.axes] == [["a", "b", "t"], ["␣"], ["$"], []]
+    assert [sorted(text.get_text() for text in axes.texts) for axes in figure.axes] == [
+        ["a", "b", "t"],
+        ["␣"],
+        ["$"],
+        [],
+    ]
     render(figure)
 
 
@@ -141,7 +151,11 @@ def test_symbols_have_their_names_up_to_a_number(rng):
 
 
 def test_densities_are_weighted_by_the_share_of_time(rng):
-    means, variances, share = np.array([[-2.0], [0.0], [5.0]]), np.array([[0.5], [2.0], [1e-4]]), np.array([0.2, 0.5, 0.3])
+    means, variances, share = (
+        np.array([[-2.0], [0.0], [5.0]]),
+        np.array([[0.5], [2.0], [1e-4]]),
+        np.array([0.2, 0.5, 0.3]),
+    )
     axes = plots.gaussian_emissions(means, variances, share, points=rng.normal(size=(50, 1))).axes[0]
     *states, total = axes.lines
     for state, line in enumerate(states):
@@ -191,7 +205,9 @@ def test_means_of_many_features_are_in_units_of_the_data(rng):
     np.testing.assert_allclose(image.get_array(), (means - centre) / np.sqrt(variance), rtol=1e-12)
     assert image.norm.vmin == -image.norm.vmax
     assert "standard deviations" in figure.axes[1].get_ylabel()
-    np.testing.assert_allclose(plots.gaussian_emissions(means, np.ones((4, 5))).axes[0].images[0].get_array(), means, rtol=1e-12)
+    np.testing.assert_allclose(
+        plots.gaussian_emissions(means, np.ones((4, 5))).axes[0].images[0].get_array(), means, rtol=1e-12
+    )
 
 
 # Usage of states
@@ -235,7 +251,9 @@ def test_stationary_distribution():
 
 
 def test_curves_and_gains():
-    figure = plots.convergence([1, 2, 3, 5], [[-4.0, -3.0], [-2.0, -2.5], [-1.0, np.nan], [-1.5, -2.0]], [-3.0, np.nan, -2.0, -2.5], chosen=0)
+    figure = plots.convergence(
+        [1, 2, 3, 5], [[-4.0, -3.0], [-2.0, -2.5], [-1.0, np.nan], [-1.5, -2.0]], [-3.0, np.nan, -2.0, -2.5], chosen=0
+    )
     above, below = figure.axes
     curves = {line.get_label(): line for line in above.lines}
     assert curves["training"].get_xydata().tolist() == [[1, -4], [2, -2], [3, -1], [5, -1.5]]
@@ -265,7 +283,12 @@ def test_the_chosen_restart_is_the_thick_one(rng, chosen):
 
 def every_figure(rng: np.random.Generator, size: int) -> list[Figure]:
     share, epochs = rng.dirichlet(np.ones(size)), np.arange(1, size + 1)
-    gaussian = [plots.gaussian_emissions(rng.normal(size=(size, d)), rng.gamma(2, size=(size, d)), share, points=rng.normal(size=(99, d))) for d in (1, 2, 5)]
+    gaussian = [
+        plots.gaussian_emissions(
+            rng.normal(size=(size, d)), rng.gamma(2, size=(size, d)), share, points=rng.normal(size=(99, d))
+        )
+        for d in (1, 2, 5)
+    ]
     return [
         plots.transition_matrix(rows(rng, size, size)),
         plots.emission_matrix(rows(rng, size, 27)),
@@ -305,7 +328,12 @@ def test_vectors_are_drawn_with_their_matrices(rng, length):
     figure = plots.composition(before, after, names=["a", "$b", " ", "d", "e", "f"])
     render(figure)
     assert len(figure.axes) == 8
-    assert [axes.get_title("left") for axes in figure.axes[4:]] == ["Z and U, after", "A, after", "W and V, after", "B, after"]
+    assert [axes.get_title("left") for axes in figure.axes[4:]] == [
+        "Z and U, after",
+        "A, after",
+        "W and V, after",
+        "B, after",
+    ]
     np.testing.assert_array_equal(figure.axes[7].images[0].get_array(), matrices["emission"])
     if length == 2:
         np.testing.assert_allclose(figure.axes[4].collections[1].get_offsets(), after["U"])

@@ -24,7 +24,18 @@ ROOT = Path(__file__).parents[1]
 
 def run_on_ranks(world_size: int, job: str, path: Path) -> tuple[dict[str, Any], str]:
     """What the first rank saved, and the end of what the processes said."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world_size), "-m", "tests.rank_worker", job, str(path)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        str(world_size),
+        "-m",
+        "tests.rank_worker",
+        job,
+        str(path),
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
     # The timeout is generous, because each rank may have to compile the kernels.
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
@@ -60,7 +71,13 @@ def assert_same(found: dict[str, Any], wanted: dict[str, Any], tolerance: float)
         assert list(range(len(found["predictions"]))) == sorted(found["predictions"]) == sorted(wanted["predictions"])
         for number, values in wanted["predictions"].items():
             for key, value in values.items():
-                torch.testing.assert_close(found["predictions"][number][key], value, rtol=max(tolerance, 1e-9), atol=max(tolerance, 1e-9), equal_nan=True)
+                torch.testing.assert_close(
+                    found["predictions"][number][key],
+                    value,
+                    rtol=max(tolerance, 1e-9),
+                    atol=max(tolerance, 1e-9),
+                    equal_nan=True,
+                )
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -77,7 +94,10 @@ def test_two_ranks_equal_one(two_ranks, name):
     if start.starts_from_data:
         start.initialize(data(row.kind))
     before = state(start)
-    moved = [value.shape != before[key].shape or not torch.allclose(value, before[key], atol=1e-3, equal_nan=True) for key, value in wanted["state"].items()]
+    moved = [
+        value.shape != before[key].shape or not torch.allclose(value, before[key], atol=1e-3, equal_nan=True)
+        for key, value in wanted["state"].items()
+    ]
     assert any(moved)  # it learned
 
 

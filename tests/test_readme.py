@@ -14,7 +14,10 @@ from lightning_hmm.cli import main
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-PAGES = {str(page.relative_to(ROOT)): page.read_text() for page in (*ROOT.glob("*.md"), ROOT / "benchmarks/README.md", *sorted(ROOT.glob("docs/**/*.md")))}
+PAGES = {
+    str(page.relative_to(ROOT)): page.read_text()
+    for page in (*ROOT.glob("*.md"), ROOT / "benchmarks/README.md", *sorted(ROOT.glob("docs/**/*.md")))
+}
 OWN_TESTS = ("README.md", "docs/cloned.md")  # their code blocks are run by tests of their own, which also check results
 
 
@@ -36,7 +39,9 @@ def test_the_example_of_the_guide_to_cloned_hmms_runs():
     assert names["model"].layout.is_sparse
 
 
-@pytest.mark.parametrize("page", [page for page, text in PAGES.items() if blocks("python", text) and page not in OWN_TESTS])
+@pytest.mark.parametrize(
+    "page", [page for page, text in PAGES.items() if blocks("python", text) and page not in OWN_TESTS]
+)
 def test_the_python_blocks_of_a_page_run_in_order(page):
     code = re.sub(r"max_epochs=\d+", "max_epochs=1", "\n".join(blocks("python", PAGES[page])))
     exec(compile(code, f"<Python blocks of {page}>", "exec"), {})
@@ -54,13 +59,26 @@ def test_the_make_targets_exist():
 
 
 @pytest.mark.parametrize(
-    "command", [line.split("      #")[0] for block in blocks("bash") for line in block.splitlines() if "lightning_hmm fit --config" in line]
+    "command",
+    [
+        line.split("      #")[0]
+        for block in blocks("bash")
+        for line in block.splitlines()
+        if "lightning_hmm fit --config" in line
+    ],
 )
 def test_the_fit_commands_run(command, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["lightning_hmm"])
     monkeypatch.chdir(ROOT)
     arguments = command.split("lightning_hmm ")[1].split()
-    main([*arguments, "--trainer.max_epochs=2", f"--trainer.default_root_dir={tmp_path}", "--trainer.enable_progress_bar=false"])
+    main(
+        [
+            *arguments,
+            "--trainer.max_epochs=2",
+            f"--trainer.default_root_dir={tmp_path}",
+            "--trainer.enable_progress_bar=false",
+        ]
+    )
 
 
 def test_the_command_for_own_data_runs(tmp_path, monkeypatch):
@@ -74,7 +92,10 @@ def test_the_command_for_own_data_runs(tmp_path, monkeypatch):
 
 def anchors(text: str) -> set[str]:
     """Anchors that GitHub gives to the headings of a page."""
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    }
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -89,7 +110,9 @@ def test_links_lead_somewhere(page):
 @pytest.mark.parametrize("page", PAGES)
 def test_files_and_modules_that_a_page_names_exist(page):
     text = PAGES[page]
-    for file in re.findall(r"(?<![\w./])(?:benchmarks|configs|datamodules|experiments|lightning_hmm|tests)/[\w/]+\.(?:py|yaml|csv)", text):
+    for file in re.findall(
+        r"(?<![\w./])(?:benchmarks|configs|datamodules|experiments|lightning_hmm|tests)/[\w/]+\.(?:py|yaml|csv)", text
+    ):
         assert (ROOT / file).exists(), file
     for module in re.findall(r"python -m (experiments(?:\.\w+)+)(?![\w.{<])", text):
         assert (ROOT / f"{module.replace('.', '/')}.py").exists(), module

@@ -33,7 +33,13 @@ class TestFromList:
         assert batch.values.tolist() == [0, 1, 2, 3, 4, 5]
         assert batch.offsets.tolist() == [0, 2, 2, 3, 5, 6]
         assert batch.lengths.tolist() == [2, 0, 1, 2, 1]
-        assert (len(batch), batch.num_steps, batch.is_discrete, batch.num_features, batch.weights) == (5, 6, True, None, None)
+        assert (len(batch), batch.num_steps, batch.is_discrete, batch.num_features, batch.weights) == (
+            5,
+            6,
+            True,
+            None,
+            None,
+        )
 
     def test_numbers_are_vectors_of_one(self):
         batch = Sequences.from_list([[1.5, 2.0], [3]])
@@ -51,11 +57,17 @@ class TestFromList:
         [
             ([[0, None, 2], [None]], [0, -1, 2, -1]),
             ([[0.5, None], [None]], [[0.5], [NAN], [NAN]]),
-            ([[1.5], [None, 3]], [[1.5], [NAN], [3.0]]),  # whole numbers among real ones are real, and so is what is missing there
+            (
+                [[1.5], [None, 3]],
+                [[1.5], [NAN], [3.0]],
+            ),  # whole numbers among real ones are real, and so is what is missing there
             ([[None, 3], [1.5]], [[NAN], [3.0], [1.5]]),
             ([[[1.0, None], [2.0, 3.0]]], [[1.0, NAN], [2.0, 3.0]]),
             ([[[1.0, 2.0], None]], [[1.0, 2.0], [NAN, NAN]]),
-            ([[None, [1.0, 2.0]], [None, None, [3.0, None]]], [[NAN, NAN], [1.0, 2.0], [NAN, NAN], [NAN, NAN], [3.0, NAN]]),
+            (
+                [[None, [1.0, 2.0]], [None, None, [3.0, None]]],
+                [[NAN, NAN], [1.0, 2.0], [NAN, NAN], [NAN, NAN], [3.0, NAN]],
+            ),
             ([np.array([1, None], object)], [1, -1]),
         ],
     )
@@ -125,7 +137,9 @@ class TestFromObjects:
 
     def test_masked_entries_are_missing(self):
         mask = [[False, True], [False, False]]
-        assert same(Sequences.from_list(np.ma.masked_array([[1.0, 9.0], [2.0, 3.0]], mask)).values, [[1.0, NAN], [2.0, 3.0]])
+        assert same(
+            Sequences.from_list(np.ma.masked_array([[1.0, 9.0], [2.0, 3.0]], mask)).values, [[1.0, NAN], [2.0, 3.0]]
+        )
         assert Sequences.from_list(np.ma.masked_array([[1, 9], [2, 3]], mask)).tolist() == [[1, -1], [2, 3]]
         assert Sequences.from_lengths(np.ma.masked_array([1, 9], [False, True]), [2]).tolist() == [[1, -1]]
 
@@ -151,9 +165,15 @@ class TestFromPandas:
         assert Sequences.from_list(pd.DataFrame({"a": [1, 2], "b": [3, 4]})).tolist() == [[[1.0, 3.0], [2.0, 4.0]]]
 
     def test_one_column_of_whole_numbers_is_one_sequence_of_symbols(self):
-        assert Sequences.from_list(self.TABLE[["x"]]).tolist() == Sequences.from_list(self.TABLE["x"]).tolist() == [[1, 2, 3]]
+        assert (
+            Sequences.from_list(self.TABLE[["x"]]).tolist()
+            == Sequences.from_list(self.TABLE["x"]).tolist()
+            == [[1, 2, 3]]
+        )
         nullable = pd.Series([1, None, 3], dtype="Int64")
-        assert Sequences.from_list(nullable).tolist() == Sequences.from_list(nullable.to_frame()).tolist() == [[1, -1, 3]]
+        assert (
+            Sequences.from_list(nullable).tolist() == Sequences.from_list(nullable.to_frame()).tolist() == [[1, -1, 3]]
+        )
 
     def test_a_series_of_numbers_is_one_sequence_and_one_of_lists_holds_several(self):
         assert same(Sequences.from_list(self.TABLE["y"]).values, [[0.5], [NAN], [2.5]])
@@ -169,7 +189,10 @@ class TestFromPandas:
         assert Sequences.from_lengths(self.TABLE["x"], [1, 2]).tolist() == [[1], [2, 3]]
         assert Sequences.from_lengths(self.TABLE[["x", "y"]], [1, 2]).lengths.tolist() == [1, 2]
 
-    @pytest.mark.parametrize(("given", "message"), [(TABLE, "column 'word' .* numbers"), (TABLE[["word"]], "column 'word'"), (TABLE["word"], "from_strings")])
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [(TABLE, "column 'word' .* numbers"), (TABLE[["word"]], "column 'word'"), (TABLE["word"], "from_strings")],
+    )
     def test_names_are_refused(self, given, message):
         with pytest.raises(ValueError, match=message):
             Sequences.from_list(given)
@@ -178,7 +201,11 @@ class TestFromPandas:
 def test_whole_numbers_of_several_features_are_vectors(rng):
     counts = rng.integers(0, 9, (5, 2))
     expected = Sequences.from_list([counts.astype(float)])
-    for found in (Sequences.from_list([counts]), Sequences.from_list([torch.as_tensor(counts)]), Sequences.from_lengths(counts, [5])):
+    for found in (
+        Sequences.from_list([counts]),
+        Sequences.from_list([torch.as_tensor(counts)]),
+        Sequences.from_lengths(counts, [5]),
+    ):
         assert torch.equal(found.values, expected.values)
 
 
@@ -267,7 +294,10 @@ class TestConstructor:
         with pytest.raises(ValueError, match=r"\(steps, features\).*\(3, 1, 1\)"):
             Sequences(torch.zeros(3, 1, 1), torch.tensor([0, 3]))
         assert Sequences(torch.zeros(3), torch.tensor([0, 3])).values.shape == (3, 1)
-        assert Sequences(torch.zeros(3, dtype=torch.bool), torch.tensor([0, 3], dtype=torch.int32)).offsets.dtype == torch.int64
+        assert (
+            Sequences(torch.zeros(3, dtype=torch.bool), torch.tensor([0, 3], dtype=torch.int32)).offsets.dtype
+            == torch.int64
+        )
 
     @pytest.mark.parametrize(
         ("weights", "message"),
@@ -287,7 +317,10 @@ class TestConstructor:
 
 
 class TestFromArrow:
-    @pytest.mark.parametrize(("kind", "torch_type"), [(pa.int64(), torch.int64), (pa.float32(), torch.float32), (pa.float64(), torch.float64)])
+    @pytest.mark.parametrize(
+        ("kind", "torch_type"),
+        [(pa.int64(), torch.int64), (pa.float32(), torch.float32), (pa.float64(), torch.float64)],
+    )
     def test_no_copy(self, kind, torch_type):
         """The values are Arrow's own memory, also of a slice; and nobody is warned."""
         column = pa.array([[9], [0, 1], [], [2, 3, 4]], pa.list_(kind))
@@ -383,7 +416,10 @@ class TestVocabulary:
         assert Sequences.from_strings(["axb"], vocabulary).tolist() == [[0, 2, 1]]
         with pytest.raises(ValueError, match=r"Sequence 1: .*'x', found at position 2"):
             Sequences.from_strings(["ab", "abx"], "ab")
-        with pytest.raises(ValueError, match=r"must be a list of sequences, but is the string 'abba' instead. For one sequence give a list of one"):
+        with pytest.raises(
+            ValueError,
+            match=r"must be a list of sequences, but is the string 'abba' instead. For one sequence give a list of one",
+        ):
             Sequences.from_strings("abba", "ab")
 
     def test_from_data(self):
@@ -395,7 +431,12 @@ class TestVocabulary:
         vocabulary = Vocabulary("xyz")
         assert vocabulary.decode(vocabulary.encode(["z", None, "x"])) == ["z", None, "x"]
         assert vocabulary.decode(torch.tensor([2, -1, 0])) == ["z", None, "x"]
-        assert (len(vocabulary), vocabulary[1], vocabulary == Vocabulary("xyz"), vocabulary == Vocabulary("xzy")) == (3, "y", True, False)
+        assert (len(vocabulary), vocabulary[1], vocabulary == Vocabulary("xyz"), vocabulary == Vocabulary("xzy")) == (
+            3,
+            "y",
+            True,
+            False,
+        )
         assert {vocabulary: 1}[Vocabulary("xyz")] == 1
         assert "3 symbols" in repr(vocabulary)
 
@@ -426,7 +467,17 @@ class TestParts:
         assert part.weights.tolist() == [3, 4]
 
     @pytest.mark.parametrize(
-        "index", [slice(1, 3), slice(-1, None), slice(None, -1), slice(3, 1), slice(9, 12), slice(None, None, 2), slice(None, None, -1), slice(2, None, -2)]
+        "index",
+        [
+            slice(1, 3),
+            slice(-1, None),
+            slice(None, -1),
+            slice(3, 1),
+            slice(9, 12),
+            slice(None, None, 2),
+            slice(None, None, -1),
+            slice(2, None, -2),
+        ],
     )
     def test_slices_are_those_of_a_list(self, index):
         assert self.batch[index].tolist() == self.batch.tolist()[index]
@@ -631,7 +682,15 @@ class TestSymbols:
     @pytest.mark.parametrize("given", [torch.int8, torch.int16, torch.int32, torch.int64])
     @pytest.mark.parametrize(
         ("num_symbols", "kind"),
-        [(5, torch.uint8), (127, torch.uint8), (128, torch.uint8), (255, torch.uint8), (256, torch.int16), (2**15 - 1, torch.int16), (2**15, torch.int32)],
+        [
+            (5, torch.uint8),
+            (127, torch.uint8),
+            (128, torch.uint8),
+            (255, torch.uint8),
+            (256, torch.int16),
+            (2**15 - 1, torch.int16),
+            (2**15, torch.int32),
+        ],
     )
     @pytest.mark.parametrize("missing", [False, True])
     def test_every_type(self, given, num_symbols, kind, missing):
@@ -663,7 +722,10 @@ class TestSymbols:
     @pytest.mark.parametrize("kind", [torch.int8, torch.int64])
     def test_errors(self, kind):
         batch = Sequences.from_lengths(torch.tensor([0, 3, 100], dtype=kind), [1, 2])
-        with pytest.raises(ValueError, match="Symbols must be 0 to 2, or -1 for a missing one, but position 0 of sequence 1 is 3 instead"):
+        with pytest.raises(
+            ValueError,
+            match="Symbols must be 0 to 2, or -1 for a missing one, but position 0 of sequence 1 is 3 instead",
+        ):
             batch.symbols(3)
         with pytest.raises(ValueError, match="`num_symbols` must be below 2\\^31"):
             batch.symbols(2**31)
@@ -673,21 +735,39 @@ class TestSymbols:
 
     @pytest.mark.parametrize(
         ("given", "kept"),
-        [(torch.bool, torch.int8), (torch.uint8, torch.int16), (torch.int8, torch.int8), (torch.int16, torch.int16), (torch.int32, torch.int32)],
+        [
+            (torch.bool, torch.int8),
+            (torch.uint8, torch.int16),
+            (torch.int8, torch.int8),
+            (torch.int16, torch.int16),
+            (torch.int32, torch.int32),
+        ],
     )
     def test_types_that_can_hold_a_missing_symbol_are_kept(self, given, kept):
         assert Sequences.from_lengths(torch.tensor([0, 1]).to(given), [2]).values.dtype == kept
 
     @pytest.mark.parametrize(
-        ("given", "kept"), [(pa.int8(), torch.int8), (pa.int16(), torch.int16), (pa.int32(), torch.int32), (pa.uint8(), torch.int16), (pa.bool_(), torch.int8)]
+        ("given", "kept"),
+        [
+            (pa.int8(), torch.int8),
+            (pa.int16(), torch.int16),
+            (pa.int32(), torch.int32),
+            (pa.uint8(), torch.int16),
+            (pa.bool_(), torch.int8),
+        ],
     )
     def test_types_of_arrow(self, given, kept):
-        column = pa.array([[0, 1], [1]], pa.large_list(given)) if given != pa.bool_() else pa.array([[False, True], [True]])
+        column = (
+            pa.array([[0, 1], [1]], pa.large_list(given)) if given != pa.bool_() else pa.array([[False, True], [True]])
+        )
         batch = Sequences.from_arrow(column)
         assert (batch.values.dtype, batch.tolist()) == (kept, [[0, 1], [1]])
         if given in (pa.int8(), pa.int16(), pa.int32()):
             assert batch.values.data_ptr() == column.values.buffers()[1].address
 
     def test_batches_of_two_types(self):
-        narrow, wide = (Sequences.from_lengths(torch.tensor([number], dtype=kind), [1]) for number, kind in ((5, torch.int8), (300, torch.int16)))
+        narrow, wide = (
+            Sequences.from_lengths(torch.tensor([number], dtype=kind), [1])
+            for number, kind in ((5, torch.int8), (300, torch.int16))
+        )
         assert Sequences.cat([narrow, wide]).tolist() == [[5], [300]]

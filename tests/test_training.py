@@ -29,7 +29,16 @@ def categorical(**options) -> StandardHMM:
 
 
 def quiet_trainer(**options) -> Trainer:
-    return Trainer(**{"max_epochs": 1, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False, **options})
+    return Trainer(
+        **{
+            "max_epochs": 1,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            **options,
+        }
+    )
 
 
 # Against a peer
@@ -39,7 +48,9 @@ def test_twenty_categorical_steps_equal_hmmlearn(rng):
     sequences, model = random_symbols(rng, missing=0.0), categorical()
     sequences = sequences[torch.nonzero(sequences.lengths > 0).flatten()]
     peer = hmmlearn.hmm.CategoricalHMM(3, n_iter=20, tol=-np.inf, init_params="", n_features=5)
-    peer.startprob_, peer.transmat_, peer.emissionprob_ = (probs.numpy() for probs in (model.initial_probs, model.transition_probs, model.emission_probs))
+    peer.startprob_, peer.transmat_, peer.emissionprob_ = (
+        probs.numpy() for probs in (model.initial_probs, model.transition_probs, model.emission_probs)
+    )
     peer.fit(sequences.values.numpy()[:, None], sequences.lengths.tolist())
     fit(model, sequences, max_epochs=20, tolerance=0, batch_size=4)
     np.testing.assert_allclose(model.transition_probs, peer.transmat_, rtol=1e-10, atol=1e-14)
@@ -64,14 +75,20 @@ def test_twenty_gaussian_steps_equal_hmmlearn(rng):
 # Data in the format of hmmlearn
 
 
-@pytest.mark.parametrize("kind", [np.asarray, torch.as_tensor, pd.DataFrame, list], ids=["numpy", "torch", "pandas", "list"])
+@pytest.mark.parametrize(
+    "kind", [np.asarray, torch.as_tensor, pd.DataFrame, list], ids=["numpy", "torch", "pandas", "list"]
+)
 def test_fit_takes_lengths(rng, kind):
     symbols = random_symbols(rng, missing=0.0)
     column = symbols.values.numpy()[:, None]
-    assert_same_parameters(fit(categorical(), kind(column), 5, 0, lengths=symbols.lengths.tolist()), fit(categorical(), symbols, 5, 0))
+    assert_same_parameters(
+        fit(categorical(), kind(column), 5, 0, lengths=symbols.lengths.tolist()), fit(categorical(), symbols, 5, 0)
+    )
     vectors = random_vectors(rng)
     models = [StandardHMM(num_states=2, emission="gaussian", num_features=2) for _ in range(2)]
-    assert_same_parameters(fit(models[0], kind(vectors.values.numpy()), 5, 0, lengths=vectors.lengths), fit(models[1], vectors, 5, 0))
+    assert_same_parameters(
+        fit(models[0], kind(vectors.values.numpy()), 5, 0, lengths=vectors.lengths), fit(models[1], vectors, 5, 0)
+    )
 
 
 def test_lengths_of_names():
@@ -82,14 +99,20 @@ def test_lengths_of_names():
 def test_a_table_of_real_numbers_is_one_sequence_everywhere(rng):
     values = rng.normal(size=(30, 1))
     given = [values, torch.as_tensor(values), pd.DataFrame(values)]
-    models = [fit(StandardHMM(num_states=2, emission="gaussian", num_features=1), data, 5, 0) for data in ([values], *given)]
+    models = [
+        fit(StandardHMM(num_states=2, emission="gaussian", num_features=1), data, 5, 0) for data in ([values], *given)
+    ]
     for model, data in zip(models[1:], given, strict=True):
         assert_same_parameters(model, models[0])
         assert torch.equal(model.score(data), models[0].score([values]))
         assert model.decode(data).tolist() == models[0].decode([values]).tolist()
 
 
-@pytest.mark.parametrize("call", [lambda model, data: fit(model, data, 1), StandardHMM.score, StandardHMM.decode], ids=["fit", "score", "decode"])
+@pytest.mark.parametrize(
+    "call",
+    [lambda model, data: fit(model, data, 1), StandardHMM.score, StandardHMM.decode],
+    ids=["fit", "score", "decode"],
+)
 @pytest.mark.parametrize("names", [None, ["a", "b", "c", "d", "e"]])
 def test_a_column_of_symbols_is_refused_everywhere(call, names):
     for column in (np.zeros((4, 1), int), torch.zeros(4, 1, dtype=torch.int64), np.array([["a"]] * 4)):
@@ -99,7 +122,9 @@ def test_a_column_of_symbols_is_refused_everywhere(call, names):
 
 @pytest.mark.parametrize("lengths", [[2, 3], (2, 3), np.array([2, 3]), torch.tensor([2, 3])])
 def test_lengths_in_the_place_of_max_epochs_are_refused(lengths):
-    with pytest.raises(ValueError, match=r"`max_epochs` must be a number, but is .*2, 3.* `fit\(model, X, lengths=...\)`"):
+    with pytest.raises(
+        ValueError, match=r"`max_epochs` must be a number, but is .*2, 3.* `fit\(model, X, lengths=...\)`"
+    ):
         fit(categorical(), np.zeros((5, 1), int), lengths)
 
 
@@ -113,7 +138,9 @@ def test_max_epochs_is_a_whole_number_of_any_type(rng):
 
 
 def test_lengths_of_sequences_are_refused():
-    with pytest.raises(ValueError, match="`lengths` must be given with one array of all steps, but the data are `Sequences`"):
+    with pytest.raises(
+        ValueError, match="`lengths` must be given with one array of all steps, but the data are `Sequences`"
+    ):
         fit(categorical(), Sequences.from_list([[0, 1]]), lengths=[2])
     with pytest.raises(ValueError, match="`lengths` must sum to 5, the number of steps, but sums to 4"):
         fit(categorical(), np.zeros((5, 1), int), lengths=[2, 2])
@@ -127,15 +154,24 @@ def test_many_updates_in_a_batch_equal_one_update_a_batch(rng):
     symbols, vectors = random_symbols(rng, 32), random_vectors(rng, 32)
     options = {"discount": 0.9, "transition_pseudocount": 1.0}
     separate = fit(categorical(**options), symbols, 3, 0, batch_size=4)
-    assert_same_parameters(separate, fit(categorical(sequences_per_update=4, **options), symbols, 3, 0, batch_size=16), rtol=1e-8)
+    assert_same_parameters(
+        separate, fit(categorical(sequences_per_update=4, **options), symbols, 3, 0, batch_size=16), rtol=1e-8
+    )
     gaussian = {"num_states": 2, "emission": "gaussian", "num_features": 2, **options}
     separate = fit(StandardHMM(**gaussian), vectors, 3, 0, batch_size=4)
-    assert_same_parameters(separate, fit(StandardHMM(sequences_per_update=4, **gaussian), vectors, 3, 0, batch_size=16), rtol=1e-8)
+    assert_same_parameters(
+        separate, fit(StandardHMM(sequences_per_update=4, **gaussian), vectors, 3, 0, batch_size=16), rtol=1e-8
+    )
 
 
 @pytest.mark.parametrize(
     ("family", "options", "per_epoch"),
-    [(StandardHMM, {}, 1), (StandardHMM, {"discount": 0.8}, 4), (ClonedHMM, {}, 1), (ClonedHMM, {"discount": 0.8, "online_epochs": 1}, 1)],
+    [
+        (StandardHMM, {}, 1),
+        (StandardHMM, {"discount": 0.8}, 4),
+        (ClonedHMM, {}, 1),
+        (ClonedHMM, {"discount": 0.8, "online_epochs": 1}, 1),
+    ],
 )
 def test_batch_em_sums_over_ranks_once_an_epoch(rng, monkeypatch, family, options, per_epoch):
     """The Trainer is made to report two ranks. An epoch has four batches, and the second and later epochs are counted."""
@@ -145,7 +181,13 @@ def test_batch_em_sums_over_ranks_once_an_epoch(rng, monkeypatch, family, option
     counts = []
     for epochs in (2, 5):
         calls.clear()
-        fit(family(num_states=10, num_symbols=5, transition_pseudocount=0.1, **options), sequences, epochs, 0, batch_size=8)
+        fit(
+            family(num_states=10, num_symbols=5, transition_pseudocount=0.1, **options),
+            sequences,
+            epochs,
+            0,
+            batch_size=8,
+        )
         counts.append(len(calls))
     assert counts[1] - counts[0] == 3 * per_epoch
 
@@ -158,7 +200,9 @@ def test_counts_of_an_interrupted_epoch_are_not_used_later(rng):
     sequences, model = random_symbols(rng), categorical()
     with pytest.raises(RuntimeError, match="stopped"):
         fit(model, sequences, 1, 0, batch_size=5, callbacks=[Stop()])
-    assert_identical_parameters(fit(model, sequences, 3, 0, batch_size=5), fit(categorical(), sequences, 3, 0, batch_size=5))
+    assert_identical_parameters(
+        fit(model, sequences, 3, 0, batch_size=5), fit(categorical(), sequences, 3, 0, batch_size=5)
+    )
 
 
 def test_one_thread_and_two_give_the_same_bits(rng):
@@ -224,7 +268,9 @@ def test_without_validation_data_training_data_choose(rng):
     """By the likelihood under the parameters that are returned, not under those before the last update."""
     sequences, differ = random_symbols(rng), 0
     for seed in range(8):
-        model = fit(categorical(restarts=5, seed=seed), sequences, 1 if seed % 2 else 2, 1.0, batch_size=5)  # tolerance 1 ends training after two epochs
+        model = fit(
+            categorical(restarts=5, seed=seed), sequences, 1 if seed % 2 else 2, 1.0, batch_size=5
+        )  # tolerance 1 ends training after two epochs
         before, chosen = int(model.epoch_log_likelihood.argmax()), int(model.chosen)
         scores = []
         for restart in range(5):
@@ -283,7 +329,9 @@ def test_given_means_get_the_centre_of_the_data(rng):
     models = []
     for offset in (0.0, 1e6):
         model = StandardHMM(num_states=2, emission="gaussian", num_features=2, variance_prior=0.0)
-        model.set_parameters(emission={"mean": np.array([[0.0, 0.0], [4.0, 4.0]]) + offset, "variance": np.ones((2, 2))})
+        model.set_parameters(
+            emission={"mean": np.array([[0.0, 0.0], [4.0, 4.0]]) + offset, "variance": np.ones((2, 2))}
+        )
         models.append(fit(model, near.with_values(near.values + offset), 10, 0))
     torch.testing.assert_close(models[1].emission.variance, models[0].emission.variance, rtol=1e-7, atol=0)
 
@@ -293,7 +341,9 @@ def test_given_means_get_the_centre_of_the_data(rng):
 
 def test_a_callback_of_convergence_starts_anew_with_each_fit(rng):
     sequences, callback = random_symbols(rng), Convergence(tolerance=1e-4)
-    epochs = [fit(categorical(seed=seed), sequences, 500, callbacks=[callback]).trainer.current_epoch for seed in (1, 1)]
+    epochs = [
+        fit(categorical(seed=seed), sequences, 500, callbacks=[callback]).trainer.current_epoch for seed in (1, 1)
+    ]
     assert epochs[0] == epochs[1] > 2
 
 
@@ -450,7 +500,15 @@ def test_a_state_without_counts_is_said_once(rng):
 def checkpoint(tmp_path, rng) -> tuple[StandardHMM, str]:
     model = categorical(restarts=3, symbol_names=list("abcde"))
     callback = ModelCheckpoint(tmp_path, save_last=True)
-    fit(model, random_symbols(rng), 5, 0, val_sequences=random_symbols(rng), enable_checkpointing=True, callbacks=[callback])
+    fit(
+        model,
+        random_symbols(rng),
+        5,
+        0,
+        val_sequences=random_symbols(rng),
+        enable_checkpointing=True,
+        callbacks=[callback],
+    )
     return model, str(tmp_path / "last.ckpt")
 
 
@@ -470,7 +528,13 @@ def test_names_are_not_taken_for_the_numbers_of_training(tmp_path, rng):
     saving = {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(tmp_path, save_last=True)]}
     fit(categorical(), random_symbols(rng), 1, **saving)
     with pytest.raises(ValueError, match=r"must have numbers as symbols, .* but have the names 'a', 'b'"):
-        fit(categorical(symbol_names=list("abcde")), random_symbols(rng), 2, ckpt_path=str(tmp_path / "last.ckpt"), **saving)
+        fit(
+            categorical(symbol_names=list("abcde")),
+            random_symbols(rng),
+            2,
+            ckpt_path=str(tmp_path / "last.ckpt"),
+            **saving,
+        )
 
 
 def test_unreadable_and_foreign_checkpoints_are_named(checkpoint, tmp_path):
@@ -512,11 +576,19 @@ def test_a_word_in_the_place_of_a_checkpoint_is_refused():
 
 
 def test_a_converged_run_is_not_trained_on(tmp_path, rng):
-    sequences, saving = random_symbols(rng), {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(tmp_path, save_last=True)]}
+    sequences, saving = (
+        random_symbols(rng),
+        {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(tmp_path, save_last=True)]},
+    )
     whole = fit(categorical(), sequences, 100, 1e-3, **saving)
     epochs = whole.trainer.current_epoch
     assert epochs < 100
     again = fit(categorical(), sequences, 100, 1e-3, ckpt_path=str(tmp_path / "last.ckpt"), **saving)
     assert again.trainer.current_epoch == epochs
     assert_identical_parameters(whole, again)
-    assert fit(categorical(), sequences, epochs + 3, 1e-9, ckpt_path=str(tmp_path / "last.ckpt"), **saving).trainer.current_epoch == epochs + 3
+    assert (
+        fit(
+            categorical(), sequences, epochs + 3, 1e-9, ckpt_path=str(tmp_path / "last.ckpt"), **saving
+        ).trainer.current_epoch
+        == epochs + 3
+    )

@@ -26,7 +26,9 @@ def pair(kind: str) -> tuple[Sequences, Sequences]:
     lengths = [6, 1, 0, 9, 4, 7]
     weights = [1.0, 2.0, 1.0, 0.5, 1.5, 1.0]
     if "vectors" not in kind:
-        kept: list[Any] = [rng.permutation([0, 1, 2] * 3)[:n] for n in lengths]  # symbols 3 and 4 occur in what does not count only
+        kept: list[Any] = [
+            rng.permutation([0, 1, 2] * 3)[:n] for n in lengths
+        ]  # symbols 3 and 4 occur in what does not count only
         extra: list[Any] = [[3, 3, 0, 0, 3, 1, 1, 3, 2, 4, 3, 0], [-1, 3, -1]]
     else:
         kept = [rng.normal(size=(n, D)) + 3.0 * rng.integers(0, 2, (n, 1)) for n in lengths]
@@ -61,7 +63,11 @@ def test_in_training(name):
     """Parameters, units, clones, the chosen restart and the logged likelihood; for validation likewise."""
     row = ROWS[name]
     with_extra, without = pair(row.kind)
-    models = [trained(row, sequences, val_sequences=validation) for sequences in (with_extra, without) for validation in (None, sequences)]
+    models = [
+        trained(row, sequences, val_sequences=validation)
+        for sequences in (with_extra, without)
+        for validation in (None, sequences)
+    ]
     for one, other in ((models[0], models[2]), (models[1], models[3])):
         assert_same_state(state(one), state(other), max(row.tolerance, 1e-9))
         if one.epoch_log_likelihood is not None:
@@ -81,12 +87,21 @@ def test_in_test_and_criteria(name):
         with quiet_lightning(announcements=False), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*(is not logged|has probability zero)")
             callbacks = [CooccurrenceReport()] if row.is_symbolic and hasattr(model, "sample") else []
-            trainer = Trainer(callbacks=callbacks, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+            trainer = Trainer(
+                callbacks=callbacks,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+            )
             (metrics,) = trainer.test(model, datamodule=Data(sequences), verbose=False)
             if hasattr(model, "aic"):
                 metrics |= {"aic": model.aic(sequences), "bic": model.bic(sequences)}
                 counts = model.posterior(sequences).transition_counts
-                metrics |= {f"counts {number}": float(part.sum()) for number, part in enumerate(counts if isinstance(counts, tuple) else [counts])}
+                metrics |= {
+                    f"counts {number}": float(part.sum())
+                    for number, part in enumerate(counts if isinstance(counts, tuple) else [counts])
+                }
         found.append(metrics)
     assert found[0] == pytest.approx(found[1], rel=row.tolerance)
     assert "test/log_likelihood" in found[0]
@@ -99,15 +114,22 @@ def test_of_clones():
     assert_same_state(*(state(model.backed_off(sequences)) for sequences in (with_extra, without)), 1e-9)
     assert torch.equal(seen_pairs(with_extra), seen_pairs(without))
     for unique in (False, True):
-        assert ngram_counts(with_extra, V, 2, unique=unique).tolist() == ngram_counts(without, V, 2, unique=unique).tolist()
+        assert (
+            ngram_counts(with_extra, V, 2, unique=unique).tolist()
+            == ngram_counts(without, V, 2, unique=unique).tolist()
+        )
     graphs = [model.state_graph(sequences) for sequences in (with_extra, without)]
     assert graphs[0].edges == graphs[1].edges
-    assert [weight for *_, weight in graphs[0].edges(data="weight")] == pytest.approx([weight for *_, weight in graphs[1].edges(data="weight")])
+    assert [weight for *_, weight in graphs[0].edges(data="weight")] == pytest.approx(
+        [weight for *_, weight in graphs[1].edges(data="weight")]
+    )
 
 
 def test_of_n_grams_and_contexts():
     with_extra, without = pair("symbols")
-    whole = [Sequences(sequences.values, sequences.offsets, (2 * sequences.weights)) for sequences in (with_extra, without)]
+    whole = [
+        Sequences(sequences.values, sequences.offsets, (2 * sequences.weights)) for sequences in (with_extra, without)
+    ]
     text = Sequences.from_list([[0, 1, 2, 0, 0, 2], [1, 1]], weights=[1.0, 0.0])
     one, other = (KneserNey(V, 3).fit(sequences) for sequences in whole)
     assert one.step_probs(text).tolist() == other.step_probs(text).tolist()
@@ -122,7 +144,10 @@ def test_of_n_grams_and_contexts():
 def test_of_n_grams_with_whole_weights_count_like_repeats():
     lists, weights = [[0, 1, 2, 0], [2, 1, 1], [0, 1]], [1, 3, 2]
     repeated = [sequence for sequence, weight in zip(lists, weights, strict=True) for _ in range(weight)]
-    one, other = KneserNey(3, 3).fit(Sequences.from_list(lists, weights)), KneserNey(3, 3).fit(Sequences.from_list(repeated))
+    one, other = (
+        KneserNey(3, 3).fit(Sequences.from_list(lists, weights)),
+        KneserNey(3, 3).fit(Sequences.from_list(repeated)),
+    )
     text = Sequences.from_list([[0, 1, 1, 2, 0, 2]])
     assert one.step_probs(text).tolist() == other.step_probs(text).tolist()
     with pytest.raises(ValueError, match=r"whole numbers as weights for n-grams, but sequence 1 has 0\.5"):

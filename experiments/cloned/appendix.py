@@ -142,7 +142,9 @@ def figure(run: Run) -> Figure:
             for curve in curves:
                 axes.plot(range(len(curve)), curve, color=COLOURS[number], linewidth=0.9, alpha=0.7)
         axes.axhline(OPTIMUM, color=GREY, linewidth=1, linestyle="--")
-        axes.set(title=name, xlabel="EM iterations" if method == "em" else "EM iterations after a split", ylim=(0.28, 0.9))
+        axes.set(
+            title=name, xlabel="EM iterations" if method == "em" else "EM iterations after a split", ylim=(0.28, 0.9)
+        )
     all_axes[0, 0].set_ylabel("bits per symbol")
     return plot
 

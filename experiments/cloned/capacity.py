@@ -108,7 +108,9 @@ EXPERIMENT = Experiment(
     options=[
         DATA_FOLDER,
         Option("--text", default="blake-poems", choices=[text.name for text in TEXTS], help="text to train on"),
-        Option("--pruned", type=int, default=2000, help="states of the model that is pruned (%(default)s if not given)"),
+        Option(
+            "--pruned", type=int, default=2000, help="states of the model that is pruned (%(default)s if not given)"
+        ),
     ],
     settings={
         "capacities": (250, 500, 1000, 2000, 4000),

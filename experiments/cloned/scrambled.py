@@ -140,7 +140,8 @@ def table(run: Run) -> str:
             (result,) = run.records.where(part=part, reuse=reuse)
             paper = PAPER_PASSAGES.get(part) if reuse else None
             words, characters = (
-                [f"{100 * result[what]:.2f}", "-" if paper is None else f"{100 * paper[number]:.2f}"] for number, what in enumerate(("words", "characters"))
+                [f"{100 * result[what]:.2f}", "-" if paper is None else f"{100 * paper[number]:.2f}"]
+                for number, what in enumerate(("words", "characters"))
             )
             rows.append([f"{part} part", name, f"{result['num_words']:,}", *words, *characters])
     header = ["passages of", "readings", "words", "words read right, %", "paper", "characters, %", "paper"]

@@ -110,7 +110,9 @@ def _long(name: str, path: str, paper: tuple[float, float, float, float]) -> Tex
 
 BLAKE_CANDIDATES = ((2, 3000), (2, 6000), (1, 3000))
 TEXTS = [
-    Text("blake-poems", "gutenberg/blake-poems.txt", (1.60, 1.75, 1.71, 1.68), BLAKE_CANDIDATES, FIRST, SMOOTHING, BRIEF),
+    Text(
+        "blake-poems", "gutenberg/blake-poems.txt", (1.60, 1.75, 1.71, 1.68), BLAKE_CANDIDATES, FIRST, SMOOTHING, BRIEF
+    ),
     _short("shakespeare-macbeth", (1.69, 1.79, 1.77, 1.74)),
     _short("carroll-alice", (1.54, 1.61, 1.57, 1.58)),
     _short("shakespeare-hamlet", (1.63, 1.72, 1.69, 1.68)),

@@ -119,7 +119,9 @@ def figure(run: Run) -> Figure:
             places = [record["l"] / size for record in found]
             error_bars(axes, places, median, low, high, label=f"{NAMES[similarity]}, n = {size}", **style)
     axes.axvline(1, color=GREY, linewidth=0.8)
-    axes.set(xlabel="length of the vectors / size of the matrix", ylabel="relative error (median, quartiles)", yscale="log")
+    axes.set(
+        xlabel="length of the vectors / size of the matrix", ylabel="relative error (median, quartiles)", yscale="log"
+    )
     legend(axes)
     return plot
 

@@ -125,7 +125,9 @@ def pairs_of(run: Run) -> list[tuple[int, int]]:
 
 def settings_of(run: Run, name: str, num_states: int, length: int) -> dict[str, Any]:
     """Returns the settings of a record except for the run. The standard HMM on real data does not depend on l."""
-    epochs = EPOCHS_LIKELIHOOD if name == "likelihood" else TAGS_EPOCHS if name == "em" and run.data == "pos" else EPOCHS
+    epochs = (
+        EPOCHS_LIKELIHOOD if name == "likelihood" else TAGS_EPOCHS if name == "em" and run.data == "pos" else EPOCHS
+    )
     alike = name == "standard" and run.data != "synthetic"
     sizes = {"n": num_states, "l": 0 if alike else length, "epochs": run.epochs or epochs}
     return {"model": name, **sizes, **cleaning(run)}

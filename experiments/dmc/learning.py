@@ -74,7 +74,9 @@ def true_score(data: SequenceDataModule) -> float | None:
     return float(model.score(data.test_sequences).sum())
 
 
-def make_model(run: Run, num_states: int, num_kept: int | None, num_features: int | None, seed: int) -> StandardHMM | DMCHMM:
+def make_model(
+    run: Run, num_states: int, num_kept: int | None, num_features: int | None, seed: int
+) -> StandardHMM | DMCHMM:
     """Returns a DMC-HMM, or the regular HMM if `num_kept` is ``None``.
 
     The means are initialized by k-means with `seed`, which is the same for all models of one size.
@@ -124,7 +126,9 @@ class HeldOut(Callback):
         return int(np.argmax([val for val, _ in self.scores]))
 
 
-def train(model: StandardHMM | DMCHMM, data: SequenceDataModule, epochs: int, patience: int | None = None) -> dict[str, Any]:
+def train(
+    model: StandardHMM | DMCHMM, data: SequenceDataModule, epochs: int, patience: int | None = None
+) -> dict[str, Any]:
     """Trains; returns all test likelihoods, and both likelihoods of the iteration chosen on validation data."""
     held_out = HeldOut(data.val_sequences, data.test_sequences, patience)
     with Stopwatch() as watch:
@@ -187,7 +191,9 @@ def learning_experiment(
         options=[
             Option("--data", nargs="+", choices=list(DATA), default=list(DATA), help="data sets (all if not given)"),
             Option("--path", help=f"accelerometer table with times, {looked_up} (synthetic days if not given)"),
-            Option("--separation", type=float, default=3.0, help="distance of neighboring centers in standard deviations"),
+            Option(
+                "--separation", type=float, default=3.0, help="distance of neighboring centers in standard deviations"
+            ),
             Option("--truth", type=int, default=0, help="seed for the synthetic data and their model"),
             Option("--criterion", choices=["window", "largest"], default="window", help="`largest` is the paper's"),
             Option("--start", choices=["even", "random"], default="even", help="initial transitions"),

@@ -44,7 +44,10 @@ def table(run: Run) -> str:
         row = [label]
         for name in run.data:
             points, _ = truth(run, name)
-            full, found = ({record["seed"]: record["test"] for record in run.records.where(**settings_of(run, name, *one))} for one in (MODELS["full"], size))
+            full, found = (
+                {record["seed"]: record["test"] for record in run.records.where(**settings_of(run, name, *one))}
+                for one in (MODELS["full"], size)
+            )
             gaps = [(found[seed] - full[seed]) * 1000 / points for seed in full]
             row += [mean_and_spread(list(found.values()), 1), "" if label == "full" else mean_and_spread(gaps, 2, "+")]
         rows.append(row)

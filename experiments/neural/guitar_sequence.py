@@ -43,7 +43,9 @@ def cluster_sounds(sound: list[Tensor], clusters: np.ndarray, window: int, hop: 
     return found
 
 
-def figure_profiles(profiles: Tensor, chords: Tensor, clusters: np.ndarray, names: list[str], frame_rate: float) -> Figure:
+def figure_profiles(
+    profiles: Tensor, chords: Tensor, clusters: np.ndarray, names: list[str], frame_rate: float
+) -> Figure:
     """Figures 4 and 5b: the profiles of a sequence, and its clusters below the chords that were played."""
     plot, ((top,), (bottom,)) = panels(9, 5, 2, 1, sharex=True, height_ratios=[2, 1])
     extent = (0, len(profiles) / frame_rate, -0.5, 11.5)

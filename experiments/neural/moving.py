@@ -149,7 +149,10 @@ def tables(run: Run, d: int) -> dict[str, str]:
     If not all environments were run, their number is in parentheses.
     """
     header = ["", *(f"d_h = {latent}" for latent in run.latent)]
-    floors, still = ({found["environment"]: found["error"] for found in run.records.where(model=name, d=d)} for name in ("floor", "persistence"))
+    floors, still = (
+        {found["environment"]: found["error"] for found in run.records.where(model=name, d=d)}
+        for name in ("floor", "persistence")
+    )
 
     def cell(numbers: list[float]) -> str:
         return mean_and_spread(numbers) + (f" ({len(numbers)})" if 0 < len(numbers) < len(run.environments) else "")

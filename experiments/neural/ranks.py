@@ -65,7 +65,9 @@ def results(run: Run) -> dict[str, np.ndarray]:
 
 def table(run: Run) -> dict[str, str]:
     found = results(run)
-    rows = [[f"{ranks}", *(mean_and_spread(list(found[name][n]), 4) for name in MEASURES)] for n, ranks in enumerate(RANKS)]
+    rows = [
+        [f"{ranks}", *(mean_and_spread(list(found[name][n]), 4) for name in MEASURES)] for n, ranks in enumerate(RANKS)
+    ]
     differences = [mean_and_spread(list(found[name][1] - found[name][0]), 4) for name in MEASURES]
     return {"ranks": markdown_table(["ranks", *MEASURES.values()], [*rows, ["2 less 1, same seed", *differences]])}
 

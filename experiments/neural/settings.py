@@ -62,7 +62,9 @@ def exact_model(variant: str, num_features: int | None, seed: int) -> Any:
     return LinearGaussianHMM(LATENT, num_features, target=target, seed=seed)
 
 
-def make_model(run: Run, kind: str, variant: str, value: float, data: MovingTargetDataModule) -> tuple[Any, int, int | None]:
+def make_model(
+    run: Run, kind: str, variant: str, value: float, data: MovingTargetDataModule
+) -> tuple[Any, int, int | None]:
     """Returns a model with one setting changed, its number of epochs, and the trajectories in a batch."""
     num_features, seed = data.num_features, data.seed
     if kind == "depth" and value == 0:
@@ -176,7 +178,9 @@ EXPERIMENT = Experiment(
     table=table,
     figure=figure,
     options=[
-        Option("--only", nargs="+", choices=list(VALUES), default=list(VALUES), help="settings to vary (all if not given)"),
+        Option(
+            "--only", nargs="+", choices=list(VALUES), default=list(VALUES), help="settings to vary (all if not given)"
+        ),
         Option("--environments", type=int, nargs="+", default=list(range(3)), help=SEEDS_HELP),
     ],
     settings={"sizes": SIZES, "epochs": EPOCHS, "values": VALUES},

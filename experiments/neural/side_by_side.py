@@ -36,7 +36,9 @@ class Stack:
         for model, drawn in zip(models, data, strict=True):
             model.initialize(drawn.train_sequences)
         named = [dict(model.named_parameters()) for model in models]
-        self.parameters = {name: torch.stack([own[name].detach() for own in named]).requires_grad_() for name in named[0]}
+        self.parameters = {
+            name: torch.stack([own[name].detach() for own in named]).requires_grad_() for name in named[0]
+        }
         self.train, self.val = [self._standard(part) for part in ("train", "val")]
         self.residual = torch.tensor([float(model.residual) for model in models]).view(-1, 1, 1, 1)
 
@@ -46,7 +48,9 @@ class Stack:
         for model, drawn in zip(self.models, self.data, strict=True):
             padded = getattr(drawn, f"{part}_sequences").padded()
             if bool(padded.isnan().any()):
-                raise ValueError(f"`Stack` needs complete sequences of equal length, but the part {part!r} has missing values.")
+                raise ValueError(
+                    f"`Stack` needs complete sequences of equal length, but the part {part!r} has missing values."
+                )
             values.append((padded - model.center) / model.data_variance.sqrt())
         return torch.stack(values).float()
 
@@ -69,12 +73,18 @@ class Stack:
     def _run(self, group: Tensor, inputs: Tensor) -> Tensor:
         """(E, N, T, 2 D) -> (E, N, T, hidden) of some networks, run as one cell with block-diagonal weights."""
         networks, count = inputs.shape[:2]
-        own = {name: self.parameters[f"cell.{name}_l0"][group] for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")}
+        own = {
+            name: self.parameters[f"cell.{name}_l0"][group] for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+        }
         hidden, alone = own["weight_hh"].shape[2], torch.eye(networks)
         weights = []
         for name in own:
             parts = own[name].unflatten(1, (-1, hidden)).transpose(0, 1)  # (gates, E, hidden, ...)
-            weights.append(torch.einsum("gehk,ef->gehfk", parts, alone).flatten(0, 2).flatten(1) if "weight" in name else parts.flatten())
+            weights.append(
+                torch.einsum("gehk,ef->gehfk", parts, alone).flatten(0, 2).flatten(1)
+                if "weight" in name
+                else parts.flatten()
+            )
         start = inputs.new_zeros(1, count, networks * hidden)
         cell = self.models[0].hparams["cell"]
         run: Any = {"rnn": torch.rnn_tanh, "lstm": torch.lstm, "gru": torch.gru}[cell]
@@ -100,10 +110,14 @@ class Stack:
     @torch.no_grad()
     def errors(self, values: Tensor) -> Tensor:
         """Returns (E,) mean distances of predictions in the units of the data."""
-        scales = torch.stack([model.data_variance.sqrt().float() for model in self.models]).view(len(self.models), 1, 1, -1)
+        scales = torch.stack([model.data_variance.sqrt().float() for model in self.models]).view(
+            len(self.models), 1, 1, -1
+        )
         return ((self.outputs(values) - values) * scales)[:, :, 1:].norm(dim=3).mean((1, 2))
 
-    def fit(self, epochs: int, patience: int, learning_rate: float, learning_rate_decay: float = 1.0, batch_size: int = 32) -> tuple[Tensor, Tensor]:
+    def fit(
+        self, epochs: int, patience: int, learning_rate: float, learning_rate_decay: float = 1.0, batch_size: int = 32
+    ) -> tuple[Tensor, Tensor]:
         """Returns the (E,) least validation errors and their epochs."""
         optimizer = torch.optim.Adam(self.parameters.values(), lr=learning_rate, fused=True)
         best, when = torch.full((len(self.models),), torch.inf), torch.zeros(len(self.models), dtype=torch.int64)
@@ -112,7 +126,12 @@ class Stack:
         for epoch in range(epochs):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate * learning_rate_decay**epoch
-            orders = torch.stack([torch.randperm(self.train.shape[1], generator=generator(drawn.seed, "order", epoch)) for drawn in self.data])
+            orders = torch.stack(
+                [
+                    torch.randperm(self.train.shape[1], generator=generator(drawn.seed, "order", epoch))
+                    for drawn in self.data
+                ]
+            )
             for chosen in orders.split(batch_size, 1):
                 optimizer.zero_grad()
                 self.loss(self.train[rows, chosen]).sum().backward()

@@ -142,7 +142,9 @@ def control(name: str, data: GPSDataModule, window: int) -> np.ndarray:
         train, test = (part.with_values((part.values + SHORTEST).log()) for part in (train, test))
     if name == "average":
         train, test = (averages(part, window) for part in (train, test))
-    return gaussian_hmm(train, test, data.seed) if name == "gaussian" else two_means(train.values, test.values, data.seed)
+    return (
+        gaussian_hmm(train, test, data.seed) if name == "gaussian" else two_means(train.values, test.values, data.seed)
+    )
 
 
 def places_of(data: GPSDataModule) -> np.ndarray:

@@ -24,8 +24,16 @@ class BestCheckpoint(ModelCheckpoint):
         every_n_epochs: Number of epochs between checkpoints.
     """
 
-    def __init__(self, monitor: str = "val/bits_per_symbol", mode: str = "min", save_top_k: int = 1, every_n_epochs: int = 1) -> None:
-        super().__init__(monitor=monitor, mode=mode, save_top_k=save_top_k, every_n_epochs=every_n_epochs, save_on_train_epoch_end=True)
+    def __init__(
+        self, monitor: str = "val/bits_per_symbol", mode: str = "min", save_top_k: int = 1, every_n_epochs: int = 1
+    ) -> None:
+        super().__init__(
+            monitor=monitor,
+            mode=mode,
+            save_top_k=save_top_k,
+            every_n_epochs=every_n_epochs,
+            save_on_train_epoch_end=True,
+        )
         self._earlier: dict[str, Any] | None = None
         self._wanted = save_top_k
 
@@ -44,7 +52,12 @@ class BestCheckpoint(ModelCheckpoint):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         validates = trainer.enable_validation and sum(trainer.num_val_batches) > 0
         self.save_top_k = self._wanted if validates else 0
-        if validates and self._earlier is not None and self._earlier["monitor"] == self.monitor and Path(self._earlier["best_model_path"]).is_file():
+        if (
+            validates
+            and self._earlier is not None
+            and self._earlier["monitor"] == self.monitor
+            and Path(self._earlier["best_model_path"]).is_file()
+        ):
             self._take_over(trainer, Path(self._earlier["best_model_path"]), self._earlier["best_model_score"])
         super().on_train_start(trainer, pl_module)
 
@@ -71,7 +84,9 @@ class LastCheckpoint(ModelCheckpoint):
     """
 
     def __init__(self, every_n_epochs: int = 1) -> None:
-        super().__init__(filename="last", every_n_epochs=every_n_epochs, save_on_train_epoch_end=True, enable_version_counter=False)
+        super().__init__(
+            filename="last", every_n_epochs=every_n_epochs, save_on_train_epoch_end=True, enable_version_counter=False
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Does nothing, because a resumed run has its own folder."""

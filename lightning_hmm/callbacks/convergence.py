@@ -35,7 +35,9 @@ class Convergence(Callback):
         if stage == "fit":  # what a checkpoint to go on from remembers is loaded after this
             self.previous, self.calm_epochs, self.stopping_reason = None, 0, None
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         # Not at the end of the epoch: a checkpoint of its last batch must hold what this epoch brought.
         metric: Any = pl_module.train_likelihood
         if not trainer.is_last_batch or not metric.update_called:  # not every objective is a likelihood
@@ -55,11 +57,17 @@ class Convergence(Callback):
         previous, self.previous = self.previous, current
         if previous is None:
             return
-        gains = [(new - old) / max(abs(old), torch.finfo(torch.float64).tiny) for old, new in zip(previous, current, strict=True)]
-        if min(new - old for old, new in zip(previous, current, strict=True)) < -1e-9 and getattr(pl_module, "never_decreases", False):
+        gains = [
+            (new - old) / max(abs(old), torch.finfo(torch.float64).tiny)
+            for old, new in zip(previous, current, strict=True)
+        ]
+        if min(new - old for old, new in zip(previous, current, strict=True)) < -1e-9 and getattr(
+            pl_module, "never_decreases", False
+        ):
             fall = max(old - new for old, new in zip(previous, current, strict=True))
             warnings.warn(
-                f"The training likelihood fell by {fall:.3g} per symbol in epoch {trainer.current_epoch}, which exact batch EM never does.", stacklevel=2
+                f"The training likelihood fell by {fall:.3g} per symbol in epoch {trainer.current_epoch}, which exact batch EM never does.",
+                stacklevel=2,
             )
         if self.tolerance == 0:
             return
@@ -83,7 +91,9 @@ class Convergence(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.tolerance > 0 and self.calm_epochs >= self.patience:
             trainer.should_stop = True
-            self.stopping_reason = f"Training had converged before the checkpoint was saved, within the tolerance of {self.tolerance:g}."
+            self.stopping_reason = (
+                f"Training had converged before the checkpoint was saved, within the tolerance of {self.tolerance:g}."
+            )
             rank_zero_info(self.stopping_reason)
 
     def state_dict(self) -> dict[str, Any]:

@@ -42,14 +42,20 @@ class CooccurrenceReport(Callback):
         if num_symbols is None:
             raise ValueError(f"CooccurrenceReport is for models of symbols, but the {kind} has none.")
         if not hasattr(pl_module, "sample"):
-            raise ValueError(f"CooccurrenceReport is for models that can be sampled from, but the {kind} has no `sample`.")
+            raise ValueError(
+                f"CooccurrenceReport is for models that can be sampled from, but the {kind} has no `sample`."
+            )
 
     def on_test_start(self, trainer: Trainer, pl_module: Any) -> None:
         self._observed = PairFrequencies(pl_module.num_symbols).to(pl_module.device)
         self._nll = NormalisedNLL().to(pl_module.device)
-        self._shapes = [torch.zeros(0, 2, dtype=torch.float64)]  # lengths and weights of the sequences of this rank that count
+        self._shapes = [
+            torch.zeros(0, 2, dtype=torch.float64)
+        ]  # lengths and weights of the sequences of this rank that count
 
-    def on_test_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_test_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         self._observed.update(batch)
         self._nll.update(pl_module.score(batch), batch)
         counted = batch.counted()
@@ -62,7 +68,10 @@ class CooccurrenceReport(Callback):
             target = self._observed.compute()
         else:
             target = cooccurrences(data.transition_probs, data.emission_probs).to(pl_module.device)
-        for kind, frequencies in {"analytic": _long_run_frequencies(pl_module), "sampled": self._drawn_frequencies(pl_module)}.items():
+        for kind, frequencies in {
+            "analytic": _long_run_frequencies(pl_module),
+            "sampled": self._drawn_frequencies(pl_module),
+        }.items():
             if frequencies is not None:
                 pl_module.log(f"test/cooccurrence_mad_{kind}", (frequencies - target).abs().mean())
         pl_module.log("test/nll_normalised", self._nll.compute())
@@ -97,11 +106,15 @@ def _long_run_frequencies(model: Any) -> Tensor | None:
     """(V, V) frequencies of symbol pairs under the model in the long run; ``None``, with a warning, where it has none that can be computed."""
     transition = getattr(model, "transition_probs", None)
     if transition is None:
-        rank_zero_warn(f"`test/cooccurrence_mad_analytic` is not logged: the {type(model).__name__} has too many states for a transition matrix.")
+        rank_zero_warn(
+            f"`test/cooccurrence_mad_analytic` is not logged: the {type(model).__name__} has too many states for a transition matrix."
+        )
         return None
     emission = model.predict_emission(torch.eye(len(transition), dtype=transition.dtype, device=transition.device))
     frequencies = cooccurrences(transition, emission, long_run(model.initial_probs.to(transition.dtype), transition))
     if abs(float(frequencies.sum()) - 1) > 1e-6:
-        rank_zero_warn("`test/cooccurrence_mad_analytic` is not logged: the chain reaches states without transitions, where it ends.")
+        rank_zero_warn(
+            "`test/cooccurrence_mad_analytic` is not logged: the chain reaches states without transitions, where it ends."
+        )
         return None
     return frequencies

@@ -54,13 +54,24 @@ class Figures(Callback):
         lead: how many steps later a continuous state is read; see `NeuralHMM.latents`.
     """
 
-    def __init__(self, every_n_epochs: int | None = None, max_labels: int = 40, num_clusters: int = 5, lead: int = 0) -> None:
-        for name, value in {"every_n_epochs": every_n_epochs, "max_labels": max_labels, "num_clusters": num_clusters}.items():
+    def __init__(
+        self, every_n_epochs: int | None = None, max_labels: int = 40, num_clusters: int = 5, lead: int = 0
+    ) -> None:
+        for name, value in {
+            "every_n_epochs": every_n_epochs,
+            "max_labels": max_labels,
+            "num_clusters": num_clusters,
+        }.items():
             if value is not None and value < 1:
                 raise ValueError(f"`{name}` must be at least 1, but is {value} instead.")
         if lead < 0:
             raise ValueError(f"`lead` must be at least 0, but is {lead} instead.")
-        self.every_n_epochs, self.max_labels, self.num_clusters, self.lead = every_n_epochs, max_labels, num_clusters, lead
+        self.every_n_epochs, self.max_labels, self.num_clusters, self.lead = (
+            every_n_epochs,
+            max_labels,
+            num_clusters,
+            lead,
+        )
         # By epoch, counted from 1: training log-likelihoods of all restarts, validation log-likelihood of the chosen one.
         self.train: dict[int, list[float]] = {}
         self.val: dict[int, float] = {}
@@ -78,7 +89,9 @@ class Figures(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._keep("training", trainer, pl_module, batch)
 
-    def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._keep("validation", trainer, pl_module, batch)
 
@@ -110,7 +123,12 @@ class Figures(Callback):
             for name, vectors in getattr(pl_module, "embeddings", {}).items():
                 names = _symbol_names(pl_module) if name == "V" else None
                 for writer in _writers(trainer):
-                    writer.add_embedding(vectors, names or [str(row) for row in range(len(vectors))], tag=name, global_step=trainer.global_step)
+                    writer.add_embedding(
+                        vectors,
+                        names or [str(row) for row in range(len(vectors))],
+                        tag=name,
+                        global_step=trainer.global_step,
+                    )
 
     def _draw(self, trainer: Trainer, model: Any, epoch: int) -> None:
         self._drawn_epoch = epoch
@@ -133,16 +151,27 @@ class Figures(Callback):
         yield from self._emission_figures(model, share_of_time)
         yield "state_usage", lambda: _state_usage(*share_of_time(), transition)
         if hasattr(model, "embeddings"):
-            yield "composition", lambda: plots.composition(_composition(model.at_start()), _composition(model), _symbol_names(model), self.max_labels)
+            yield (
+                "composition",
+                lambda: plots.composition(
+                    _composition(model.at_start()), _composition(model), _symbol_names(model), self.max_labels
+                ),
+            )
         target = getattr(model, "target_cooccurrences", None)
         if target is not None and len(target) <= _MAX_PAIRED:
-            yield "cooccurrences", lambda: plots.cooccurrences(target, model.cooccurrences, _symbol_names(model), self.max_labels)
+            yield (
+                "cooccurrences",
+                lambda: plots.cooccurrences(target, model.cooccurrences, _symbol_names(model), self.max_labels),
+            )
         if hasattr(model, "one_step_predictions"):
             yield from self._latent_figures(model)
         epochs = sorted(self.train.keys() | self.val.keys())
         if epochs:
             unknown = [np.nan] * model.restarts
-            train, val = [self.train.get(epoch, unknown) for epoch in epochs], [self.val.get(epoch, np.nan) for epoch in epochs]
+            train, val = (
+                [self.train.get(epoch, unknown) for epoch in epochs],
+                [self.val.get(epoch, np.nan) for epoch in epochs],
+            )
             yield "convergence", lambda: plots.convergence(epochs, train, val, int(model.chosen))
 
     def _latent_figures(self, model: Any) -> Iterator[tuple[str, Callable[[], Figure | None]]]:
@@ -159,7 +188,9 @@ class Figures(Callback):
         clusters = model.cluster_latents(data, min(self.num_clusters, data.num_steps), lead=self.lead)
         return latent_plots.latents(model.latents(data, lead=self.lead).values, clusters.values, data.lengths)
 
-    def _emission_figures(self, model: Any, share: Callable[[], tuple[np.ndarray | None, str]]) -> Iterator[tuple[str, Callable[[], Figure | None]]]:
+    def _emission_figures(
+        self, model: Any, share: Callable[[], tuple[np.ndarray | None, str]]
+    ) -> Iterator[tuple[str, Callable[[], Figure | None]]]:
         """One figure for each part of a product of emissions, and one for all other emissions."""
         emission = getattr(model, "emission", None)
         if not isinstance(emission, Product):
@@ -168,7 +199,9 @@ class Figures(Callback):
         for number, (part, place) in enumerate(zip(emission.parts, emission.places, strict=True)):
             yield f"emissions_{number}", functools.partial(self._emissions, model, part, share, place)
 
-    def _emissions(self, model: Any, emission: Any, share: Callable[[], tuple[np.ndarray | None, str]], place: list[int] | None) -> Figure | None:
+    def _emissions(
+        self, model: Any, emission: Any, share: Callable[[], tuple[np.ndarray | None, str]], place: list[int] | None
+    ) -> Figure | None:
         """The probabilities of symbols, or means and covariances; ``None`` where there are neither.
 
         Args:
@@ -182,7 +215,9 @@ class Figures(Callback):
             columns = [model.columns[number] for number in place]
         probs = _matrix(model, "emission_probs") if place is None else _matrix(emission, "probs")
         if probs is not None:
-            return plots.emission_matrix(probs, _symbol_names(model) if place is None else columns[0].category_names, self.max_labels)
+            return plots.emission_matrix(
+                probs, _symbol_names(model) if place is None else columns[0].category_names, self.max_labels
+            )
         if hasattr(emission, "moments"):
             means, variances = (moment.numpy(force=True) for moment in emission.moments())
             variances = getattr(emission, "covariance", variances)
@@ -194,7 +229,9 @@ class Figures(Callback):
         points = None if excerpt is None else excerpt.values if place is None else excerpt.values[:, place]
         names = [column.name for column in columns] if columns is not None and are_named(columns) else None
         if isinstance(emission, Poisson) and means.shape[1] == 1:
-            return plots.count_emissions(means[:, 0], share()[0], None if points is None else points[:, 0], None if names is None else names[0])
+            return plots.count_emissions(
+                means[:, 0], share()[0], None if points is None else points[:, 0], None if names is None else names[0]
+            )
         return plots.gaussian_emissions(
             means,
             variances,
@@ -226,7 +263,11 @@ class Figures(Callback):
 
 def _writers(trainer: Trainer) -> list[Any]:
     """Where figures go: nowhere on other ranks than the first."""
-    return [logger.experiment for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)] if trainer.is_global_zero else []
+    return (
+        [logger.experiment for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+        if trainer.is_global_zero
+        else []
+    )
 
 
 def _state_usage(share: np.ndarray | None, source: str, transition: np.ndarray | None) -> Figure | None:
@@ -262,7 +303,9 @@ def _excerpt(batch: Sequences, max_steps: int) -> Sequences:
     """A copy of the first sequences, the last one cut where there are too many steps; small, and on the CPU."""
     offsets = batch.offsets[: _MAX_SEQUENCES + 1].clamp(max=max_steps)
     steps = torch.arange(int(offsets[-1]))  # numbers, not a slice: a copy is wanted
-    return batch.with_steps(steps, offsets, None if batch.weights is None else batch.weights[: len(offsets) - 1].clone()).to("cpu")
+    return batch.with_steps(
+        steps, offsets, None if batch.weights is None else batch.weights[: len(offsets) - 1].clone()
+    ).to("cpu")
 
 
 def _expected_visits(model: Any, sequences: Sequences) -> np.ndarray | None:

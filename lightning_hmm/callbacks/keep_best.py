@@ -40,7 +40,9 @@ class KeepBest(Callback):
             return
         if self.monitor not in trainer.callback_metrics:
             known = ", ".join(sorted(trainer.callback_metrics))
-            raise ValueError(f"`monitor` must be a logged metric, but is {self.monitor!r}. The logged metrics are: {known}.")
+            raise ValueError(
+                f"`monitor` must be a logged metric, but is {self.monitor!r}. The logged metrics are: {known}."
+            )
         score = float(trainer.callback_metrics[self.monitor])
         if self.best_score is None or (score < self.best_score if self.mode == "min" else score > self.best_score):
             self.best_score, self.best_epoch = score, trainer.current_epoch + 1

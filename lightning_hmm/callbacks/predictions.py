@@ -35,7 +35,15 @@ class PredictionWriter(Callback):
         loaders: Any = trainer.predict_dataloaders
         self._file, self._numbers = file, sequence_numbers(loaders[0] if isinstance(loaders, list | tuple) else loaders)
 
-    def on_predict_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_predict_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
         assert self._file is not None
         with self._file.open("a") as file:
             for n in range(len(batch)):

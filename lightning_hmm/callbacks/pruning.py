@@ -31,14 +31,21 @@ class Pruning(Callback):
             nothing is pruned.
     """
 
-    def __init__(self, threshold: float = 1e-5, density: float = 0.02, every_n_epochs: int = 1, max_steps: int | None = None) -> None:
+    def __init__(
+        self, threshold: float = 1e-5, density: float = 0.02, every_n_epochs: int = 1, max_steps: int | None = None
+    ) -> None:
         for name, value in {"threshold": threshold, "density": density}.items():
             if not 0 < value <= 1:
                 raise ValueError(f"`{name}` must be above 0 and at most 1, but is {value} instead.")
         for name, count in {"every_n_epochs": every_n_epochs, "max_steps": max_steps}.items():
             if count is not None and count < 1:
                 raise ValueError(f"`{name}` must be at least 1, but is {count} instead.")
-        self.threshold, self.density, self.every_n_epochs, self.max_steps = threshold, density, every_n_epochs, max_steps
+        self.threshold, self.density, self.every_n_epochs, self.max_steps = (
+            threshold,
+            density,
+            every_n_epochs,
+            max_steps,
+        )
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if not isinstance(pl_module, ClonedHMM):
@@ -58,7 +65,9 @@ class Pruning(Callback):
         data = None if source is None else _first_steps(source.train_sequences, self.max_steps)
         cost = ""
         if data is not None:
-            bits = _bits(pl_module, data, *pl_module.transition.pruned(keep)) - _bits(pl_module, data, pl_module.layout, pl_module.transition.probs.detach())
+            bits = _bits(pl_module, data, *pl_module.transition.pruned(keep)) - _bits(
+                pl_module, data, pl_module.layout, pl_module.transition.probs.detach()
+            )
             if not bool(bits.isfinite().all()):
                 rank_zero_warn(
                     f"Not pruned after epoch {trainer.current_epoch}: without the transitions below {self.threshold:g} some training data would be "
@@ -67,7 +76,9 @@ class Pruning(Callback):
                 return
             cost = f", at a cost of {float(bits.max()):.2g} bits per symbol ({data.num_steps:,} steps of training data)"
         prune_in_training(trainer, pl_module, keep)
-        rank_zero_info(f"Pruned after epoch {trainer.current_epoch}: {kept:,} of {before:,} transitions stay, {pl_module.layout.density:.2%} of all{cost}.")
+        rank_zero_info(
+            f"Pruned after epoch {trainer.current_epoch}: {kept:,} of {before:,} transitions stay, {pl_module.layout.density:.2%} of all{cost}."
+        )
 
 
 def prune_in_training(trainer: Trainer, model: ClonedHMM, keep: Tensor) -> None:
@@ -94,7 +105,9 @@ def _bits(model: ClonedHMM, sequences: Sequences, layout: Layout, probs: Tensor)
     weights = sequences.weights
     starts = model.initial.log_probs.detach()
     scores = [
-        inference.log_likelihood(initial, Blocks(row, layout), evidence, sequences.offsets, weights, dtype=model.message_dtype).sum()
+        inference.log_likelihood(
+            initial, Blocks(row, layout), evidence, sequences.offsets, weights, dtype=model.message_dtype
+        ).sum()
         for initial, row in zip(starts, probs.detach(), strict=True)
     ]
     return -torch.stack(scores) / max(float(sequences.num_observed()), 1.0) / math.log(2)

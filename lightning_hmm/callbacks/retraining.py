@@ -50,7 +50,9 @@ class Retraining(Callback):
         if not isinstance(pl_module, ClonedHMM):
             raise TypeError(f"Retraining is for a ClonedHMM, but the model is a {type(pl_module).__name__} instead.")
         if data_of(trainer) is None:
-            raise MisconfigurationException("Retraining joins training and validation data, which needs `lightning_hmm.fit` or a `SequenceDataModule`.")
+            raise MisconfigurationException(
+                "Retraining joins training and validation data, which needs `lightning_hmm.fit` or a `SequenceDataModule`."
+            )
         self._reset()
         pl_module.first_epoch = 0
         # The word of a callback that stops the training early must be known here; those that save come after all others anyway.
@@ -61,7 +63,12 @@ class Retraining(Callback):
     def on_load_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         # Before Lightning finds that the run had already more epochs than it was to have.
         state = checkpoint.get("callbacks", {}).get(self.state_key)
-        if state and state["first_epoch"] is None and trainer.state.fn == "fit" and len(state["validated"]) < checkpoint["epoch"] + 1:
+        if (
+            state
+            and state["first_epoch"] is None
+            and trainer.state.fn == "fit"
+            and len(state["validated"]) < checkpoint["epoch"] + 1
+        ):
             raise ValueError(
                 f"The checkpoint was saved before epoch {checkpoint['epoch']} was validated, and Retraining needs the validation of every epoch. "
                 "Resume from one saved at the end of an epoch, such as last.ckpt."
@@ -73,11 +80,16 @@ class Retraining(Callback):
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         if self.switched:
             pl_module.online_epochs = self.switched
-        self._users = {"limit_val_batches": trainer.limit_val_batches, "reload_dataloaders_every_n_epochs": trainer.reload_dataloaders_every_n_epochs}
+        self._users = {
+            "limit_val_batches": trainer.limit_val_batches,
+            "reload_dataloaders_every_n_epochs": trainer.reload_dataloaders_every_n_epochs,
+        }
         if self.first_epoch is not None:
             self._take_all_data(trainer, pl_module)
         elif trainer.limit_val_batches == 0:
-            raise MisconfigurationException("Retraining finds the number of epochs on validation data, but there are none.")
+            raise MisconfigurationException(
+                "Retraining finds the number of epochs on validation data, but there are none."
+            )
 
     def _take_all_data(self, trainer: Any, pl_module: Any) -> None:
         trainer.datamodule.train_on_validation()
@@ -96,11 +108,15 @@ class Retraining(Callback):
                 callback.previous, callback.calm_epochs = None, 0
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        if self.first_epoch is not None or len(self.validated) > trainer.current_epoch:  # or an epoch that was resumed from its very end
+        if (
+            self.first_epoch is not None or len(self.validated) > trainer.current_epoch
+        ):  # or an epoch that was resumed from its very end
             return
         found = trainer.callback_metrics.get("val/bits_per_symbol")
         if found is None:
-            raise MisconfigurationException("Retraining needs the validation of every epoch: leave `check_val_every_n_epoch` as it is.")
+            raise MisconfigurationException(
+                "Retraining needs the validation of every epoch: leave `check_val_every_n_epoch` as it is."
+            )
         self.validated.append(float(found))
         epochs = trainer.current_epoch + 1
         done = epochs - self.best_epochs >= self.patience or math.isnan(float(found))
@@ -121,7 +137,9 @@ class Retraining(Callback):
         trainer.reload_dataloaders_every_n_epochs = 1  # for the epoch that begins
         self._take_all_data(trainer, pl_module)
         kinds = f" ({min(self.switched, self.best_epochs)} of online EM)" if self.switched else ""
-        rank_zero_info(f"Best on validation after {self.best_epochs} epochs{kinds}: {min(self.validated):.4f} bits per symbol. Training as long on all data.")
+        rank_zero_info(
+            f"Best on validation after {self.best_epochs} epochs{kinds}: {min(self.validated):.4f} bits per symbol. Training as long on all data."
+        )
 
     def on_fit_end(self, trainer: Any, pl_module: LightningModule) -> None:
         trainer.datamodule.train_on_validation(False)
@@ -132,4 +150,8 @@ class Retraining(Callback):
         return {"validated": self.validated, "switched": self.switched, "first_epoch": self.first_epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.validated, self.switched, self.first_epoch = list(state_dict["validated"]), state_dict["switched"], state_dict["first_epoch"]
+        self.validated, self.switched, self.first_epoch = (
+            list(state_dict["validated"]),
+            state_dict["switched"],
+            state_dict["first_epoch"],
+        )

@@ -28,8 +28,12 @@ from lightning_hmm.sequences import Sequences
 class Distribution(nn.Module, ABC):
     """A part of a model: natural parameters, their maximizer and their prior."""
 
-    has_natural_parameters: ClassVar[bool] = True  # whether the gradient of the log-likelihood is the expected statistics
-    partner: ClassVar[str | None] = None  # the class of the emission that a transition requires, or of the transition that an emission requires
+    has_natural_parameters: ClassVar[bool] = (
+        True  # whether the gradient of the log-likelihood is the expected statistics
+    )
+    partner: ClassVar[str | None] = (
+        None  # the class of the emission that a transition requires, or of the transition that an emission requires
+    )
     # Whether the M-step is a function of expected statistics of fixed size. Otherwise `hold` receives what it needs of each batch.
     is_closed: ClassVar[bool] = True
     is_set: Tensor  # whether the parameters have values that training starts from, set by the user, from the data or at random
@@ -60,7 +64,9 @@ class Distribution(nn.Module, ABC):
     def __getattr__(self, name: str) -> Any:
         # Python calls this, too, where a property has no value.
         if isinstance(getattr(type(self), name, None), property) and not self.is_allocated:
-            raise AttributeError(f"A {type(self).__name__} has no `{name}` before it has sizes. Train its model, or give the sizes to the model.")
+            raise AttributeError(
+                f"A {type(self).__name__} has no `{name}` before it has sizes. Train its model, or give the sizes to the model."
+            )
         return super().__getattr__(name)
 
     @property
@@ -78,7 +84,9 @@ class Distribution(nn.Module, ABC):
 
     def _begin_allocation(self) -> None:
         if self.is_allocated:
-            raise ValueError(f"A {type(self).__name__} can be part of one model only, but this one has parameters already. Make one for each model.")
+            raise ValueError(
+                f"A {type(self).__name__} can be part of one model only, but this one has parameters already. Make one for each model."
+            )
         self.register_buffer("is_set", torch.tensor(False))
 
     def natural(self, restart: int) -> tuple[Tensor, ...]:
@@ -92,7 +100,9 @@ class Distribution(nn.Module, ABC):
             mine.copy_(theirs[restart])
         sizes = {parameter.shape for parameter in other.parameters()}
         for buffer, given in zip(self.buffers(), other.buffers(), strict=True):
-            buffer.copy_(given[restart] if given.shape in sizes else given)  # a buffer of a parameter's shape has restarts, too
+            buffer.copy_(
+                given[restart] if given.shape in sizes else given
+            )  # a buffer of a parameter's shape has restarts, too
 
     def randomize(self, generator: torch.Generator) -> None:
         """Draws the starting values that do not come from data; none by default."""
@@ -135,7 +145,9 @@ class Emission(Distribution):
     """The distribution of an observation given the state."""
 
     reads_symbols: ClassVar[bool] = False  # whether an observation is a symbol, not a vector
-    reads_counts: ClassVar[bool] = False  # whether sequences of whole numbers are one column of counts, with -1 where one is missing
+    reads_counts: ClassVar[bool] = (
+        False  # whether sequences of whole numbers are one column of counts, with -1 where one is missing
+    )
     starts_from_data: bool = True  # whether starting values, or a center, come from the data
     is_located: Tensor  # whether `locate` has been called
 
@@ -183,9 +195,13 @@ class Emission(Distribution):
 
     def start(self, sequences: Sequences, responsibilities: Sequence[Tensor]) -> None:
         """Starts each restart from (steps, K) guessed posterior probabilities of the states, by an M-step."""
-        self.maximize([torch.stack(parts) for parts in zip(*self._guessed_statistics(sequences, responsibilities), strict=True)])
+        self.maximize(
+            [torch.stack(parts) for parts in zip(*self._guessed_statistics(sequences, responsibilities), strict=True)]
+        )
 
-    def _guessed_statistics(self, sequences: Sequences, responsibilities: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+    def _guessed_statistics(
+        self, sequences: Sequences, responsibilities: Sequence[Tensor]
+    ) -> Iterator[tuple[Tensor, ...]]:
         for restart, guess in enumerate(responsibilities):
             leaves = [value.detach().requires_grad_() for value in self.natural(restart)]
             with torch.enable_grad():
@@ -260,7 +276,9 @@ def pull_back(outputs: Sequence[Tensor], cotangents: Sequence[Tensor], leaves: S
         elif output.requires_grad:
             graphs.append((output, cotangent.to(output.dtype)))
     if graphs:
-        found = torch.autograd.grad([output for output, _ in graphs], leaves, [cotangent for _, cotangent in graphs], allow_unused=True)
+        found = torch.autograd.grad(
+            [output for output, _ in graphs], leaves, [cotangent for _, cotangent in graphs], allow_unused=True
+        )
         for index, gradient in enumerate(found):
             if gradient is not None:
                 totals[index] = gradient if totals[index] is None else totals[index] + gradient  # type: ignore[operator]
@@ -277,7 +295,9 @@ def _plain(value: Any) -> Any:
         return {key: _plain(item) for key, item in value.items()}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    raise TypeError(f"The options of a part must be plain values, so that a checkpoint can hold them, but one is a {type(value).__name__}.")
+    raise TypeError(
+        f"The options of a part must be plain values, so that a checkpoint can hold them, but one is a {type(value).__name__}."
+    )
 
 
 def _subclasses(family: Any) -> Iterator[Any]:
@@ -298,7 +318,12 @@ def make_part(given: Any, kind: Any, option: str) -> Any:
     """
     if isinstance(given, kind):
         return given
-    known = {name: family for family in (kind, *_subclasses(kind)) if not inspect.isabstract(family) for name in (family.__name__, _path(family))}
+    known = {
+        name: family
+        for family in (kind, *_subclasses(kind))
+        if not inspect.isabstract(family)
+        for name in (family.__name__, _path(family))
+    }
     if isinstance(given, str):
         given = {"class_path": given}
     if isinstance(given, Mapping) and isinstance(given.get("class_path"), str):
@@ -310,13 +335,19 @@ def make_part(given: Any, kind: Any, option: str) -> Any:
             known_options = list(inspect.signature(family).parameters)
             strange = next((key for key in options if key not in known_options), None)
             if strange is not None:
-                raise ValueError(f"`{option}`: {family.__name__} has the options {', '.join(known_options)}, but {strange!r} was given.")
+                raise ValueError(
+                    f"`{option}`: {family.__name__} has the options {', '.join(known_options)}, but {strange!r} was given."
+                )
             return family(**options)
     names = ", ".join(sorted({family.__name__ for family in known.values()}))
     if isinstance(given, type) and issubclass(given, kind):
-        raise ValueError(f"`{option}` must be an object, but is the class {given.__name__} instead. Give `{given.__name__}(...)`, with its options.")
+        raise ValueError(
+            f"`{option}` must be an object, but is the class {given.__name__} instead. Give `{given.__name__}(...)`, with its options."
+        )
     what = given["class_path"] if isinstance(given, Mapping) and "class_path" in given else given
-    raise ValueError(f"`{option}` must be {'an' if kind.__name__[0] in 'EI' else 'a'} {kind.__name__}, or the name of one ({names}), but is {what!r} instead.")
+    raise ValueError(
+        f"`{option}` must be {'an' if kind.__name__[0] in 'EI' else 'a'} {kind.__name__}, or the name of one ({names}), but is {what!r} instead."
+    )
 
 
 def _make_nested(value: Any, option: str) -> Any:
@@ -342,7 +373,9 @@ def as_numbers(name: str, value: Any, device: torch.device) -> Tensor:
         return torch.as_tensor(value, dtype=torch.float64, device=device)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         shown = repr(value)
-        raise ValueError(f"`{name}` must be an array of real numbers, but is {shown if len(shown) <= 60 else shown[:57] + '...'} instead.") from None
+        raise ValueError(
+            f"`{name}` must be an array of real numbers, but is {shown if len(shown) <= 60 else shown[:57] + '...'} instead."
+        ) from None
 
 
 def check_not_negative(**options: float) -> None:

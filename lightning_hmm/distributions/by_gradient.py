@@ -47,7 +47,9 @@ class ByGradient(Distribution):
             def loss(counts: Tensor = counts, variables: list[Tensor] = variables) -> Tensor:
                 with torch.enable_grad():
                     natural = self.natural_of(*variables)
-                    value = -((counts * natural).sum() + weight * self.prior_term(natural)) / counts.abs().sum().clamp(min=1)
+                    value = -((counts * natural).sum() + weight * self.prior_term(natural)) / counts.abs().sum().clamp(
+                        min=1
+                    )
                 for variable, gradient in zip(variables, torch.autograd.grad(value, variables), strict=True):
                     variable.grad = gradient
                 return value.detach()

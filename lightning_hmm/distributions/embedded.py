@@ -48,7 +48,9 @@ def check_embedding(embedding_dim: Any, similarity: Any, m_steps: Any) -> None:
         if not isinstance(size, int) or size < 1:
             raise ValueError(f"`{name}` must be a whole number of at least 1, but is {size} instead.")
     if similarity not in get_args(Similarity):
-        raise ValueError(f"`similarity` must be one of {', '.join(get_args(Similarity))}, but is {similarity!r} instead.")
+        raise ValueError(
+            f"`similarity` must be one of {', '.join(get_args(Similarity))}, but is {similarity!r} instead."
+        )
 
 
 def _normal(restarts: int, *shape: int) -> nn.Parameter:
@@ -77,7 +79,9 @@ class Embedded(ByGradient):
 
     def set(self, *values: Any, **named_values: Any) -> None:
         """Raises an error: probabilities do not determine embeddings."""
-        raise ValueError(f"The values of an {type(self).__name__} cannot be set: its probabilities are made of embeddings.")
+        raise ValueError(
+            f"The values of an {type(self).__name__} cannot be set: its probabilities are made of embeddings."
+        )
 
 
 class EmbeddedRows(Embedded, CategoricalRows):

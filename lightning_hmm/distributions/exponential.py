@@ -49,10 +49,14 @@ class ExponentialFamily(Emission):
     def allocate(self, restarts: int, num_states: int, columns: Sequence[Column]) -> None:
         categorical = next((column.name for column in columns if column.is_categorical), None)
         if categorical is not None:
-            raise ValueError(f"A {type(self).__name__} emission must have real columns, but column {categorical!r} is categorical.")
+            raise ValueError(
+                f"A {type(self).__name__} emission must have real columns, but column {categorical!r} is categorical."
+            )
         self._begin_allocation()
         self.num_features, self.column_names = len(columns), [column.name for column in columns]
-        self.weights = nn.Parameter(torch.zeros(restarts, num_states, len(self.products) + 1, self.num_features, dtype=torch.float64))
+        self.weights = nn.Parameter(
+            torch.zeros(restarts, num_states, len(self.products) + 1, self.num_features, dtype=torch.float64)
+        )
         self._pairs: dict[bool, Tensor] = {}
 
     @abstractmethod
@@ -95,7 +99,13 @@ class ExponentialFamily(Emission):
         pairs = self._pairs_of(complete, weights.device)
         if complete and self.location is not None:
             # One weight holds the sum of the constants of all features.
-            return Quadratic(batch.values, pairs, torch.cat([weights[:, :-1].flatten(1), weights[:, -1].sum(1, keepdim=True)], 1), None, self.location)
+            return Quadratic(
+                batch.values,
+                pairs,
+                torch.cat([weights[:, :-1].flatten(1), weights[:, -1].sum(1, keepdim=True)], 1),
+                None,
+                self.location,
+            )
         values = batch.values.to(weights.dtype)
         columns, base = self.blocks(values), self.log_base(values)
         constant = weights[:, -1].sum(1, keepdim=True) if complete else weights[:, -1]
@@ -115,7 +125,9 @@ class ExponentialFamily(Emission):
     def statistics(self, evidence: Evidence, gradient: Tensor, natural: Sequence[Tensor]) -> list[Tensor]:
         num_states, num_statistics, size = natural[0].shape
         sums = gradient[:, : (num_statistics - 1) * size].unflatten(1, (num_statistics - 1, size))
-        constants = gradient[:, sums[0].numel() : gradient.shape[1] - self._has_base]  # one for all columns if no value is missing
+        constants = gradient[
+            :, sums[0].numel() : gradient.shape[1] - self._has_base
+        ]  # one for all columns if no value is missing
         visits = constants.expand(num_states, size)
         return [torch.cat([sums, visits.unsqueeze(1)], 1)]
 
@@ -128,11 +140,15 @@ class ExponentialFamily(Emission):
         found = self._pairs.get(complete)
         if found is None or found.device != device:
             size, places = self.num_features, torch.arange(self.num_features)
-            end = size * (1 + max(block for product in self.products for block in product if block is not None))  # of the blocks
+            end = size * (
+                1 + max(block for product in self.products for block in product if block is not None)
+            )  # of the blocks
             base = end if complete else end + size
             one = base + self._has_base  # the number of columns stands for a constant of 1
             ones = torch.full((size,), one) if complete else end + places
-            pairs = [torch.stack([i * size + places, ones if j is None else j * size + places], 1) for i, j in self.products]
+            pairs = [
+                torch.stack([i * size + places, ones if j is None else j * size + places], 1) for i, j in self.products
+            ]
             pairs.append(torch.stack([ones, ones], 1)[:1] if complete else torch.stack([ones, ones], 1))
             if self._has_base:
                 pairs.append(torch.tensor([[base, one]]))
@@ -156,7 +172,9 @@ class ExponentialFamily(Emission):
         """Sets parameters by name, (K, D) each, for all restarts alike. All of them must be given until the parameters have values."""
         strange = next((name for name in values if name not in self.names), None)
         if strange is not None:
-            raise ValueError(f"A {type(self).__name__} emission has the parameters {', '.join(self.names)}, but {strange!r} was given.")
+            raise ValueError(
+                f"A {type(self).__name__} emission has the parameters {', '.join(self.names)}, but {strange!r} was given."
+            )
         lacking = next((name for name in self.names if name not in values), None)
         if lacking is not None and not bool(self.is_set):
             raise ValueError(f"`{lacking}` must be given, too, as long as the emission has no values from data.")
@@ -187,11 +205,15 @@ def refuse_where(wrong: Tensor, name: str, rule: str, value: Tensor) -> None:
     """Raises an error that names the first state and column where a parameter (R, K, D) is wrong."""
     if bool(wrong.any()):
         where = tuple(torch.nonzero(wrong)[0].tolist())
-        raise ValueError(f"`{name}` must {rule}, but that of state {where[1]}, column {where[2]} is {float(value[where]):g}.")
+        raise ValueError(
+            f"`{name}` must {rule}, but that of state {where[1]}, column {where[2]} is {float(value[where]):g}."
+        )
 
 
 def require_observed(weights: Tensor, names: Sequence[str]) -> None:
     """Raises an error that names the first column without an observed value; `weights` (D,) are those of the observed values of each column."""
     missing = torch.nonzero(weights == 0).flatten()
     if len(missing):
-        raise ValueError(f"Every column must be observed somewhere, but {names[int(missing[0])]!r} is missing at every step. Leave the column out.")
+        raise ValueError(
+            f"Every column must be observed somewhere, but {names[int(missing[0])]!r} is missing at every step. Leave the column out."
+        )

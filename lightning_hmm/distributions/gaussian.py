@@ -46,7 +46,9 @@ class Gaussian(ExponentialFamily):
     data_variance: Tensor
     upper: Tensor
 
-    def __init__(self, covariance: Literal["diagonal", "spherical", "full", "tied"] = "diagonal", variance_prior: float = 1e-6) -> None:
+    def __init__(
+        self, covariance: Literal["diagonal", "spherical", "full", "tied"] = "diagonal", variance_prior: float = 1e-6
+    ) -> None:
         super().__init__()
         if covariance not in ("diagonal", "spherical", "full", "tied"):
             raise ValueError(f"`covariance` must be diagonal, spherical, full or tied, but is {covariance!r} instead.")
@@ -60,9 +62,13 @@ class Gaussian(ExponentialFamily):
         size = self.num_features
         self.register_buffer("center", torch.zeros(size, dtype=torch.float64))
         self.register_buffer("data_variance", torch.ones(size, dtype=torch.float64))
-        self.register_buffer("upper", torch.triu_indices(size, size), persistent=False)  # the entries of a symmetric matrix
+        self.register_buffer(
+            "upper", torch.triu_indices(size, size), persistent=False
+        )  # the entries of a symmetric matrix
         mean = torch.zeros(restarts, num_states, size, dtype=torch.float64)
-        self.weights = nn.Parameter(self._encode(mean, torch.ones_like(mean).diag_embed() if self.has_matrices else torch.ones_like(mean)))
+        self.weights = nn.Parameter(
+            self._encode(mean, torch.ones_like(mean).diag_embed() if self.has_matrices else torch.ones_like(mean))
+        )
 
     # Between weights and moments. With matrices, the weights are (..., F): D linear terms, D (D + 1) / 2 products of columns, and a constant.
 
@@ -78,7 +84,11 @@ class Gaussian(ExponentialFamily):
         factor = torch.linalg.cholesky_ex(spread).L
         precision = torch.cholesky_inverse(factor)
         linear = (precision @ offset.unsqueeze(-1)).squeeze(-1)
-        constant = (offset * linear).sum(-1) / 2 + factor.diagonal(dim1=-2, dim2=-1).log().sum(-1) + self.num_features / 2 * _LOG_TWO_PI
+        constant = (
+            (offset * linear).sum(-1) / 2
+            + factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+            + self.num_features / 2 * _LOG_TWO_PI
+        )
         i, j = self.upper
         products = -precision[..., i, j] * torch.where(i == j, 0.5, 1.0).to(precision)
         return torch.cat([linear, products, -constant.unsqueeze(-1)], -1)
@@ -124,18 +134,26 @@ class Gaussian(ExponentialFamily):
             if not bool(value.isfinite().all()):
                 raise ValueError("`covariance` must be finite, but an entry is not.")
             scale = value.abs().amax((-2, -1))
-            wrong = (torch.linalg.cholesky_ex(value).info != 0) | ((value - value.mT).abs().amax((-2, -1)) > 1e-8 * scale)
+            wrong = (torch.linalg.cholesky_ex(value).info != 0) | (
+                (value - value.mT).abs().amax((-2, -1)) > 1e-8 * scale
+            )
             if bool(wrong.any()):
-                raise ValueError(f"`covariance` must be symmetric and positive definite, but that of state {int(torch.nonzero(wrong)[0, -1])} is not.")
+                raise ValueError(
+                    f"`covariance` must be symmetric and positive definite, but that of state {int(torch.nonzero(wrong)[0, -1])} is not."
+                )
             if self.kind == "tied" and bool((value != value[:, :1]).any()):
-                raise ValueError("`covariance` must be the same for all states of a tied Gaussian, but the matrices differ.")
+                raise ValueError(
+                    "`covariance` must be the same for all states of a tied Gaussian, but the matrices differ."
+                )
             return
         super().check_parameter(name, value)
         if name == "variance":
             refuse_where(value <= 0, name, "be positive", value)
             refuse_where(value < _SMALLEST_VARIANCE, name, f"be at least {_SMALLEST_VARIANCE:g}", value)
             if self.kind == "spherical" and bool((value != value[..., :1]).any()):
-                raise ValueError("`variance` must be the same for all columns of a spherical Gaussian, but they differ.")
+                raise ValueError(
+                    "`variance` must be the same for all columns of a spherical Gaussian, but they differ."
+                )
 
     @torch.no_grad()
     def set(self, **values: Any) -> None:
@@ -165,7 +183,9 @@ class Gaussian(ExponentialFamily):
     def _warn_if_far(self, center: Tensor, variance: Tensor) -> None:
         """Warns where training starts from means that are far from the data, as after a fit on other data."""
         mean = self.mean
-        distance = ((mean - center).abs() / torch.maximum(variance, self.variance).sqrt()).amin(0)  # (D,) of the nearest state
+        distance = ((mean - center).abs() / torch.maximum(variance, self.variance).sqrt()).amin(
+            0
+        )  # (D,) of the nearest state
         column = int(distance.argmax())
         if float(distance[column]) > _FAR:
             nearest = mean[(mean[:, column] - center[column]).abs().argmin(), column]
@@ -242,7 +262,11 @@ class Gaussian(ExponentialFamily):
             if not bool(seen.any()):
                 continue
             u = offsets[steps][:, seen]
-            total = u @ linear[:, seen].T - 0.5 * torch.einsum("ti,kij,tj->tk", u, precision[:, seen][:, :, seen], u) + constant
+            total = (
+                u @ linear[:, seen].T
+                - 0.5 * torch.einsum("ti,kij,tj->tk", u, precision[:, seen][:, :, seen], u)
+                + constant
+            )
             if bool(hidden.any()):
                 factor = torch.linalg.cholesky(precision[:, hidden][:, :, hidden])  # (K, M, M)
                 pull = linear[:, :, None][:, hidden] - precision[:, hidden][:, :, seen] @ u.T  # (K, M, t)
@@ -261,7 +285,9 @@ class Gaussian(ExponentialFamily):
         scatter = (sums[:, :, 1] - sums[:, :, 0] * mean).clamp(min=0)  # below zero by rounding only
         added = self.prior["variance_prior"] * weight * self.data_variance
         if self.kind == "spherical":
-            variance = (scatter.sum(-1, keepdim=True) + added.sum()) / visits.sum(-1, keepdim=True).clamp(min=torch.finfo(visits.dtype).tiny)
+            variance = (scatter.sum(-1, keepdim=True) + added.sum()) / visits.sum(-1, keepdim=True).clamp(
+                min=torch.finfo(visits.dtype).tiny
+            )
             variance = variance.expand_as(scatter)
         else:
             variance = (scatter + added) / count
@@ -282,16 +308,22 @@ class Gaussian(ExponentialFamily):
         seen = visits > 0
         count = torch.where(seen, visits, 1.0)
         mean = sums[..., :size] / count
-        scatter = self._symmetric(sums[..., size:-1], 1.0, 1.0) - count.unsqueeze(-1) * mean.unsqueeze(-1) * mean.unsqueeze(-2)
+        scatter = self._symmetric(sums[..., size:-1], 1.0, 1.0) - count.unsqueeze(-1) * mean.unsqueeze(
+            -1
+        ) * mean.unsqueeze(-2)
         added = (self.prior["variance_prior"] * weight * self.data_variance).diag_embed()
         if self.kind == "tied":
             total = torch.where(seen.unsqueeze(-1), scatter, 0.0).sum(1, keepdim=True) + added
             matrix = (total / visits.sum(1, keepdim=True).unsqueeze(-1)).expand_as(scatter)
         else:
             matrix = (scatter + added) / count.unsqueeze(-1)
-        spread = (torch.linalg.cholesky_ex(matrix).info == 0).unsqueeze(-1)  # else too few points for a matrix; the old one stays
+        spread = (torch.linalg.cholesky_ex(matrix).info == 0).unsqueeze(
+            -1
+        )  # else too few points for a matrix; the old one stays
         offset, old = self._decode(self.weights.detach())
-        self.weights.copy_(self._encode(torch.where(seen, mean, offset), torch.where((seen & spread).unsqueeze(-1), matrix, old)))
+        self.weights.copy_(
+            self._encode(torch.where(seen, mean, offset), torch.where((seen & spread).unsqueeze(-1), matrix, old))
+        )
         self.is_set.fill_(True)
         return (~(seen & spread)).sum()
 
@@ -307,7 +339,10 @@ class Gaussian(ExponentialFamily):
     def num_free_parameters(self, restart: int) -> int:
         states, size = self.weights.shape[1], self.num_features
         matrix = size * (size + 1) // 2
-        return states * size + {"diagonal": states * size, "spherical": states, "full": states * matrix, "tied": matrix}[self.kind]
+        return (
+            states * size
+            + {"diagonal": states * size, "spherical": states, "full": states * matrix, "tied": matrix}[self.kind]
+        )
 
     def moments(self) -> tuple[Tensor, Tensor]:
         return self.mean, self.variance

@@ -42,7 +42,9 @@ class OneSymbol(Emission):
             sequences.check(self.num_symbols, None)
         elif sequences.num_features != self.num_symbols:
             wanted, given = self.num_symbols, sequences.num_features
-            raise ValueError(f"Uncertain evidence must have {wanted} columns, one for each symbol, but has {given} instead.")
+            raise ValueError(
+                f"Uncertain evidence must have {wanted} columns, one for each symbol, but has {given} instead."
+            )
 
     def evidence(self, natural: Sequence[Tensor], batch: Sequences) -> ClonedSymbols:  # type: ignore[override]
         return ClonedSymbols.of(batch, self.layout)

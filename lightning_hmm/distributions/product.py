@@ -29,20 +29,30 @@ class Product(Emission):
     def __init__(self, parts: list[Emission] | dict[str, Emission]) -> None:
         super().__init__()
         if not isinstance(parts, (list, tuple, Mapping)):
-            raise ValueError(f"`parts` must be a list of emissions, or a dictionary of them by the names of their columns, but is {parts!r} instead.")
+            raise ValueError(
+                f"`parts` must be a list of emissions, or a dictionary of them by the names of their columns, but is {parts!r} instead."
+            )
         if not parts:
             raise ValueError("`parts` must hold at least one emission, but is empty.")
-        strange = next((name for name in parts if not isinstance(name, str)), None) if isinstance(parts, Mapping) else None
+        strange = (
+            next((name for name in parts if not isinstance(name, str)), None) if isinstance(parts, Mapping) else None
+        )
         if strange is not None:
-            raise ValueError(f"The keys of `parts` must be names of columns, but one is {strange!r}. Give a list to take the columns in order.")
-        self.names = [[name.strip() for name in names.split(",")] for names in parts] if isinstance(parts, Mapping) else None
+            raise ValueError(
+                f"The keys of `parts` must be names of columns, but one is {strange!r}. Give a list to take the columns in order."
+            )
+        self.names = (
+            [[name.strip() for name in names.split(",")] for names in parts] if isinstance(parts, Mapping) else None
+        )
         given = list(parts.values() if isinstance(parts, Mapping) else parts)
         for part in given:
             if not isinstance(part, Emission) or not part.is_closed:
                 what = type(part).__name__ if isinstance(part, Emission) else repr(part)
                 raise ValueError(f"The parts of a Product must be emissions with a closed M-step, but one is {what}.")
         self.parts: Any = nn.ModuleList(given)
-        self.prior = {f"{number} {name}": value for number, part in enumerate(given) for name, value in part.prior.items()}
+        self.prior = {
+            f"{number} {name}": value for number, part in enumerate(given) for name, value in part.prior.items()
+        }
 
     @property
     def starts_from_data(self) -> bool:  # type: ignore[override]
@@ -55,7 +65,9 @@ class Product(Emission):
 
     def allocate(self, restarts: int, num_states: int, columns: Sequence[Column]) -> None:
         if len(columns) == 1:
-            raise ValueError(f"A Product is for several columns, but there is only {columns[0].name!r}. Give its emission to the model itself.")
+            raise ValueError(
+                f"A Product is for several columns, but there is only {columns[0].name!r}. Give its emission to the model itself."
+            )
         places = self._places(columns)
         self._begin_allocation()
         self.places, self.columns = places, list(columns)
@@ -87,7 +99,9 @@ class Product(Emission):
         given = [name for group in self.names for name in group]
         for name in given:
             if name not in names:
-                raise ValueError(f"The parts of a Product must name columns of the data ({', '.join(names)}), but one names {name!r}.")
+                raise ValueError(
+                    f"The parts of a Product must name columns of the data ({', '.join(names)}), but one names {name!r}."
+                )
             if given.count(name) > 1:
                 raise ValueError(f"The parts of a Product must have different columns, but {name!r} is named twice.")
         left = next((name for name in names if name not in given), None)
@@ -112,7 +126,10 @@ class Product(Emission):
             first += number
 
     def evidence(self, natural: Sequence[Tensor], batch: Sequences) -> Evidence:
-        found = [part.evidence(mine, data) for (part, mine), (_, data) in zip(self._split(natural), self._each(batch), strict=True)]
+        found = [
+            part.evidence(mine, data)
+            for (part, mine), (_, data) in zip(self._split(natural), self._each(batch), strict=True)
+        ]
         if not all(isinstance(evidence, Quadratic) for evidence in found):
             return Rows(torch.stack([evidence.rows() for evidence in found]).sum(0))
         columns, pairs, weights, width = [], [], [], 0
@@ -150,7 +167,9 @@ class Product(Emission):
         return sum(part.num_free_parameters(restart) for part in self.parts)
 
     def set(self, **values: Any) -> None:
-        raise ValueError("The parameters of a Product are set part by part: give `emission` as a list with a dictionary for each part, or None.")
+        raise ValueError(
+            "The parameters of a Product are set part by part: give `emission` as a list with a dictionary for each part, or None."
+        )
 
     def randomize(self, generator: torch.Generator) -> None:
         """Draws starting values of the parts that do not start from data."""

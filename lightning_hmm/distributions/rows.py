@@ -55,16 +55,22 @@ class CategoricalRows(Distribution):
         probs = as_numbers(self.option, probs, self.log_probs.device)
         shape = self.log_probs.shape
         if probs.shape not in (shape, shape[1:]):
-            raise ValueError(f"`{self.option}` must have shape {tuple(shape[1:])}, but has {tuple(probs.shape)} instead.")
+            raise ValueError(
+                f"`{self.option}` must have shape {tuple(shape[1:])}, but has {tuple(probs.shape)} instead."
+            )
         probs = probs.expand(shape)
         if not bool((probs >= 0).all()):  # also where NaN
             where = tuple(torch.nonzero(~(probs >= 0))[0].tolist())
-            raise ValueError(f"`{self.option}` must hold probabilities, but the entry at {where[1:]} is {float(probs[where])} instead.")
+            raise ValueError(
+                f"`{self.option}` must hold probabilities, but the entry at {where[1:]} is {float(probs[where])} instead."
+            )
         sums = probs.sum(-1)
         if not bool(((sums - 1).abs() < 1e-6).all()):
             where = tuple(torch.nonzero((sums - 1).abs() >= 1e-6)[0].tolist())
             row = f"row {where[-1]} sums" if len(where) > 1 else "it sums"
-            raise ValueError(f"`{self.option}` rows must sum to 1, but {row} to {float(sums[where]):.6g} instead. Normalize it.")
+            raise ValueError(
+                f"`{self.option}` rows must sum to 1, but {row} to {float(sums[where]):.6g} instead. Normalize it."
+            )
         self.log_probs.copy_((probs / sums[..., None]).log())
         self.possible.copy_(probs > 0)
         self.is_set.fill_(True)

@@ -19,10 +19,16 @@ def excerpt(sequences: Sequences, generator: torch.Generator) -> Sequences:
     order = torch.randperm(len(sequences), generator=generator)
     enough = int(torch.searchsorted(sequences.lengths[order].cumsum(0), STEPS_TO_START_FROM)) + 1
     part: Sequences = sequences[order[:enough]]
-    return part if part.num_steps <= 2 * STEPS_TO_START_FROM else part.with_steps(slice(0, STEPS_TO_START_FROM), torch.tensor([0, STEPS_TO_START_FROM]))
+    return (
+        part
+        if part.num_steps <= 2 * STEPS_TO_START_FROM
+        else part.with_steps(slice(0, STEPS_TO_START_FROM), torch.tensor([0, STEPS_TO_START_FROM]))
+    )
 
 
-def guess_states(sequences: Sequences, num_states: int, restarts: int, generator: torch.Generator, method: str) -> list[Tensor]:
+def guess_states(
+    sequences: Sequences, num_states: int, restarts: int, generator: torch.Generator, method: str
+) -> list[Tensor]:
     """(steps, K) guessed posteriors times the weight of the step, for each restart.
 
     Steps with a missing value have no guess, unless more than half of the steps have one. Then their distances are those in the columns that
@@ -43,21 +49,31 @@ def guess_states(sequences: Sequences, num_states: int, restarts: int, generator
         used = observed.any(1)
     chosen = torch.nonzero(used).flatten()
     if len(chosen) < num_states:
-        raise ValueError(f"{num_states} states need at least as many observed steps to start from, but there are {len(chosen)}. Use fewer states.")
+        raise ValueError(
+            f"{num_states} states need at least as many observed steps to start from, but there are {len(chosen)}. Use fewer states."
+        )
     points, weights, observed = values[chosen], weights[chosen], observed[chosen]
     share = observed * weights[:, None]
     total = share.sum(0).clamp(min=torch.finfo(torch.float64).tiny)
     mean = (points.nan_to_num() * share).sum(0) / total
     spread = ((points - mean).nan_to_num() ** 2 * share).sum(0).div(total).sqrt()
-    points = ((points - mean) / torch.where(spread > 0, spread, 1.0)).nan_to_num()  # the mean in the place of missing values
+    points = (
+        (points - mean) / torch.where(spread > 0, spread, 1.0)
+    ).nan_to_num()  # the mean in the place of missing values
     guesses = []
     for _ in range(restarts):
         seed = int(torch.randint(2**31 - 1, (), generator=generator))
-        labels = _clusters(points, weights, num_states, seed) if method == "kmeans" else _nearest(points, weights, num_states, seed)
+        labels = (
+            _clusters(points, weights, num_states, seed)
+            if method == "kmeans"
+            else _nearest(points, weights, num_states, seed)
+        )
         if not bool(observed.all()):
             labels = _refined(points, share, labels, num_states)
         guess = torch.zeros(len(values), num_states, dtype=torch.float64)
-        guess[chosen] = (torch.nn.functional.one_hot(labels, num_states) * (1 - _UNSURE) + _UNSURE / num_states) * weights[:, None]
+        guess[chosen] = (
+            torch.nn.functional.one_hot(labels, num_states) * (1 - _UNSURE) + _UNSURE / num_states
+        ) * weights[:, None]
         guesses.append(guess.to(sequences.device))
     return guesses
 
@@ -68,8 +84,12 @@ def _refined(points: Tensor, share: Tensor, labels: Tensor, num_states: int, ite
     for _ in range(iterations):
         members = torch.nn.functional.one_hot(labels, num_states).double().T
         totals = members @ share
-        centers = torch.where(totals > 0, members @ (points * share) / totals.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
-        distances = observed @ (centers**2).T - 2 * (points * observed) @ centers.T  # the squares of the points are the same for all centers
+        centers = torch.where(
+            totals > 0, members @ (points * share) / totals.clamp(min=torch.finfo(torch.float64).tiny), 0.0
+        )
+        distances = (
+            observed @ (centers**2).T - 2 * (points * observed) @ centers.T
+        )  # the squares of the points are the same for all centers
         labels, before = distances.argmin(1), labels
         if torch.equal(labels, before):
             break

@@ -41,7 +41,12 @@ class TorchEmission(Emission):
     is_closed = False
 
     def __init__(
-        self, module: str | type, options: dict[str, Any] | None = None, m_steps: int = 5, most_held: int = 50_000_000, learning_rate: float = 0.1
+        self,
+        module: str | type,
+        options: dict[str, Any] | None = None,
+        m_steps: int = 5,
+        most_held: int = 50_000_000,
+        learning_rate: float = 0.1,
     ) -> None:
         super().__init__()
         for name, value in {"m_steps": m_steps, "most_held": most_held, "learning_rate": learning_rate}.items():
@@ -54,7 +59,10 @@ class TorchEmission(Emission):
 
     @property
     def config(self) -> dict[str, Any]:
-        options: dict[str, Any] = {"module": f"{self.family.__module__}.{self.family.__qualname__}", "options": self.options}
+        options: dict[str, Any] = {
+            "module": f"{self.family.__module__}.{self.family.__qualname__}",
+            "options": self.options,
+        }
         options |= {"m_steps": self.m_steps, "most_held": self.most_held, "learning_rate": self.learning_rate}
         return {"class_path": "lightning_hmm.TorchEmission", "init_args": options}
 
@@ -82,7 +90,9 @@ class TorchEmission(Emission):
         return tuple(self.networks[restart].parameters())
 
     def evidence(self, natural: Sequence[Tensor], batch: Sequences) -> Rows:
-        restart = next(number for number, network in enumerate(self.networks) if next(iter(natural)) is next(network.parameters()))
+        restart = next(
+            number for number, network in enumerate(self.networks) if next(iter(natural)) is next(network.parameters())
+        )
         return Rows(self._rows(restart, batch.values.double()))
 
     def _rows(self, restart: int, values: Tensor) -> Tensor:
@@ -90,7 +100,9 @@ class TorchEmission(Emission):
         rows: Tensor = self.networks[restart](torch.where(complete[:, None], values, 0.0))
         if rows.shape != (len(values), self.num_states):
             wanted = (len(values), self.num_states)
-            raise ValueError(f"The module of a TorchEmission must return {wanted}, steps by states, but {self.family.__name__} returns {tuple(rows.shape)}.")
+            raise ValueError(
+                f"The module of a TorchEmission must return {wanted}, steps by states, but {self.family.__name__} returns {tuple(rows.shape)}."
+            )
         return torch.where(complete[:, None], rows, 0.0)
 
     def check(self, sequences: Sequences) -> None:
@@ -114,7 +126,9 @@ class TorchEmission(Emission):
                 with torch.enable_grad():
                     found = torch.autograd.grad((self._rows(number, values) * held).sum(), parameters)
                 size = held.sum()
-                known = self._gradients.get(number, [torch.zeros_like(size), *(torch.zeros_like(parameter) for parameter in parameters)])
+                known = self._gradients.get(
+                    number, [torch.zeros_like(size), *(torch.zeros_like(parameter) for parameter in parameters)]
+                )
                 self._gradients[number] = [total.add(part) for total, part in zip(known, (size, *found), strict=True)]
             self._held = []
 
@@ -138,7 +152,9 @@ class TorchEmission(Emission):
     def _increase(self, restart: int, parameters: list[nn.Parameter]) -> None:
         """Steps of L-BFGS on the expected log-likelihood of what is held on all ranks. Where it would decrease, the parameters stay."""
         held = [(values, posteriors) for number, values, posteriors in self._held if number == restart]
-        size = self._sum(torch.tensor(sum(float(posteriors.sum()) for _, posteriors in held), dtype=torch.float64)).clamp(min=1)
+        size = self._sum(
+            torch.tensor(sum(float(posteriors.sum()) for _, posteriors in held), dtype=torch.float64)
+        ).clamp(min=1)
 
         def loss() -> Tensor:
             with torch.enable_grad():
@@ -179,13 +195,17 @@ class TorchEmission(Emission):
     def set(self, **values: Any) -> None:
         """Sets parameters of the module by their names in its state dictionary, for all restarts alike."""
         for network in self.networks:
-            network.load_state_dict({**network.state_dict(), **{name: torch.as_tensor(value) for name, value in values.items()}})
+            network.load_state_dict(
+                {**network.state_dict(), **{name: torch.as_tensor(value) for name, value in values.items()}}
+            )
         self.is_set.fill_(True)
 
     def _method(self, name: str) -> Callable[..., Any]:
         network = self.networks[self.restart]
         if not hasattr(network, name):
-            raise ValueError(f"The module of a TorchEmission must have a method `{name}` for this, but {self.family.__name__} has none.")
+            raise ValueError(
+                f"The module of a TorchEmission must have a method `{name}` for this, but {self.family.__name__} has none."
+            )
         method: Callable[..., Any] = getattr(network, name)
         return method
 
@@ -203,10 +223,14 @@ def _imported(module: str | type) -> Any:
     """The class, looked up among the imported modules if it is given by its path."""
     if not isinstance(module, str):
         if not isinstance(module, type) or not issubclass(module, nn.Module):
-            raise ValueError(f"`module` must be an nn.Module class, or the path of one, but is {module!r} instead. Its options are given as `options`.")
+            raise ValueError(
+                f"`module` must be an nn.Module class, or the path of one, but is {module!r} instead. Its options are given as `options`."
+            )
         return module
     package, _, name = module.rpartition(".")
     found = getattr(sys.modules.get(package), name, None)
     if not isinstance(found, type) or not issubclass(found, nn.Module):
-        raise ValueError(f"`module` must be the path of an nn.Module class that is imported, but {module!r} is none. Import the file that defines it first.")
+        raise ValueError(
+            f"`module` must be the path of an nn.Module class that is imported, but {module!r} is none. Import the file that defines it first."
+        )
     return found

@@ -61,7 +61,13 @@ def e_step(
 
 
 def log_likelihood(
-    initial: Tensor, operator: Operator, evidence: Evidence, offsets: Tensor, weights: Tensor | None = None, *, dtype: torch.dtype | None = None
+    initial: Tensor,
+    operator: Operator,
+    evidence: Evidence,
+    offsets: Tensor,
+    weights: Tensor | None = None,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """(N,) log p(y) of each sequence times its weight, differentiable in `initial`, the operator's natural parameters and the evidence's `live`.
 
@@ -70,7 +76,11 @@ def log_likelihood(
     """
     live = (initial, evidence.live, *operator.natural)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in live):
-        weights = torch.ones(len(offsets) - 1, dtype=wide_dtype(initial.device), device=initial.device) if weights is None else weights
+        weights = (
+            torch.ones(len(offsets) - 1, dtype=wide_dtype(initial.device), device=initial.device)
+            if weights is None
+            else weights
+        )
         return _log_likelihood(operator, evidence, offsets, dtype, weights, *live)
     found = e_step(initial, operator, evidence, offsets, weights, dtype=dtype, smooth=False)
     return found.log_likelihood if weights is None else weighted(found.log_likelihood, weights)
@@ -85,8 +95,20 @@ class _LogLikelihood(torch.autograd.Function):
     """The E-step as a function of autograd: its backward pass returns the counts of the forward pass."""
 
     @staticmethod
-    def forward(ctx: Any, operator: Operator, evidence: Evidence, offsets: Tensor, dtype: torch.dtype | None, weights: Tensor, *live: Tensor) -> Tensor:
-        ctx.operator, ctx.evidence, ctx.offsets = operator.on(operator.natural[0].device), evidence.with_live(evidence.live.detach()), offsets
+    def forward(
+        ctx: Any,
+        operator: Operator,
+        evidence: Evidence,
+        offsets: Tensor,
+        dtype: torch.dtype | None,
+        weights: Tensor,
+        *live: Tensor,
+    ) -> Tensor:
+        ctx.operator, ctx.evidence, ctx.offsets = (
+            operator.on(operator.natural[0].device),
+            evidence.with_live(evidence.live.detach()),
+            offsets,
+        )
         ctx.dtype = dtype
         ctx.found = e_step(live[0], ctx.operator, ctx.evidence, offsets, weights, dtype=dtype)
         ctx.save_for_backward(weights, *live)
@@ -98,7 +120,10 @@ class _LogLikelihood(torch.autograd.Function):
         weights, initial, evidence, *natural = ctx.saved_tensors
         found, scale = ctx.found, gradient[:1]
         if gradient.numel() > 1 and gradient.stride() != (0,):  # not one number for all sequences, as a sum gives
-            found, scale = e_step(initial, ctx.operator, ctx.evidence, ctx.offsets, weights * gradient, dtype=ctx.dtype), gradient.new_ones(1)
+            found, scale = (
+                e_step(initial, ctx.operator, ctx.evidence, ctx.offsets, weights * gradient, dtype=ctx.dtype),
+                gradient.new_ones(1),
+            )
         if not gradient.numel():
             scale = gradient.new_ones(1)
         counts = ctx.operator.gradients(found.counts)
@@ -110,7 +135,9 @@ _log_likelihood = torch.compiler.disable(_LogLikelihood.apply)
 
 
 @torch.no_grad()
-def posterior(initial: Tensor, operator: Operator, evidence: Evidence, offsets: Tensor, weights: Tensor | None = None) -> Posterior:
+def posterior(
+    initial: Tensor, operator: Operator, evidence: Evidence, offsets: Tensor, weights: Tensor | None = None
+) -> Posterior:
     """Filtered and smoothed state probabilities. Impossible sequences have rows of zeros and a likelihood of -inf."""
     found = e_step(initial, operator, evidence, offsets, per_step=True)
     # With weights, the smoothed rows would be multiplied by them too.
@@ -142,7 +169,9 @@ def predict(initial: Tensor, operator: Operator, evidence: Evidence, offsets: Te
     states = torch.where(empty, initial.exp(), operator.predict(found.last.to(initial.dtype), at))
     for _ in range(steps - 1):
         states = operator.predict(states, at)
-    return torch.where((found.impossible_step >= 0)[:, None], torch.nan, states.clamp(min=0))  # below zero by rounding only
+    return torch.where(
+        (found.impossible_step >= 0)[:, None], torch.nan, states.clamp(min=0)
+    )  # below zero by rounding only
 
 
 @torch.no_grad()
@@ -159,27 +188,39 @@ def sample(initial: Tensor, operator: Operator, lengths: Tensor, generator: torc
 
 
 @torch.no_grad()
-def sample_posterior(initial: Tensor, operator: Operator, evidence: Evidence, offsets: Tensor, generator: torch.Generator) -> Tensor:
+def sample_posterior(
+    initial: Tensor, operator: Operator, evidence: Evidence, offsets: Tensor, generator: torch.Generator
+) -> Tensor:
     """(steps,) one path for each sequence, drawn from p(z | y); -1 in impossible sequences. They are drawn on the CPU."""
     _check(initial, operator, evidence, offsets)
     uniforms = sampling.draw_uniforms(int(offsets[-1]), generator)
     filtered = partial(e_step, initial, operator, evidence, offsets, per_step=True)
-    return sampling.paths(operator.on("cpu"), initial.detach().cpu(), evidence, offsets, uniforms, filtered).to(initial.device)
+    return sampling.paths(operator.on("cpu"), initial.detach().cpu(), evidence, offsets, uniforms, filtered).to(
+        initial.device
+    )
 
 
 def _check(initial: Tensor, operator: Operator, evidence: Evidence, offsets: Tensor) -> None:
     """Refuses parts that do not fit together."""
     num_states = len(initial)
     if operator.num_states != num_states:
-        raise ValueError(f"`operator` must have the {num_states} states of `initial`, but {type(operator).__name__} has {operator.num_states}.")
+        raise ValueError(
+            f"`operator` must have the {num_states} states of `initial`, but {type(operator).__name__} has {operator.num_states}."
+        )
     if evidence.num_states != num_states:
-        raise ValueError(f"`evidence` must be for the {num_states} states of `initial`, but {type(evidence).__name__} is for {evidence.num_states}.")
+        raise ValueError(
+            f"`evidence` must be for the {num_states} states of `initial`, but {type(evidence).__name__} is for {evidence.num_states}."
+        )
     if evidence.num_steps != int(offsets[-1]):
-        raise ValueError(f"`evidence` must have {int(offsets[-1])} steps, the last of `offsets`, but has {evidence.num_steps}.")
+        raise ValueError(
+            f"`evidence` must have {int(offsets[-1])} steps, the last of `offsets`, but has {evidence.num_steps}."
+        )
     if isinstance(evidence, Rows) and evidence.live.is_cpu:
         rows = evidence.live.detach()
         wrong = rows.isnan() | (rows == torch.inf)
         if bool(wrong.any()):
             row, state = torch.nonzero(wrong)[0].tolist()
             n = int(np.searchsorted(offsets.numpy(), row, side="right")) - 1
-            raise ValueError(f"`log_likelihoods` must be numbers below infinity, but state {state} at position {row - int(offsets[n])} of sequence {n} is not.")
+            raise ValueError(
+                f"`log_likelihoods` must be numbers below infinity, but state {state} at position {row - int(offsets[n])} of sequence {n} is not."
+            )

@@ -63,10 +63,14 @@ def choose(operator: Operator, evidence: Evidence, device: torch.device) -> Back
         return next(backend for backend in _BACKENDS if backend.obstacle(operator, evidence, device) is None)
     backend = next((backend for backend in _BACKENDS if backend.name == forced), None)
     if backend is None:
-        raise ValueError(f"`{VARIABLE}` must be one of {', '.join(known.name for known in _BACKENDS)}, but is {forced!r} instead.")
+        raise ValueError(
+            f"`{VARIABLE}` must be one of {', '.join(known.name for known in _BACKENDS)}, but is {forced!r} instead."
+        )
     obstacle = backend.obstacle(operator, evidence, device)
     if obstacle is not None:
-        raise ValueError(f"`{VARIABLE}` is {forced!r}, but that backend cannot run {_problem(operator, evidence, device)}. {obstacle}")
+        raise ValueError(
+            f"`{VARIABLE}` is {forced!r}, but that backend cannot run {_problem(operator, evidence, device)}. {obstacle}"
+        )
     return backend
 
 

@@ -46,17 +46,23 @@ class Layout:
         columns: of pruned layouts: the target clone of each stored entry, within its symbol.
     """
 
-    def __init__(self, clones: Any, pairs: Any = None, bounds: Tensor | None = None, columns: Tensor | None = None) -> None:
+    def __init__(
+        self, clones: Any, pairs: Any = None, bounds: Tensor | None = None, columns: Tensor | None = None
+    ) -> None:
         self.clones = torch.as_tensor(clones, dtype=torch.int64).cpu()
         if self.clones.dim() != 1 or not len(self.clones) or int(self.clones.min()) < 1:
             without = torch.nonzero(self.clones.reshape(-1) < 1).flatten().tolist()
-            raise ValueError(f"`clones` must give each symbol at least one clone, but symbol {without[0] if without else 0} has none.")
+            raise ValueError(
+                f"`clones` must give each symbol at least one clone, but symbol {without[0] if without else 0} has none."
+            )
         num_symbols = len(self.clones)
         if pairs is None:
             pairs = torch.cartesian_prod(torch.arange(num_symbols), torch.arange(num_symbols)).reshape(-1, 2)
         self.pairs = torch.unique(torch.as_tensor(pairs, dtype=torch.int64).cpu().reshape(-1, 2), dim=0)
         if len(self.pairs) and (int(self.pairs.min()) < 0 or int(self.pairs.max()) >= num_symbols):
-            raise ValueError(f"`pairs` must be of symbols 0 to {num_symbols - 1}, but reach from {int(self.pairs.min())} to {int(self.pairs.max())} instead.")
+            raise ValueError(
+                f"`pairs` must be of symbols 0 to {num_symbols - 1}, but reach from {int(self.pairs.min())} to {int(self.pairs.max())} instead."
+            )
         self.columns = torch.zeros(0, dtype=torch.int32) if columns is None else columns.to("cpu", torch.int32)
         self.bounds = self._whole_blocks() if bounds is None else bounds.to("cpu", torch.int64)
         self._arrays: Arrays | None = None
@@ -141,7 +147,9 @@ class Layout:
         """The layout of the entries that `keep`, a mask of the stored ones, says."""
         if keep.shape != (self.num_entries,) or keep.dtype != torch.bool:
             what = f"has shape {tuple(keep.shape)} and holds {keep.dtype}"
-            raise ValueError(f"`keep` must be a mask of the {self.num_entries} stored transitions, a tensor of booleans, but {what} instead.")
+            raise ValueError(
+                f"`keep` must be a mask of the {self.num_entries} stored transitions, a tensor of booleans, but {what} instead."
+            )
         kept = keep.cpu().numpy()
         if not kept.any():
             raise ValueError(f"`keep` must keep some of the {self.num_entries} stored transitions, but keeps none.")
@@ -167,13 +175,17 @@ class Layout:
         return cls(clones, pairs, torch.cat(parts), target), order
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Layout) and all(torch.equal(mine, theirs) for mine, theirs in zip(self.tensors, other.tensors, strict=True))
+        return isinstance(other, Layout) and all(
+            torch.equal(mine, theirs) for mine, theirs in zip(self.tensors, other.tensors, strict=True)
+        )
 
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         kind = "single entries" if self.is_sparse else f"blocks of {len(self.pairs)} pairs"
-        return f"Layout({self.num_states} clones of {self.num_symbols} symbols, {self.num_entries} transitions in {kind})"
+        return (
+            f"Layout({self.num_states} clones of {self.num_symbols} symbols, {self.num_entries} transitions in {kind})"
+        )
 
 
 @dataclass(frozen=True)
@@ -191,7 +203,9 @@ class Blocks(Operator):
     def __post_init__(self) -> None:
         if self.probs.shape != (self.layout.num_entries,):
             shape, wanted = tuple(self.probs.shape), (self.layout.num_entries,)
-            raise ValueError(f"`probs` must have shape {wanted}, one for each stored transition of the layout, but has {shape} instead.")
+            raise ValueError(
+                f"`probs` must have shape {wanted}, one for each stored transition of the layout, but has {shape} instead."
+            )
 
     @property
     def num_states(self) -> int:
@@ -223,7 +237,9 @@ class Blocks(Operator):
 
     def to_dense(self, at: Tensor) -> Tensor:
         rows, columns = (states.to(self.probs.device) for states in self.layout.states_of())
-        return self.probs.new_full((self.num_states, self.num_states), -torch.inf).index_put((rows, columns), self.probs.log())
+        return self.probs.new_full((self.num_states, self.num_states), -torch.inf).index_put(
+            (rows, columns), self.probs.log()
+        )
 
 
 class ClonedSymbols(NamedTuple):
@@ -244,7 +260,9 @@ class ClonedSymbols(NamedTuple):
         if sequences.is_discrete:
             return cls(sequences.symbols(layout.num_symbols), None, layout)
         check_evidence(sequences.values, layout.num_symbols, sequences)
-        return cls(torch.zeros(sequences.num_steps, dtype=torch.uint8, device=sequences.device), sequences.values, layout)
+        return cls(
+            torch.zeros(sequences.num_steps, dtype=torch.uint8, device=sequences.device), sequences.values, layout
+        )
 
     @property
     def live(self) -> Tensor:
@@ -263,7 +281,9 @@ class ClonedSymbols(NamedTuple):
 
     def rows(self) -> Tensor:
         """(steps, H) logarithms of 0 and 1, or of the weights."""
-        return cloned_portable.step_rows(self.layout.arrays, self.symbols, self.weights, wide_dtype(self.symbols.device))
+        return cloned_portable.step_rows(
+            self.layout.arrays, self.symbols, self.weights, wide_dtype(self.symbols.device)
+        )
 
     def pull(self, gamma: Tensor) -> Tensor:
         return gamma.new_zeros(0)
@@ -295,14 +315,20 @@ def _e_step(
         known = None if evidence.weights is None else _numpy(evidence.weights.double())
         working = _numpy(probs).astype(np.float32) if single and probs.dtype == torch.float64 else _numpy(probs)
         data = _numpy(evidence.symbols), known, offsets.numpy(), weights.numpy()
-        results = run.e_step(arrays, _numpy(initial.double()), working, *data, smooth=smooth, per_step=per_step, last=not smooth)
+        results = run.e_step(
+            arrays, _numpy(initial.double()), working, *data, smooth=smooth, per_step=per_step, last=not smooth
+        )
         log_likelihood, impossible, starts, counts, smoothed, filtered, last = map(torch.from_numpy, results)
     else:
         problem = arrays, initial, probs, evidence.symbols, evidence.weights, offsets, weights
-        log_likelihood, impossible, starts, counts, smoothed, filtered, last = cloned_portable.e_step(*problem, single=single, smooth=smooth)
+        log_likelihood, impossible, starts, counts, smoothed, filtered, last = cloned_portable.e_step(
+            *problem, single=single, smooth=smooth
+        )
     if not per_step:
         smoothed, filtered = smoothed[:0], filtered[:0]
-    return EStep(log_likelihood, impossible, starts, (counts.to(probs.dtype),), starts.new_zeros(0), smoothed, filtered, last)
+    return EStep(
+        log_likelihood, impossible, starts, (counts.to(probs.dtype),), starts.new_zeros(0), smoothed, filtered, last
+    )
 
 
 def _viterbi(initial: Tensor, operator: Blocks, evidence: ClonedSymbols, offsets: Tensor) -> tuple[Tensor, Tensor]:
@@ -310,7 +336,9 @@ def _viterbi(initial: Tensor, operator: Blocks, evidence: ClonedSymbols, offsets
     if not initial.is_cpu:
         return cloned_portable.viterbi(arrays, initial, operator.probs, evidence.symbols, evidence.weights, offsets)
     rows = None if evidence.weights is None else _numpy(evidence.weights.double())
-    path, log_probability = run.viterbi(arrays, _numpy(initial.double()), _numpy(operator.probs), _numpy(evidence.symbols), rows, offsets.numpy())
+    path, log_probability = run.viterbi(
+        arrays, _numpy(initial.double()), _numpy(operator.probs), _numpy(evidence.symbols), rows, offsets.numpy()
+    )
     return torch.from_numpy(path), torch.from_numpy(log_probability)
 
 
@@ -319,12 +347,16 @@ def _predict(initial: Tensor, operator: Blocks, evidence: ClonedSymbols, offsets
     lengths = offsets.diff()
     ends = torch.cat([torch.zeros(1, dtype=torch.int64), (lengths + steps).cumsum(0)])
     rows = (torch.arange(int(offsets[-1])) + (ends[:-1] - offsets[:-1]).repeat_interleave(lengths)).to(initial.device)
-    symbols = evidence.symbols.new_full((int(ends[-1]),), operator.layout.num_symbols).index_copy(0, rows, evidence.symbols)
+    symbols = evidence.symbols.new_full((int(ends[-1]),), operator.layout.num_symbols).index_copy(
+        0, rows, evidence.symbols
+    )
     weights = evidence.weights
     if weights is not None:
         weights = weights.new_full((int(ends[-1]), weights.shape[1]), torch.nan).index_copy(0, rows, weights)
     ones = torch.ones(len(lengths), dtype=wide_dtype(initial.device), device=initial.device)
-    found = _e_step(initial, operator, ClonedSymbols(symbols, weights, operator.layout), ends, ones, smooth=False, per_step=False)
+    found = _e_step(
+        initial, operator, ClonedSymbols(symbols, weights, operator.layout), ends, ones, smooth=False, per_step=False
+    )
     return torch.where((found.impossible_step >= 0)[:, None], torch.nan, found.last)
 
 
@@ -344,7 +376,11 @@ def check_evidence(evidence: Tensor, num_symbols: int, sequences: Sequences) -> 
     if bool(wrong.any()):
         row = int(torch.nonzero(wrong)[0, 0])
         n, t = sequences.locate(row)
-        what = f"sums to {float(sums[row]):.6g}" if bool((evidence[row] >= 0).all()) else "has an entry that is no probability"
+        what = (
+            f"sums to {float(sums[row]):.6g}"
+            if bool((evidence[row] >= 0).all())
+            else "has an entry that is no probability"
+        )
         raise ValueError(
             f"`evidence` rows must be distributions over the symbols, but position {t} of sequence {n} {what} instead. "
             "Normalise it; a row of NaN says that nothing is known."
@@ -352,7 +388,9 @@ def check_evidence(evidence: Tensor, num_symbols: int, sequences: Sequences) -> 
 
 
 @torch.no_grad()
-def rearranged_viterbi(initial: Tensor, operator: Blocks, symbols: Tensor, lengths: Sequence[int], most: int = 20_000) -> tuple[Tensor, float]:
+def rearranged_viterbi(
+    initial: Tensor, operator: Blocks, symbols: Tensor, lengths: Sequence[int], most: int = 20_000
+) -> tuple[Tensor, float]:
     """The most probable path through symbols that may stand in any order within groups of the given lengths; and its log-probability.
 
     (steps,) states; all -1 where every order is impossible. Exact unless a step has more than `most` pairs of a clone and the part of its group
@@ -362,9 +400,13 @@ def rearranged_viterbi(initial: Tensor, operator: Blocks, symbols: Tensor, lengt
     layout = operator.layout
     Sequences.from_lengths(found, [len(found)]).check(layout.num_symbols, None)
     if sum(lengths) != len(found) or min(lengths, default=1) < 1:
-        raise ValueError(f"`lengths` must be positive and sum to the number of symbols, {len(found)}, but sum to {sum(lengths)} instead.")
+        raise ValueError(
+            f"`lengths` must be positive and sum to the number of symbols, {len(found)}, but sum to {sum(lengths)} instead."
+        )
     if bool((found < 0).any()):
-        raise ValueError(f"`symbols` must have none missing, for nothing can be put in its place, but position {int((found < 0).nonzero()[0])} is missing.")
+        raise ValueError(
+            f"`symbols` must have none missing, for nothing can be put in its place, but position {int((found < 0).nonzero()[0])} is missing."
+        )
     group_first, path = np.append(0, np.cumsum(np.asarray(lengths, np.int64))), np.full(len(found), -1)
     chain = layout.arrays, layout.symbols.numpy(), _numpy(operator.probs), _numpy(initial.double())
     return torch.from_numpy(path), float(rearranged_path(_numpy(found), group_first, *chain, most, path))
@@ -378,7 +420,9 @@ def _numpy(tensor: Tensor) -> np.ndarray:
 def _(operator: Blocks, initial: Tensor, offsets: Tensor, uniforms: Tensor) -> Tensor:
     """Raises a `ValueError` where a path reaches a state without transitions before its end."""
     layout = operator.layout
-    states = run.sample(layout.arrays, _numpy(initial.double().exp()), _numpy(operator.probs), offsets.numpy(), uniforms.numpy())
+    states = run.sample(
+        layout.arrays, _numpy(initial.double().exp()), _numpy(operator.probs), offsets.numpy(), uniforms.numpy()
+    )
     ended = np.flatnonzero(states < 0)
     if len(ended):
         last = int(states[ended[0] - 1])
@@ -391,7 +435,13 @@ def _(operator: Blocks, initial: Tensor, offsets: Tensor, uniforms: Tensor) -> T
 
 
 @sampling.paths.register
-def _(operator: Blocks, initial: Tensor, evidence: ClonedSymbols, offsets: Tensor, uniforms: Tensor, filtered: Any) -> Tensor:
+def _(
+    operator: Blocks, initial: Tensor, evidence: ClonedSymbols, offsets: Tensor, uniforms: Tensor, filtered: Any
+) -> Tensor:
     rows = None if evidence.weights is None else _numpy(evidence.weights.double())
     data = _numpy(evidence.symbols), rows, offsets.numpy()
-    return torch.from_numpy(run.sample_posterior(operator.layout.arrays, _numpy(initial.double()), _numpy(operator.probs), *data, uniforms.numpy()))
+    return torch.from_numpy(
+        run.sample_posterior(
+            operator.layout.arrays, _numpy(initial.double()), _numpy(operator.probs), *data, uniforms.numpy()
+        )
+    )

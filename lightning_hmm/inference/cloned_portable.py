@@ -29,7 +29,9 @@ def positions(layout: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         pair[part] = np.repeat(np.tile(np.arange(pair_first[u], pair_first[u + 1]), clones), sizes)
         source[part] = np.repeat(np.arange(clones), sizes.reshape(clones, m).sum(1))
         begins = np.append(0, np.cumsum(sizes))[:-1]
-        target[part] = np.arange(int(sizes.sum())) - np.repeat(begins, sizes) if columns.shape[0] == 0 else columns[part]
+        target[part] = (
+            np.arange(int(sizes.sum())) - np.repeat(begins, sizes) if columns.shape[0] == 0 else columns[part]
+        )
     return pair, source, target
 
 
@@ -58,7 +60,16 @@ def step_rows(layout: Any, values: Tensor, evidence: Tensor | None, dtype: torch
 
 
 def e_step(
-    layout: Any, initial: Tensor, probs: Tensor, values: Tensor, evidence: Tensor | None, offsets: Tensor, weights: Tensor, *, single: bool, smooth: bool
+    layout: Any,
+    initial: Tensor,
+    probs: Tensor,
+    values: Tensor,
+    evidence: Tensor | None,
+    offsets: Tensor,
+    weights: Tensor,
+    *,
+    single: bool,
+    smooth: bool,
 ) -> tuple[Tensor, ...]:
     """As `cpu.clones.run.e_step`: the same results, as tensors on the device of `initial`; all rows of steps where `smooth`."""
     dtype = torch.float32 if single else wide_dtype(initial.device)
@@ -72,17 +83,25 @@ def e_step(
     return *found[:3], counts, found.smoothed, found.filtered, found.last
 
 
-def _symbols_e_step(layout: Any, initial: Tensor, log_probs: Tensor, values: Tensor, offsets: Tensor, weights: Tensor, *, smooth: bool) -> tuple[Tensor, ...]:
+def _symbols_e_step(
+    layout: Any, initial: Tensor, log_probs: Tensor, values: Tensor, offsets: Tensor, weights: Tensor, *, smooth: bool
+) -> tuple[Tensor, ...]:
     device, wide = initial.device, wide_dtype(initial.device)
     num_sequences, num_steps, num_states = len(offsets) - 1, len(values), int(layout.starts[-1])
     num_symbols, num_pairs, most = layout.clones.shape[0], layout.pair_target.shape[0], int(layout.clones.max())
     pair, source, target = positions(layout)
     places = torch.from_numpy((pair * most + source) * most + target).to(device)
-    blocks = log_probs.new_full(((num_pairs + 1) * most * most,), -torch.inf).index_copy(0, places, log_probs).reshape(-1, most, most)
+    blocks = (
+        log_probs.new_full(((num_pairs + 1) * most * most,), -torch.inf)
+        .index_copy(0, places, log_probs)
+        .reshape(-1, most, most)
+    )
     numbers = np.full((num_symbols, num_symbols), num_pairs)  # a pair that is not stored: the last block, which is -inf
     numbers[layout.pair_source, layout.pair_target] = np.arange(num_pairs)
     pair_number = torch.from_numpy(numbers).to(device)
-    states = torch.from_numpy(layout.starts[:-1, None] + np.arange(most)).to(device)  # (V, M); beyond a symbol's clones: of no use
+    states = torch.from_numpy(layout.starts[:-1, None] + np.arange(most)).to(
+        device
+    )  # (V, M); beyond a symbol's clones: of no use
     real = torch.from_numpy(np.arange(most) < layout.clones[:, None]).to(device)
     padded_initial = torch.where(real, initial[states.clamp(max=num_states - 1)], -torch.inf)
     spread = torch.where(real, states, num_states)  # padding goes to a state of its own, which is dropped
@@ -90,7 +109,9 @@ def _symbols_e_step(layout: Any, initial: Tensor, log_probs: Tensor, values: Ten
     log_likelihood = torch.zeros(num_sequences, dtype=wide, device=device)
     impossible_step = torch.full((num_sequences,), -1, dtype=torch.int64, device=device)
     last = torch.zeros(num_sequences, num_states + 1, dtype=wide, device=device)
-    smoothed, filtered = (torch.zeros(num_steps if smooth else 0, num_states + 1, dtype=wide, device=device) for _ in range(2))
+    smoothed, filtered = (
+        torch.zeros(num_steps if smooth else 0, num_states + 1, dtype=wide, device=device) for _ in range(2)
+    )
     initial_counts = torch.zeros(num_states + 1, dtype=wide, device=device)
     counts = torch.zeros(num_pairs + 1 if smooth else 0, most, most, dtype=wide, device=device)
     for chunk in _chunks(offsets, most, device):
@@ -102,7 +123,9 @@ def _symbols_e_step(layout: Any, initial: Tensor, log_probs: Tensor, values: Ten
             if t == 0:
                 joint = padded_initial[symbols]
             else:
-                joint = torch.logsumexp(messages[-1][:, :, None] + blocks[pair_number[values[chunk.rows[t - 1]], symbols]], dim=1)
+                joint = torch.logsumexp(
+                    messages[-1][:, :, None] + blocks[pair_number[values[chunk.rows[t - 1]], symbols]], dim=1
+                )
             total = torch.where(running, torch.logsumexp(joint, dim=1), joint.new_zeros(()))
             message = joint - _safe(total)[:, None]
             messages.append(message if t == 0 else torch.where(running[:, None], message, messages[-1]))
@@ -134,7 +157,11 @@ def _symbols_e_step(layout: Any, initial: Tensor, log_probs: Tensor, values: Ten
             joint = messages[t - 1][:, :, None] + blocks[number] + back[:, None, :]  # (n, M, M)
             joint = joint - _safe(torch.logsumexp(joint.flatten(1), dim=1))[:, None, None]
             share = torch.where(counted, weight, weight.new_zeros(()))
-            counts.index_add_(0, number, torch.where(counted[:, None, None], joint.exp().to(wide) * share[:, None, None], share.new_zeros(())))
+            counts.index_add_(
+                0,
+                number,
+                torch.where(counted[:, None, None], joint.exp().to(wide) * share[:, None, None], share.new_zeros(())),
+            )
             # Where alpha is zero the message back is of no use and may be infinite.
             reachable = messages[t - 1] > -torch.inf
             earlier = torch.where(reachable, torch.logsumexp(joint, dim=2) - _safe(messages[t - 1]), -torch.inf)
@@ -144,8 +171,12 @@ def _symbols_e_step(layout: Any, initial: Tensor, log_probs: Tensor, values: Ten
     return log_likelihood, impossible_step, initial_counts[:-1].contiguous(), stored, *trimmed
 
 
-def viterbi(layout: Any, initial: Tensor, probs: Tensor, values: Tensor, evidence: Tensor | None, offsets: Tensor) -> tuple[Tensor, Tensor]:
+def viterbi(
+    layout: Any, initial: Tensor, probs: Tensor, values: Tensor, evidence: Tensor | None, offsets: Tensor
+) -> tuple[Tensor, Tensor]:
     """As `cloned_cpu.viterbi`, by the expanded matrix."""
     dtype = wide_dtype(initial.device)
     matrix, _ = _expanded(layout, probs.to(dtype).log(), -torch.inf)
-    return log_space.viterbi(initial, operators.Dense(matrix), Rows(step_rows(layout, values, evidence, dtype)), offsets)
+    return log_space.viterbi(
+        initial, operators.Dense(matrix), Rows(step_rows(layout, values, evidence, dtype)), offsets
+    )

@@ -51,7 +51,9 @@ def long_run(initial: Tensor, transition: Tensor) -> Tensor:
 
     Unlike `stationary` it is an answer also where the chain falls into parts that never meet. O(60 K^3).
     """
-    power = (transition + torch.eye(len(transition), dtype=transition.dtype, device=transition.device)) / 2  # staying ends all periods
+    power = (
+        transition + torch.eye(len(transition), dtype=transition.dtype, device=transition.device)
+    ) / 2  # staying ends all periods
     for _ in range(60):
         power = power @ power
         power = power / power.sum(-1, keepdim=True)
@@ -65,7 +67,9 @@ def cooccurrences(transition: Tensor, emission: Tensor, shares: Tensor | None = 
     return emission.mT @ ((shares[..., None] * transition) @ emission)
 
 
-def squared_error(transition: Tensor, emission: Tensor, target: Tensor, *, differentiate_stationary: bool = True) -> Tensor:
+def squared_error(
+    transition: Tensor, emission: Tensor, target: Tensor, *, differentiate_stationary: bool = True
+) -> Tensor:
     r"""(...) the squared Frobenius norm of `target` - Omega, differentiable in both matrices.
 
     Memory O(K V + K^2) beside the target, whatever V: the residual is made in blocks of rows, and the gradient with it.

@@ -64,7 +64,9 @@ def refuse_spoiled(initial: Tensor, operator: Operator, evidence: Evidence) -> N
         rows = evidence.live.detach()
         wrong = torch.nonzero((rows.isnan() | (rows == torch.inf)).any(1)).flatten()
         if len(wrong):
-            raise ValueError(f"`log_likelihoods` must be numbers below infinity, but those of step {int(wrong[0])} are not.")
+            raise ValueError(
+                f"`log_likelihoods` must be numbers below infinity, but those of step {int(wrong[0])} are not."
+            )
     given = [("initial", initial), *(("transition", value) for value in operator.natural)]
     given += [] if isinstance(evidence, Rows) else [("emission", evidence.live)]
     given += [("columns", evidence.columns)] if isinstance(evidence, Quadratic) else []
@@ -79,7 +81,9 @@ def _safe(total: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def e_step(initial: Tensor, operator: Operator, evidence: Evidence, offsets: Tensor, weights: Tensor, *, smooth: bool = True) -> EStep:
+def e_step(
+    initial: Tensor, operator: Operator, evidence: Evidence, offsets: Tensor, weights: Tensor, *, smooth: bool = True
+) -> EStep:
     """As `reference.e_step`, in log space."""
     device, num_states = initial.device, initial.shape[0]
     wide = wide_dtype(device)
@@ -89,7 +93,9 @@ def e_step(initial: Tensor, operator: Operator, evidence: Evidence, offsets: Ten
     log_likelihood = torch.zeros(num_sequences, dtype=wide, device=device)
     impossible_step = torch.full((num_sequences,), -1, dtype=torch.int64, device=device)
     last = torch.zeros(num_sequences, num_states, dtype=wide, device=device)
-    smoothed, filtered = (torch.zeros(num_steps if smooth else 0, num_states, dtype=wide, device=device) for _ in range(2))
+    smoothed, filtered = (
+        torch.zeros(num_steps if smooth else 0, num_states, dtype=wide, device=device) for _ in range(2)
+    )
     initial_counts = torch.zeros(num_states, dtype=wide, device=device)
     counts = tuple(torch.zeros_like(value) for value in operator.natural)
 
@@ -129,7 +135,11 @@ def e_step(initial: Tensor, operator: Operator, evidence: Evidence, offsets: Ten
             if t == 0:
                 initial_counts += gamma.sum(0)
             else:
-                pair = messages[t - 1][:, :, None] + operator.to_dense(chunk.rows[t]) + (emissions[chunk.rows[t]] + back)[:, None, :]  # (n, S, S)
+                pair = (
+                    messages[t - 1][:, :, None]
+                    + operator.to_dense(chunk.rows[t])
+                    + (emissions[chunk.rows[t]] + back)[:, None, :]
+                )  # (n, S, S)
                 total = _safe(torch.logsumexp(pair.flatten(1), dim=1))
                 pair = pair - total[:, None, None]
                 share = torch.where(counted, weight, weight.new_zeros(()))

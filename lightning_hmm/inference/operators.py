@@ -49,7 +49,9 @@ class Operator(ABC):
 
     def with_natural(self, natural: tuple[Tensor, ...]) -> Operator:
         """The same operator with other natural parameters."""
-        names = [field.name for field, value in zip(fields(self), self._values(), strict=True) if value.is_floating_point()]
+        names = [
+            field.name for field, value in zip(fields(self), self._values(), strict=True) if value.is_floating_point()
+        ]
         changes: dict[str, Any] = dict(zip(names, natural, strict=True))
         return replace(self, **changes)
 
@@ -59,7 +61,9 @@ class Operator(ABC):
 
     def on(self, device: torch.device | str) -> Operator:
         """The same operator, detached, on a device."""
-        changes: dict[str, Any] = {field.name: value.detach().to(device) for field, value in zip(fields(self), self._values(), strict=True)}
+        changes: dict[str, Any] = {
+            field.name: value.detach().to(device) for field, value in zip(fields(self), self._values(), strict=True)
+        }
         return replace(self, **changes)
 
     def gradients(self, counts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -86,14 +90,18 @@ class Operator(ABC):
         """Expected counts, one tensor for each natural parameter, from (n, S) messages before the steps `at` and scaled ones after them."""
         leaves = tuple(value.detach().to(alpha.dtype).requires_grad_() for value in self.natural)
         with torch.enable_grad():
-            return torch.autograd.grad(self.with_natural(leaves).predict(alpha, at), leaves, kappa, materialize_grads=True)
+            return torch.autograd.grad(
+                self.with_natural(leaves).predict(alpha, at), leaves, kappa, materialize_grads=True
+            )
 
     def counts_of_pairs(self, pairs: Tensor, at: Tensor) -> tuple[Tensor, ...]:
         """Expected counts, one tensor for each natural parameter, from those of all pairs of states (n, S, S) across the steps `at`."""
         leaves = tuple(value.detach().to(pairs.dtype).requires_grad_() for value in self.natural)
         with torch.enable_grad():
             matrix = self.with_natural(leaves).to_dense(at)
-            return torch.autograd.grad(matrix, leaves, pairs.sum(0) if matrix.dim() == 2 else pairs, materialize_grads=True)
+            return torch.autograd.grad(
+                matrix, leaves, pairs.sum(0) if matrix.dim() == 2 else pairs, materialize_grads=True
+            )
 
     def to_dense(self, at: Tensor) -> Tensor:
         """Log-probabilities of the transitions into the steps `at` (n,): (n, S, S), or (S, S) if they are the same for all steps."""
@@ -158,14 +166,18 @@ class _Complements(NamedTuple):
     @classmethod
     def of(cls, groups: Tensor, members: Tensor, size: int) -> _Complements:
         """From the group and the number of each member, in the same order. A group has no member twice."""
-        every = torch.arange(size, device=groups.device) * (size + 1)  # each group begins with a member before all numbers
+        every = torch.arange(size, device=groups.device) * (
+            size + 1
+        )  # each group begins with a member before all numbers
         keys = torch.cat([every, groups.flatten() * (size + 1) + members.flatten() + 1]).sort().values
         group, begin = keys // (size + 1), keys % (size + 1)
         following = torch.cat([keys[1:], keys.new_full((1,), size * (size + 1))])
         last = torch.where(following // (size + 1) == group, following % (size + 1) - 1, size) - 1
         levels = (size - 1).bit_length()
         padded, nothing = 1 << levels, (levels + 1) << levels
-        level = torch.frexp((begin ^ last).double()).exponent.long()  # the number of bits up to the highest in which both ends differ
+        level = torch.frexp(
+            (begin ^ last).double()
+        ).exponent.long()  # the number of bits up to the highest in which both ends differ
         empty = last < begin
         first = torch.where(empty, nothing, level * padded + begin)
         second = torch.where(empty | (begin == last), nothing, level * padded + last)
@@ -233,7 +245,9 @@ class MostlyConstant(Operator):
         rest = torch.zeros_like(self.log_constants, dtype=alpha.dtype)
         for mine, theirs in zip(alpha.split(_SUMMED_AT_ONCE), kappa.split(_SUMMED_AT_ONCE), strict=True):
             rest += (mine * self._kept.sums(theirs)).sum(0)
-        return kept * self.log_values.detach().exp().to(kept.dtype), rest * self.log_constants.detach().exp().to(kept.dtype)
+        return kept * self.log_values.detach().exp().to(kept.dtype), rest * self.log_constants.detach().exp().to(
+            kept.dtype
+        )
 
     def counts_of_pairs(self, pairs: Tensor, at: Tensor) -> tuple[Tensor, ...]:
         total = pairs.sum(0)
@@ -265,7 +279,8 @@ class TimeVarying(Operator):
     def prepare(self, dtype: torch.dtype) -> Prepared:
         probs = self.log_probs.detach().exp().to(dtype)
         return Prepared(
-            lambda alpha, at: (alpha[:, None] @ probs[self.index[at]]).squeeze(1), lambda kappa, at: (probs[self.index[at]] @ kappa[:, :, None]).squeeze(2)
+            lambda alpha, at: (alpha[:, None] @ probs[self.index[at]]).squeeze(1),
+            lambda kappa, at: (probs[self.index[at]] @ kappa[:, :, None]).squeeze(2),
         )
 
     def to_dense(self, at: Tensor) -> Tensor:

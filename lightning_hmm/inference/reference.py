@@ -46,7 +46,10 @@ class _Range(NamedTuple):
     drift: float
 
 
-_RANGES = {torch.float32: _Range(1e-12, 1e-37, 1e-25, 1e-5, 1e-3), torch.float64: _Range(1e-100, 1e-300, 1e-180, 1e-9, 1e-7)}
+_RANGES = {
+    torch.float32: _Range(1e-12, 1e-37, 1e-25, 1e-5, 1e-3),
+    torch.float64: _Range(1e-100, 1e-300, 1e-180, 1e-9, 1e-7),
+}
 _COUNTED_AT_ONCE = 1 << 22  # entries of messages in a product of counts; sums over more are taken in the wide type
 
 
@@ -74,9 +77,14 @@ class _Plan:
             "sequence": order[member] if num_steps else member,  # (steps,) of each row by time
             "previous": starts[np.maximum(step - 1, 0)] + member,  # (steps,) the row by time of the step before
             "lengths": lengths,
-            "ends": starts[ordered - 1] + np.arange(len(ordered)) if num_steps else member,  # (running,) rows of the last steps
+            "ends": starts[ordered - 1] + np.arange(len(ordered))
+            if num_steps
+            else member,  # (running,) rows of the last steps
         }
-        put = {name: torch.from_numpy(np.ascontiguousarray(array, np.int64)).to(device, non_blocking=True) for name, array in arrays.items()}
+        put = {
+            name: torch.from_numpy(np.ascontiguousarray(array, np.int64)).to(device, non_blocking=True)
+            for name, array in arrays.items()
+        }
         self.order, self.rows, self.inverse, self.sequence = put["order"], put["rows"], put["inverse"], put["sequence"]
         self.previous, self.lengths, self.ends = put["previous"], put["lengths"], put["ends"]
         self.slices = [slice(int(first), int(first + size)) for first, size in zip(starts[:-1], sizes, strict=True)]
@@ -142,7 +150,11 @@ def e_step(
         astray = ~(plan.per_sequence((sums - 1).abs(), "max") < limits.drift)
         log_likelihood = torch.where(astray, torch.nan, log_likelihood)
         # What rounding has changed is put right: every smoothed row, and all pairs of a step, sum to the weight.
-        exact = torch.where(astray[plan.sequence] | (sums == 0), 0.0, weights.to(wide)[plan.sequence] / torch.where(sums == 0, 1.0, sums))[:, None]
+        exact = torch.where(
+            astray[plan.sequence] | (sums == 0),
+            0.0,
+            weights.to(wide)[plan.sequence] / torch.where(sums == 0, 1.0, sums),
+        )[:, None]
         gamma, kappa = (torch.where(exact == 0, 0.0, message.to(wide) * exact) for message in (gamma, kappa))
         first = plan.slices[0].stop if plan.slices else 0
         initial_counts = gamma[:first].sum(0)
@@ -184,22 +196,36 @@ def _backward(maps: Prepared, kappa: Tensor, plan: _Plan) -> tuple[Tensor, Tenso
     return kappa, beta
 
 
-def _counts(operator: Operator, alpha: Tensor, kappa: Tensor, plan: _Plan, first: int, wide: torch.dtype) -> tuple[Tensor, ...]:
+def _counts(
+    operator: Operator, alpha: Tensor, kappa: Tensor, plan: _Plan, first: int, wide: torch.dtype
+) -> tuple[Tensor, ...]:
     """Expected counts of the transitions into all rows by time from `first` on."""
     totals = tuple(torch.zeros_like(value, dtype=wide) for value in operator.natural)
     size = max(1, _COUNTED_AT_ONCE // max(kappa.shape[1], 1))
     for begin in range(first, len(kappa), size):
         part = slice(begin, begin + size)
-        for total, found in zip(totals, operator.counts(alpha[plan.previous[part]], kappa[part], plan.rows[part]), strict=True):
+        for total, found in zip(
+            totals, operator.counts(alpha[plan.previous[part]], kappa[part], plan.rows[part]), strict=True
+        ):
             total += found
     return totals
 
 
-def with_lost_sequences(found: EStep, initial: Tensor, operator: Operator, evidence: Evidence, offsets: Tensor, weights: Tensor, smooth: bool) -> EStep:
+def with_lost_sequences(
+    found: EStep,
+    initial: Tensor,
+    operator: Operator,
+    evidence: Evidence,
+    offsets: Tensor,
+    weights: Tensor,
+    smooth: bool,
+) -> EStep:
     """Adds what log space finds of the sequences whose log-likelihood is NaN. Rows that `found` does not have are not filled."""
     lost = torch.nonzero(found.log_likelihood.isnan()).flatten()
     which, boundaries = lost.cpu().numpy(), offsets.numpy()
-    at = torch.from_numpy(np.concatenate([np.arange(boundaries[n], boundaries[n + 1]) for n in which])).to(initial.device)
+    at = torch.from_numpy(np.concatenate([np.arange(boundaries[n], boundaries[n + 1]) for n in which])).to(
+        initial.device
+    )
     part = torch.from_numpy(np.append(0, np.cumsum(np.diff(boundaries)[which])))
     theirs = evidence.at(at)
     exact = log_space.e_step(initial, operator.restricted_to(at), theirs, part, weights[lost], smooth=smooth)

@@ -28,7 +28,9 @@ def draw_rows(probs: Tensor, chosen: Tensor, generator: torch.Generator) -> Tens
     """One draw from row ``chosen[t]`` of `probs` for each t: the symbols of states, for example."""
     draws = loops.draw_rows(_numpy(probs), chosen.cpu().numpy(), draw_uniforms(len(chosen), generator).numpy())
     if draws.min(initial=0) < 0:
-        raise ValueError(f"`probs` row {int(chosen[int((draws < 0).argmax())])} must have some probability to draw from, but has none.")
+        raise ValueError(
+            f"`probs` row {int(chosen[int((draws < 0).argmax())])} must have some probability to draw from, but has none."
+        )
     return torch.from_numpy(draws).to(probs.device)
 
 
@@ -39,7 +41,9 @@ def chains(operator: Operator, initial: Tensor, offsets: Tensor, uniforms: Tenso
     starts, lengths = offsets[:-1], offsets.diff()
     for t in range(int(lengths.max()) if len(lengths) else 0):
         rows = starts[lengths > t] + t
-        states[rows] = _draw(initial.exp().expand(len(rows), -1) if t == 0 else operator.leaving(states[rows - 1], rows), uniforms[rows])
+        states[rows] = _draw(
+            initial.exp().expand(len(rows), -1) if t == 0 else operator.leaving(states[rows - 1], rows), uniforms[rows]
+        )
         if bool((states[rows] < 0).any()):
             break
     return states
@@ -47,13 +51,17 @@ def chains(operator: Operator, initial: Tensor, offsets: Tensor, uniforms: Tenso
 
 @chains.register
 def _(operator: Dense, initial: Tensor, offsets: Tensor, uniforms: Tensor) -> Tensor:
-    return torch.from_numpy(loops.dense_chains(_numpy(initial.exp()), _numpy(operator.log_probs.exp()), offsets.numpy(), uniforms.numpy()))
+    return torch.from_numpy(
+        loops.dense_chains(_numpy(initial.exp()), _numpy(operator.log_probs.exp()), offsets.numpy(), uniforms.numpy())
+    )
 
 
 @chains.register
 def _(operator: MostlyConstant, initial: Tensor, offsets: Tensor, uniforms: Tensor) -> Tensor:
     rows = operator.indices.numpy(), _numpy(operator.log_values.exp()), _numpy(operator.log_constants.exp())
-    return torch.from_numpy(loops.mostly_constant_chains(_numpy(initial.exp()), *rows, offsets.numpy(), uniforms.numpy()))
+    return torch.from_numpy(
+        loops.mostly_constant_chains(_numpy(initial.exp()), *rows, offsets.numpy(), uniforms.numpy())
+    )
 
 
 def _draw(probs: Tensor, uniforms: Tensor) -> Tensor:
@@ -63,7 +71,14 @@ def _draw(probs: Tensor, uniforms: Tensor) -> Tensor:
 
 
 @singledispatch
-def paths(operator: Operator, initial: Tensor, evidence: Evidence, offsets: Tensor, uniforms: Tensor, filtered: Callable[[], EStep]) -> Tensor:
+def paths(
+    operator: Operator,
+    initial: Tensor,
+    evidence: Evidence,
+    offsets: Tensor,
+    uniforms: Tensor,
+    filtered: Callable[[], EStep],
+) -> Tensor:
     """(steps,) states drawn backward: z_T from the last filtered row, then z_t from alpha_t(i) A[i, z_t+1]; -1 in impossible sequences.
 
     `filtered` runs the E-step that gives the filtered rows.
@@ -71,7 +86,9 @@ def paths(operator: Operator, initial: Tensor, evidence: Evidence, offsets: Tens
     found = filtered()
     path = torch.from_numpy(backward_paths(operator, _numpy(found.filtered), offsets, uniforms))
     possible = torch.nonzero((offsets.diff() > 0) & (found.impossible_step.cpu() < 0)).flatten()
-    for n in possible[path[offsets[:-1][possible]] < 0].tolist():  # every weight is below the smallest float: the same in log space
+    for n in possible[
+        path[offsets[:-1][possible]] < 0
+    ].tolist():  # every weight is below the smallest float: the same in log space
         at = torch.arange(*offsets[n : n + 2].tolist())
         rows = evidence.at(at.to(evidence.live.device)).rows().detach().cpu()
         path[at] = _exact_path(initial, operator.restricted_to(at), rows, uniforms[at])
@@ -104,7 +121,11 @@ def _(operator: Dense, filtered: np.ndarray, offsets: Tensor, uniforms: Tensor) 
 def _(operator: MostlyConstant, filtered: np.ndarray, offsets: Tensor, uniforms: Tensor) -> np.ndarray:
     states = np.full(len(uniforms), -1)
     indices = np.ascontiguousarray(operator.indices.numpy(), np.int32)
-    starts, sources, positions = np.zeros(len(indices) + 1, np.int64), np.empty(indices.size, np.int32), np.empty(indices.size, np.int64)
+    starts, sources, positions = (
+        np.zeros(len(indices) + 1, np.int64),
+        np.empty(indices.size, np.int32),
+        np.empty(indices.size, np.int64),
+    )
     find_columns(indices, starts, sources, positions)
     values, constants = _numpy(operator.log_values.exp()).reshape(-1)[positions], _numpy(operator.log_constants.exp())
     loops.mostly_constant_paths(filtered, offsets.numpy(), starts, sources, values, constants, uniforms.numpy(), states)

@@ -124,7 +124,9 @@ class PairSums:
             self.factors.append(pairs)
         several = len(self.factors) + (self.counts is not None) > 1 and not self.factored
         if several and 2 * sum(len(factor.alpha) for factor in self.factors) >= self.num_states:
-            counts = torch.empty(self.num_states, self.num_states, dtype=torch.float64, device=self.operator.log_constants.device)
+            counts = torch.empty(
+                self.num_states, self.num_states, dtype=torch.float64, device=self.operator.log_constants.device
+            )
             for first, last in self.blocks():
                 counts[first:last] = self.rows(first, last)
             self.counts, self.factors = counts, []
@@ -132,7 +134,9 @@ class PairSums:
     def messages(self) -> tuple[Tensor, Tensor]:
         """alpha and kappa of all batches, one after the other."""
         size, none = self.num_states, [self.operator.log_constants.new_zeros(0, self.num_states)]
-        return torch.cat(none + [pairs.alpha[:, :size] for pairs in self.factors]), torch.cat(none + [pairs.kappa[:, :size] for pairs in self.factors])
+        return torch.cat(none + [pairs.alpha[:, :size] for pairs in self.factors]), torch.cat(
+            none + [pairs.kappa[:, :size] for pairs in self.factors]
+        )
 
     def blocks(self) -> list[tuple[int, int]]:
         size = max(1, _BLOCK_ENTRIES // self.num_states)
@@ -165,7 +169,9 @@ def _multiply_compiled(first: int, last: int, alpha: np.ndarray, kappa: np.ndarr
     run_lanes(lanes, work)
 
 
-def choose_gemm(sums: PairSums, criterion: str, pseudocount: float = 0.0, total: Callable[[Tensor], Tensor] | None = None) -> Choice:
+def choose_gemm(
+    sums: PairSums, criterion: str, pseudocount: float = 0.0, total: Callable[[Tensor], Tensor] | None = None
+) -> Choice:
     """Looks at all entries, one block of rows after the other; `total` adds a tensor up over ranks."""
     _check_criterion(criterion)
     blocks = []
@@ -173,7 +179,11 @@ def choose_gemm(sums: PairSums, criterion: str, pseudocount: float = 0.0, total:
         pairs = sums.rows(first, last)
         pairs = pairs if total is None else total(pairs)
         part = slice(first, last)
-        blocks.append((_choose_compiled if pairs.is_cpu else _choose_portable)(pairs, sums.operator, part, criterion == "window", pseudocount))
+        blocks.append(
+            (_choose_compiled if pairs.is_cpu else _choose_portable)(
+                pairs, sums.operator, part, criterion == "window", pseudocount
+            )
+        )
     indices, log_values, kept, rest, changes = (torch.cat(parts) for parts in zip(*blocks, strict=True))
     return Choice(indices, log_values, kept, rest, changes, torch.full_like(changes, sums.num_states))
 
@@ -183,12 +193,22 @@ def _check_criterion(criterion: str) -> None:
         raise ValueError(f"`criterion` must be largest or window, but is {criterion!r} instead.")
 
 
-def _choose_compiled(pairs: Tensor, operator: MostlyConstant, part: slice, window: bool, pseudocount: float) -> tuple[Tensor, ...]:
+def _choose_compiled(
+    pairs: Tensor, operator: MostlyConstant, part: slice, window: bool, pseudocount: float
+) -> tuple[Tensor, ...]:
     """What to keep of some of the rows, whose expected transitions are `pairs`."""
     kept = operator.indices[part], operator.log_values[part], operator.log_constants[part]
     rows, indices, log_values, log_constants = (tensor.contiguous().numpy() for tensor in (pairs, *kept))
-    outputs: Any = np.empty_like(indices), np.empty_like(log_values), np.empty_like(log_values), np.empty(len(rows)), np.empty(len(rows), np.int64)
-    _over_rows(len(rows), loops.choose_rows, rows, indices, log_values, log_constants, float(pseudocount), window, *outputs)
+    outputs: Any = (
+        np.empty_like(indices),
+        np.empty_like(log_values),
+        np.empty_like(log_values),
+        np.empty(len(rows)),
+        np.empty(len(rows), np.int64),
+    )
+    _over_rows(
+        len(rows), loops.choose_rows, rows, indices, log_values, log_constants, float(pseudocount), window, *outputs
+    )
     return tuple(map(torch.from_numpy, outputs))
 
 
@@ -196,7 +216,9 @@ def _entropy_term(p: Tensor) -> Tensor:
     return torch.special.xlogy(p, p)
 
 
-def _choose_portable(pairs: Tensor, operator: MostlyConstant, part: slice, window: bool, pseudocount: float) -> tuple[Tensor, ...]:
+def _choose_portable(
+    pairs: Tensor, operator: MostlyConstant, part: slice, window: bool, pseudocount: float
+) -> tuple[Tensor, ...]:
     """As `_choose_compiled`, in plain torch."""
     indices = operator.indices[part]
     size, num_kept = pairs.shape[1], indices.shape[1]
@@ -229,7 +251,13 @@ def default_bound_terms(num_steps: int) -> int:
 
 
 def choose_lazily(
-    alpha: Tensor, kappa: Tensor, operator: MostlyConstant, kept: Tensor, rest: Tensor, bound_terms: int | None = None, pseudocount: float = 0.0
+    alpha: Tensor,
+    kappa: Tensor,
+    operator: MostlyConstant,
+    kept: Tensor,
+    rest: Tensor,
+    bound_terms: int | None = None,
+    pseudocount: float = 0.0,
 ) -> Choice:
     """The K largest of each row by upper bounds from the `bound_terms` (R) largest terms of each alpha(i) and kappa(j).
 
@@ -244,12 +272,19 @@ def choose_lazily(
         raise ValueError("`alpha` and `kappa` must hold at least two steps, but there is no transition in them.")
     num_terms = default_bound_terms(num_steps) if bound_terms is None else bound_terms
     if not 1 <= num_terms <= num_steps:
-        raise ValueError(f"`bound_terms` must be from 1 to {num_steps}, the transitions in the data, but is {num_terms} instead.")
+        raise ValueError(
+            f"`bound_terms` must be from 1 to {num_steps}, the transitions in the data, but is {num_terms} instead."
+        )
     rows, following = np.ascontiguousarray(rows), np.ascontiguousarray(following)
     alpha_columns, kappa_columns = np.ascontiguousarray(rows.T), np.ascontiguousarray(following.T)
     lists: list[Any] = []
     for columns in (alpha_columns, kappa_columns):
-        arrays: Any = np.empty((size, num_terms), np.int64), np.empty(size, np.int64), np.empty(size, columns.dtype), np.empty(size)
+        arrays: Any = (
+            np.empty((size, num_terms), np.int64),
+            np.empty(size, np.int64),
+            np.empty(size, columns.dtype),
+            np.empty(size),
+        )
         _over_rows(size, loops.large_entries, columns, num_terms, *arrays)
         lists += arrays
     outputs: Any = (
@@ -261,7 +296,17 @@ def choose_lazily(
 
     def work(lane: int) -> None:
         for first in blocks[lane::lanes]:
-            data: Any = rows, following, alpha_columns, kappa_columns, *lists, indices, log_values, log_constants, float(pseudocount)
+            data: Any = (
+                rows,
+                following,
+                alpha_columns,
+                kappa_columns,
+                *lists,
+                indices,
+                log_values,
+                log_constants,
+                float(pseudocount),
+            )
             loops.lazy_rows(first, min(first + _LAZY_ROWS, size), *data, *counts, *outputs)
 
     run_lanes(lanes, work)

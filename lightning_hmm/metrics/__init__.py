@@ -5,4 +5,11 @@ from lightning_hmm.metrics.likelihood import BitsPerSymbol, LogLikelihoodPerSymb
 from lightning_hmm.metrics.prediction import PredictionError
 from lightning_hmm.metrics.states import MatchedStateAccuracy
 
-__all__ = ["BitsPerSymbol", "LogLikelihoodPerSymbol", "MatchedStateAccuracy", "NormalisedNLL", "PairFrequencies", "PredictionError"]
+__all__ = [
+    "BitsPerSymbol",
+    "LogLikelihoodPerSymbol",
+    "MatchedStateAccuracy",
+    "NormalisedNLL",
+    "PairFrequencies",
+    "PredictionError",
+]

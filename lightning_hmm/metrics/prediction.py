@@ -29,7 +29,9 @@ class PredictionError(Metric):
     def update(self, predictions: Tensor, sequences: Sequences) -> None:
         """Adds (steps, features) predictions E[y_t | y_1:t-1] of the steps of sequences, each with its sequence's weight."""
         if predictions.shape != sequences.values.shape:
-            raise ValueError(f"`predictions` must be {tuple(sequences.values.shape)}, steps by features, but is {tuple(predictions.shape)} instead.")
+            raise ValueError(
+                f"`predictions` must be {tuple(sequences.values.shape)}, steps by features, but is {tuple(predictions.shape)} instead."
+            )
         counted = sequences.observed.all(1).double()
         counted[sequences.offsets[:-1][sequences.lengths > 0].to(counted.device)] = 0
         if sequences.weights is not None:

@@ -23,7 +23,11 @@ class MatchedStateAccuracy(Metric):
 
     def __init__(self, num_states: int, num_true_states: int | None = None) -> None:
         super().__init__()
-        self.add_state("confusion", torch.zeros(num_states, num_true_states or num_states, dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state(
+            "confusion",
+            torch.zeros(num_states, num_true_states or num_states, dtype=torch.float64),
+            dist_reduce_fx="sum",
+        )
 
     def update(self, decoded: Tensor, truth: Tensor, weights: Tensor | None = None) -> None:
         """Adds the states of some steps, each with its weight if `weights` are given; steps where either state is below zero are unknown and do not count."""

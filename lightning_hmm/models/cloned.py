@@ -100,19 +100,25 @@ class ClonedHMM(HMM):
             raise ValueError("`num_symbols` must be given: a cloned HMM is of symbols.")
         if clones is not None:
             if num_states not in (None, sum(clones)):
-                raise ValueError(f"`num_states` must be the sum of `clones`, {sum(clones)}, but is {num_states} instead. Leave it out.")
+                raise ValueError(
+                    f"`num_states` must be the sum of `clones`, {sum(clones)}, but is {num_states} instead. Leave it out."
+                )
             num_states = sum(clones)
         if num_states is None:
             raise ValueError("`num_states` must be given, or `clones`.")
         if online_epochs is not None and (discount is None or online_epochs < 0):
-            raise ValueError(f"`online_epochs` must not be negative and needs a `discount`, but is {online_epochs} with `discount` {discount} instead.")
+            raise ValueError(
+                f"`online_epochs` must not be negative and needs a `discount`, but is {online_epochs} with `discount` {discount} instead."
+            )
         for name in frozen:
             if name not in ("initial", "transition"):
                 raise ValueError(f"`frozen` must name initial or transition, but names {name!r} instead.")
         super().__init__(
             num_states,
             OneSymbol(),
-            Clones(transition_pseudocount, transition_sparsity, allocation, ngram_order, clones, pairs, start_concentration),
+            Clones(
+                transition_pseudocount, transition_sparsity, allocation, ngram_order, clones, pairs, start_concentration
+            ),
             Initial(initial_pseudocount, start="uniform"),
             num_symbols=num_symbols,
             seed=seed,
@@ -151,12 +157,17 @@ class ClonedHMM(HMM):
 
     @property
     def is_online(self) -> bool:
-        return super().is_online and (self.online_epochs is None or self.current_epoch - self.first_epoch < self.online_epochs)
+        return super().is_online and (
+            self.online_epochs is None or self.current_epoch - self.first_epoch < self.online_epochs
+        )
 
     def on_train_epoch_end(self) -> None:
         super().on_train_epoch_end()
         if self.trainer.loggers:  # a name costs as much as a pass over a small language
-            self.log("transition_density", float(torch.count_nonzero(self.transition.probs.detach()[self.chosen])) / self.num_states**2)
+            self.log(
+                "transition_density",
+                float(torch.count_nonzero(self.transition.probs.detach()[self.chosen])) / self.num_states**2,
+            )
 
     def _expected_transitions(self, sequences: Sequences) -> inference.EStep:
         """The E-step of the chosen restart."""
@@ -185,7 +196,11 @@ class ClonedHMM(HMM):
         graph = nx.DiGraph()
         symbols = self.layout.symbols.tolist()
         for state in sorted({*sources, *targets}):
-            graph.add_node(state, symbol=symbols[state], name=symbols[state] if self.vocabulary is None else self.vocabulary.names[symbols[state]])
+            graph.add_node(
+                state,
+                symbol=symbols[state],
+                name=symbols[state] if self.vocabulary is None else self.vocabulary.names[symbols[state]],
+            )
         graph.add_weighted_edges_from(zip(sources, targets, weights[entries].tolist(), strict=True))
         return graph
 
@@ -209,7 +224,9 @@ class ClonedHMM(HMM):
         else:
             symbols = torch.as_tensor(self.vocabulary.encode(text), dtype=torch.int64)
             operator = self.transition.operator(self.transition.natural(int(self.chosen)), None)
-            path, _ = cloned.rearranged_viterbi(self.initial.natural(int(self.chosen))[0].detach(), operator, symbols, _inner_groups(text, separator))
+            path, _ = cloned.rearranged_viterbi(
+                self.initial.natural(int(self.chosen))[0].detach(), operator, symbols, _inner_groups(text, separator)
+            )
         if int(path[0]) < 0:
             return text
         return "".join(str(name) for name in self.vocabulary.decode(self.layout.symbols[path].tolist()))
@@ -238,7 +255,9 @@ class ClonedHMM(HMM):
         """
         if not isinstance(keep, Tensor):
             if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 <= keep <= 1:
-                raise ValueError(f"`keep` must be a mask (a tensor of booleans) or a probability, but is {keep!r} instead.")
+                raise ValueError(
+                    f"`keep` must be a mask (a tensor of booleans) or a probability, but is {keep!r} instead."
+                )
             keep = self.above(keep)
         self.transition.set_layout(*self.transition.pruned(keep))
         return self
@@ -266,12 +285,16 @@ class ClonedHMM(HMM):
         rows, columns = layout.states_of(counted)
         symbols, num_symbols = layout.symbols, layout.num_symbols
         visits = torch.zeros(self.num_states, dtype=torch.float64).index_add_(0, rows, counts)
-        pair_counts = torch.zeros(num_symbols**2, dtype=torch.float64).index_add_(0, symbols[rows] * num_symbols + symbols[columns], counts)
+        pair_counts = torch.zeros(num_symbols**2, dtype=torch.float64).index_add_(
+            0, symbols[rows] * num_symbols + symbols[columns], counts
+        )
         pair_counts = pair_counts.reshape(num_symbols, num_symbols)
         known, weights = sequences.values >= 0, None
         if sequences.weights is not None:
             weights = sequences.repeat_interleave(sequences.weights)[known]
-        symbol_counts = torch.bincount(sequences.values[known], weights, minlength=num_symbols).double() + strength / num_symbols
+        symbol_counts = (
+            torch.bincount(sequences.values[known], weights, minlength=num_symbols).double() + strength / num_symbols
+        )
         base = symbol_counts / symbol_counts.sum()
         leaving = pair_counts.sum(1)
         lower = (pair_counts + strength * base) / (leaving + strength)[:, None]  # q(v | u)
@@ -281,9 +304,21 @@ class ClonedHMM(HMM):
         average, where = _sum_by(symbols[rows] * self.num_states + columns, counts)
         entries = [
             (new[rows], new[columns], counts / (visits[rows] + strength)),
-            (new.repeat_interleave(num_symbols), unknown.repeat(self.num_states), (strength * lower[symbols] / (visits + strength)[:, None]).reshape(-1)),
-            (unknown[where // self.num_states], new[where % self.num_states], average / (leaving[where // self.num_states] + strength)),
-            (unknown.repeat_interleave(num_symbols), unknown.repeat(num_symbols), (strength * base / (leaving + strength)[:, None]).reshape(-1)),
+            (
+                new.repeat_interleave(num_symbols),
+                unknown.repeat(self.num_states),
+                (strength * lower[symbols] / (visits + strength)[:, None]).reshape(-1),
+            ),
+            (
+                unknown[where // self.num_states],
+                new[where % self.num_states],
+                average / (leaving[where // self.num_states] + strength),
+            ),
+            (
+                unknown.repeat_interleave(num_symbols),
+                unknown.repeat(num_symbols),
+                (strength * base / (leaving + strength)[:, None]).reshape(-1),
+            ),
         ]
         sources, targets, values = (torch.cat(parts) for parts in zip(*entries, strict=True))
         smoothed = ClonedHMM(

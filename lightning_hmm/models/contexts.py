@@ -44,11 +44,15 @@ class Contexts:
 
     def __init__(self, sequences: Sequences, num_symbols: int, order: int, min_count: int = 1) -> None:
         if order < 1 or (num_symbols + 1) ** order >= 2**63:
-            raise ValueError(f"`order` must be at least 1 and such that contexts of {num_symbols} symbols can be numbered, but is {order} instead.")
+            raise ValueError(
+                f"`order` must be at least 1 and such that contexts of {num_symbols} symbols can be numbered, but is {order} instead."
+            )
         if min_count < 1:
             raise ValueError(f"`min_count` must be at least 1, but is {min_count} instead.")
         self.num_symbols, self.order = num_symbols, order
-        self._codes = [np.arange(1, num_symbols + 1)]  # for each length, the sorted codes; a code is a number in base V + 1, the last symbol its last digit
+        self._codes = [
+            np.arange(1, num_symbols + 1)
+        ]  # for each length, the sorted codes; a code is a number in base V + 1, the last symbol its last digit
         sequences = sequences.counted()
         weights = _step_weights(sequences)
         for length, (codes, there) in enumerate(self._running(sequences), 1):
@@ -69,18 +73,28 @@ class Contexts:
         symbols, offsets = sequences.values.cpu().numpy(), sequences.offsets.numpy()
         if len(symbols) and symbols.min() < 0:
             n, t = sequences.locate(int(np.argmin(symbols)))
-            raise ValueError(f"`sequences` must have no missing symbols for contexts, but position {t} of sequence {n} is missing.")
+            raise ValueError(
+                f"`sequences` must have no missing symbols for contexts, but position {t} of sequence {n} is missing."
+            )
         position = np.arange(len(symbols)) - np.repeat(offsets[:-1], np.diff(offsets))
         codes = np.zeros(len(symbols), np.int64)
         for length in range(self.order):
-            codes = codes + (np.append(np.zeros(length, np.int64), symbols)[: len(symbols)] + 1) * (self.num_symbols + 1) ** length
+            codes = (
+                codes
+                + (np.append(np.zeros(length, np.int64), symbols)[: len(symbols)] + 1)
+                * (self.num_symbols + 1) ** length
+            )
             yield codes, position >= length
 
     def _find(self, codes: np.ndarray, length: int) -> np.ndarray:
         """The numbers of the contexts of one length; -1 where there is no such."""
         known = self._codes[length - 1]
         place = np.minimum(np.searchsorted(known, codes), max(len(known) - 1, 0))
-        return np.where(known[place] == codes, place + self._first[length - 1], -1) if len(known) else np.full(len(codes), -1)
+        return (
+            np.where(known[place] == codes, place + self._first[length - 1], -1)
+            if len(known)
+            else np.full(len(codes), -1)
+        )
 
     def encode(self, sequences: Sequences) -> Sequences:
         """The longest context that ends at each step; it never reaches into the sequence before."""
@@ -104,7 +118,9 @@ class Contexts:
         """The symbols of each context."""
         places = np.arange(int(self.lengths.sum())) - np.repeat(np.cumsum(self.lengths) - self.lengths, self.lengths)
         powers = (self.num_symbols + 1) ** (np.repeat(self.lengths, self.lengths) - 1 - places)
-        return Sequences.from_lengths(np.repeat(self._all, self.lengths) // powers % (self.num_symbols + 1) - 1, self.lengths)
+        return Sequences.from_lengths(
+            np.repeat(self._all, self.lengths) // powers % (self.num_symbols + 1) - 1, self.lengths
+        )
 
 
 class BackOff:
@@ -125,14 +141,21 @@ class BackOff:
         upper: contexts that the models are of, if they were trained on `upper.encode(sequences)`.
     """
 
-    def __init__(self, models: Sequence[ClonedHMM], sequences: Sequences, num_symbols: int, upper: Contexts | None = None) -> None:
+    def __init__(
+        self, models: Sequence[ClonedHMM], sequences: Sequences, num_symbols: int, upper: Contexts | None = None
+    ) -> None:
         sequences = sequences.counted()
         self.sequences, self.num_symbols, self.arithmetic = sequences, num_symbols, models[0].arithmetic
         data = sequences if upper is None else upper.encode(sequences)
         self._counted = [_counted(model, data) for model in models]
-        self._symbols = [model.layout.symbols.numpy() if upper is None else upper.symbols[model.layout.symbols.numpy()] for model in models]
+        self._symbols = [
+            model.layout.symbols.numpy() if upper is None else upper.symbols[model.layout.symbols.numpy()]
+            for model in models
+        ]
 
-    def joined(self, lower: Contexts, strength: float = 0.5, returning: float = 0.1, symbol_names: list[str] | None = None) -> ClonedHMM:
+    def joined(
+        self, lower: Contexts, strength: float = 0.5, returning: float = 0.1, symbol_names: list[str] | None = None
+    ) -> ClonedHMM:
         """The cloned HMM.
 
         Args:
@@ -145,14 +168,24 @@ class BackOff:
             raise ValueError(f"`strength` must be positive, but is {strength} instead.")
         if not 0 <= returning < 1:
             raise ValueError(f"`returning` must be at least 0 and below 1, but is {returning} instead.")
-        num_symbols, size, steps, weights = self.num_symbols, len(lower), self.sequences.values.numpy(), _step_weights(self.sequences)
+        num_symbols, size, steps, weights = (
+            self.num_symbols,
+            len(lower),
+            self.sequences.values.numpy(),
+            _step_weights(self.sequences),
+        )
         context = lower.encode(self.sequences).values.numpy()
         inside = np.ones(len(context), bool)
         inside[self.sequences.offsets[1:].numpy() - 1] = False
         before = np.flatnonzero(inside)
-        following, probs = lower.following(), KneserNey(num_symbols, lower.order + 1).fit(self.sequences).predict_next(lower.strings())
+        following, probs = (
+            lower.following(),
+            KneserNey(num_symbols, lower.order + 1).fit(self.sequences).predict_next(lower.strings()),
+        )
         probs = (1 - EVEN) * probs + EVEN / num_symbols
-        seen = np.bincount(context[before] * num_symbols + steps[before + 1], weights[before], size * num_symbols).reshape(size, num_symbols)
+        seen = np.bincount(
+            context[before] * num_symbols + steps[before + 1], weights[before], size * num_symbols
+        ).reshape(size, num_symbols)
         back = np.where(seen > 0, returning, 0.0)
         entries = [(np.repeat(np.arange(size), num_symbols), following.reshape(-1), (probs * (1 - back)).reshape(-1))]
         first = size
@@ -162,22 +195,47 @@ class BackOff:
             entries.append((first + rows, first + columns, counts / (visits[rows] + strength)))
             clone, where, often = _pairs(path, context, size, weights)
             often = often / np.bincount(clone, often, num_clones)[clone]
-            never = np.setdiff1d(np.arange(num_clones), clone)  # such a clone is one of its symbol, and no more is known of it
-            clone, where, often = np.append(clone, never), np.append(where, own[never]), np.append(often, np.ones(len(never)))
+            never = np.setdiff1d(
+                np.arange(num_clones), clone
+            )  # such a clone is one of its symbol, and no more is known of it
+            clone, where, often = (
+                np.append(clone, never),
+                np.append(where, own[never]),
+                np.append(often, np.ones(len(never))),
+            )
             shares = (often * (strength / (visits + strength))[clone])[:, None] * probs[where]
-            entries.append(_summed(np.repeat(first + clone, num_symbols), following[where].reshape(-1), shares.reshape(-1), size))
+            entries.append(
+                _summed(np.repeat(first + clone, num_symbols), following[where].reshape(-1), shares.reshape(-1), size)
+            )
             where, clone, often = _pairs(context[before], path[before + 1], num_clones, weights[before])
             symbol = own[clone]
-            entries.append((where, first + clone, probs[where, symbol] * back[where, symbol] / len(self._counted) * often / seen[where, symbol]))
+            entries.append(
+                (
+                    where,
+                    first + clone,
+                    probs[where, symbol] * back[where, symbol] / len(self._counted) * often / seen[where, symbol],
+                )
+            )
             first += num_clones
-        of_state, (sources, targets, values) = np.concatenate([lower.symbols, *self._symbols]), map(np.concatenate, zip(*entries, strict=True))
+        of_state, (sources, targets, values) = (
+            np.concatenate([lower.symbols, *self._symbols]),
+            map(np.concatenate, zip(*entries, strict=True)),
+        )
         order = np.argsort(of_state, kind="stable")
         new = np.empty_like(order)
         new[order] = np.arange(len(order))
         known = values > 0
-        layout, place = Layout.of_entries(np.bincount(of_state, minlength=num_symbols), *(torch.from_numpy(new[ends[known]]) for ends in (sources, targets)))
+        layout, place = Layout.of_entries(
+            np.bincount(of_state, minlength=num_symbols),
+            *(torch.from_numpy(new[ends[known]]) for ends in (sources, targets)),
+        )
         single = self.arithmetic == "float32"
-        model = ClonedHMM(num_states=len(order), num_symbols=num_symbols, arithmetic="float32" if single else "float64", symbol_names=symbol_names)
+        model = ClonedHMM(
+            num_states=len(order),
+            num_symbols=num_symbols,
+            arithmetic="float32" if single else "float64",
+            symbol_names=symbol_names,
+        )
         model.transition.set_layout(layout, torch.from_numpy(values[known])[place][None])
         return model.eval()
 
@@ -191,10 +249,19 @@ def _counted(model: ClonedHMM, data: Sequences) -> tuple[np.ndarray, np.ndarray,
     if len(ruled_out):
         n = int(ruled_out[0])
         step = impossible_message(data, n, int(statistics.impossible_step[n]))
-        raise ValueError(f"`models` must leave their training data possible, but one does not: {step} Train it further, or prune it less.")
-    counted = torch.nonzero(statistics.counts[0] > 1e-4).flatten()  # the others together are far less than any sensible strength
+        raise ValueError(
+            f"`models` must leave their training data possible, but one does not: {step} Train it further, or prune it less."
+        )
+    counted = torch.nonzero(
+        statistics.counts[0] > 1e-4
+    ).flatten()  # the others together are far less than any sensible strength
     rows, columns = layout.states_of(counted)
-    return rows.numpy(), columns.numpy(), statistics.counts[0][counted].double().numpy(), model.decode(data).values.numpy()
+    return (
+        rows.numpy(),
+        columns.numpy(),
+        statistics.counts[0][counted].double().numpy(),
+        model.decode(data).values.numpy(),
+    )
 
 
 def _step_weights(sequences: Sequences) -> np.ndarray:
@@ -205,13 +272,17 @@ def _step_weights(sequences: Sequences) -> np.ndarray:
     return weights
 
 
-def _pairs(left: np.ndarray, right: np.ndarray, size: int, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _pairs(
+    left: np.ndarray, right: np.ndarray, size: int, weights: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The different pairs, and the sum of the weights of each; numbers on the right are below `size`."""
     found, place = np.unique(left * size + right, return_inverse=True)
     return found // size, found % size, np.bincount(place, weights, len(found))
 
 
-def _summed(rows: np.ndarray, columns: np.ndarray, values: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _summed(
+    rows: np.ndarray, columns: np.ndarray, values: np.ndarray, size: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Entries in the same place as one."""
     found, place = np.unique(rows * size + columns, return_inverse=True)
     return found // size, found % size, np.bincount(place, values)

@@ -130,9 +130,13 @@ class DenseHMM(HMM):
         embedded = isinstance(part, Embedded)
         if objective == "cooccurrence" and not (embedded and symbolic):
             suited = "em or likelihood" if embedded else "em"
-            raise ValueError(f"`objective` must be {suited} for {type(part).__name__} emissions: cooccurrence needs symbols with embeddings.")
+            raise ValueError(
+                f"`objective` must be {suited} for {type(part).__name__} emissions: cooccurrence needs symbols with embeddings."
+            )
         if objective == "likelihood" and not embedded:
-            raise ValueError(f"`objective` must be em for {type(part).__name__} emissions, which are not trained by gradients.")
+            raise ValueError(
+                f"`objective` must be em for {type(part).__name__} emissions, which are not trained by gradients."
+            )
         super().__init__(
             num_states,
             part,
@@ -222,12 +226,16 @@ class DenseHMM(HMM):
     def on_train_start(self) -> None:
         super().on_train_start()
         if self.objective == "cooccurrence":
-            self.target_cooccurrences = self._true_cooccurrences() if self.target == "truth" else self._count_cooccurrences()
+            self.target_cooccurrences = (
+                self._true_cooccurrences() if self.target == "truth" else self._count_cooccurrences()
+            )
 
     def _true_cooccurrences(self) -> Tensor:
         data = data_of(self.trainer)
         if data is None or data.transition_probs is None or data.emission_probs is None:
-            raise ValueError("`target` must be data, unless the data were drawn from a model with known parameters (a synthetic datamodule of symbols).")
+            raise ValueError(
+                "`target` must be data, unless the data were drawn from a model with known parameters (a synthetic datamodule of symbols)."
+            )
         return cooccurrences(data.transition_probs, data.emission_probs).to(self.device)
 
     def _count_cooccurrences(self) -> Tensor:
@@ -241,14 +249,18 @@ class DenseHMM(HMM):
         counts = self._sum_over_ranks(counts)
         total = counts.sum()
         if not float(total) > 0:
-            raise ValueError("The training data must have two observed symbols in a row somewhere, but have no such pair.")
+            raise ValueError(
+                "The training data must have two observed symbols in a row somewhere, but have no such pair."
+            )
         return counts.div_(total)
 
     def training_step(self, batch: Sequences, batch_idx: int) -> Tensor | None:  # type: ignore[override]
         if self.objective == "likelihood":
             total = self.total_log_likelihood(batch).sum()
             observed = torch.as_tensor(batch.num_observed(), dtype=torch.float64, device=self.device)
-            return -total / self._sum_over_ranks(observed).clamp(min=1) * self.trainer.world_size  # DDP averages over ranks
+            return (
+                -total / self._sum_over_ranks(observed).clamp(min=1) * self.trainer.world_size
+            )  # DDP averages over ranks
         if self.objective == "cooccurrence":
             self._fit_cooccurrences()
         else:
@@ -261,7 +273,10 @@ class DenseHMM(HMM):
         num_steps = (counts["initial"][0].sum(-1) + counts["transition"][0].sum((-2, -1))).clamp(min=1)  # (restarts,)
 
         def loss() -> Tensor:
-            return -torch.stack([expected_log_likelihood(part, counts[name][0]) for name, part in parts.items()]).sum(0) / num_steps
+            return (
+                -torch.stack([expected_log_likelihood(part, counts[name][0]) for name, part in parts.items()]).sum(0)
+                / num_steps
+            )
 
         self._descend(loss, self.m_steps, counted)
         if "emission" not in parts:

@@ -146,22 +146,32 @@ class DiscreteHMM(SequenceModel):
         found = inference.posterior(*self.problem(sequences), sequences.weights)
         self._warn_where_impossible(sequences, found.log_likelihood == -torch.inf)
         counts = found.counts[0] if len(found.counts) == 1 else found.counts
-        return Posterior(found.log_likelihood, sequences.with_values(found.filtered), sequences.with_values(found.smoothed), counts)
+        return Posterior(
+            found.log_likelihood, sequences.with_values(found.filtered), sequences.with_values(found.smoothed), counts
+        )
 
     @torch.no_grad()
-    def sample(self, num_sequences: int = 1, length: int | Sequence[int] = 100, seed: int = 0, return_states: bool = False) -> Any:
+    def sample(
+        self, num_sequences: int = 1, length: int | Sequence[int] = 100, seed: int = 0, return_states: bool = False
+    ) -> Any:
         """Draws sequences of one length or of the given lengths; with `return_states`, also the hidden paths."""
         check_seed(seed)
         if not isinstance(num_sequences, int):
             raise ValueError(f"`num_sequences` must be a whole number, but is {num_sequences!r} instead.")
         sizes = np.asarray(length.cpu() if isinstance(length, Tensor) else length)
         if sizes.dtype.kind not in "iu" or sizes.ndim > 1:
-            raise ValueError(f"`length` must be a whole number, or a list with one for each sequence, but is {length!r} instead.")
+            raise ValueError(
+                f"`length` must be a whole number, or a list with one for each sequence, but is {length!r} instead."
+            )
         lengths = torch.from_numpy(sizes.astype(np.int64))
         if num_sequences < 0 or bool((lengths < 0).any()):
-            raise ValueError(f"`num_sequences` and `length` must not be negative, but are {num_sequences} and {length} instead.")
+            raise ValueError(
+                f"`num_sequences` and `length` must not be negative, but are {num_sequences} and {length} instead."
+            )
         if lengths.dim() == 1 and len(lengths) != num_sequences:
-            raise ValueError(f"`length` must have one number for each of the {num_sequences} sequences, but has {len(lengths)}. Give `num_sequences`, too.")
+            raise ValueError(
+                f"`length` must have one number for each of the {num_sequences} sequences, but has {len(lengths)}. Give `num_sequences`, too."
+            )
         generator = torch.Generator().manual_seed(seed)
         states = Sequences(*inference.sample(*self.chain(int(self.chosen)), lengths.expand(num_sequences), generator))
         observations = self.emit(states, generator)
@@ -172,7 +182,9 @@ class DiscreteHMM(SequenceModel):
         """One path of hidden states for each sequence, drawn from p(states | sequence)."""
         check_seed(seed)
         sequences = self.as_sequences(sequences)
-        return sequences.with_values(inference.sample_posterior(*self.problem(sequences), torch.Generator().manual_seed(seed)))
+        return sequences.with_values(
+            inference.sample_posterior(*self.problem(sequences), torch.Generator().manual_seed(seed))
+        )
 
     @torch.no_grad()
     def predict_next(self, sequences: Any, steps: int = 1) -> Any:
@@ -192,12 +204,16 @@ class DiscreteHMM(SequenceModel):
     def bic(self, sequences: Any) -> float:
         """Schwarz's criterion, k log n - 2 log L with n the observed steps, both weighted likewise; lower is better."""
         sequences = self._with_observations(sequences)
-        return self.num_free_parameters * math.log(max(float(sequences.num_observed()), 1.0)) - 2 * self._total_score(sequences)
+        return self.num_free_parameters * math.log(max(float(sequences.num_observed()), 1.0)) - 2 * self._total_score(
+            sequences
+        )
 
     def _with_observations(self, data: Any) -> Sequences:
         sequences = self.as_sequences(data)
         if not float(sequences.num_observed()) > 0:
-            raise ValueError(f"`sequences` must have an observed step, but none of the {sequences.num_steps} steps is observed.")
+            raise ValueError(
+                f"`sequences` must have an observed step, but none of the {sequences.num_steps} steps is observed."
+            )
         return sequences
 
     def _total_score(self, sequences: Sequences) -> float:
@@ -218,7 +234,10 @@ class DiscreteHMM(SequenceModel):
             found = torch.nonzero(impossible_ones).flatten().tolist()
             more = f" ({len(found)} sequences in all.)" if len(found) > 1 else ""
             where = found[0], int(impossible[found[0]])
-            warnings.warn(impossible_message(sequences, *where) + self._why_impossible(sequences, *where) + more, stacklevel=stacklevel)
+            warnings.warn(
+                impossible_message(sequences, *where) + self._why_impossible(sequences, *where) + more,
+                stacklevel=stacklevel,
+            )
 
     # Training: what does not depend on how
 
@@ -275,7 +294,11 @@ class DiscreteHMM(SequenceModel):
         found = torch.nonzero(torch.cat(pending) >= 0).flatten().tolist() if pending else []
         if found:
             n, t = found[0], int(torch.cat(pending)[found[0]])
-            which = f"Sequence {n} has probability zero under the model at step {t}." if batch is None else impossible_message(batch, n, t)
+            which = (
+                f"Sequence {n} has probability zero under the model at step {t}."
+                if batch is None
+                else impossible_message(batch, n, t)
+            )
             raise ValueError(
                 f"{which} (Sequences are counted inside the batch.) Training cannot use it: take it out, give it a weight of 0, "
                 "or add a pseudocount so that nothing becomes impossible."
@@ -293,13 +316,18 @@ class DiscreteHMM(SequenceModel):
         if "impossible" not in self._said and bool((totals[chosen] == -torch.inf).any()):
             self._said.add("impossible")
             self._warn_impossible(batch, results[chosen].impossible_step)
-            warnings.warn("So the likelihood of these data is zero; a pseudocount keeps what training never met possible.", stacklevel=2)
+            warnings.warn(
+                "So the likelihood of these data is zero; a pseudocount keeps what training never met possible.",
+                stacklevel=2,
+            )
 
     def on_test_epoch_end(self) -> None:
         data = data_of(self.trainer)
         truth = None if data is None else data.true_states("test")
         if data is not None and data.test_sequences is not None and truth is not None and truth.num_steps:
-            mine = torch.arange(len(truth))[self.trainer.global_rank :: self.trainer.world_size]  # none, where there are more ranks than sequences
+            mine = torch.arange(len(truth))[
+                self.trainer.global_rank :: self.trainer.world_size
+            ]  # none, where there are more ranks than sequences
             accuracy = MatchedStateAccuracy(self.num_states, int(truth.values.max()) + 1).to(self.device)
             sequences = self.as_sequences(data.test_sequences[mine])
             weights = None if sequences.weights is None else sequences.repeat_interleave(sequences.weights)

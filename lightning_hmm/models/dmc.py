@@ -74,13 +74,17 @@ class DMCHMM(HMM):
         if not isinstance(num_states, int) or num_states < 2:
             raise ValueError(f"`num_states` must be a whole number of at least 2, but is {num_states} instead.")
         if not isinstance(num_kept, int) or not 0 <= num_kept < num_states:
-            raise ValueError(f"`num_kept` must be a whole number from 0 to {num_states - 1}, one less than there are states, but is {num_kept} instead.")
+            raise ValueError(
+                f"`num_kept` must be a whole number from 0 to {num_states - 1}, one less than there are states, but is {num_kept} instead."
+            )
         if criterion not in ("window", "largest"):
             raise ValueError(f"`criterion` must be window or largest, but is {criterion!r} instead.")
         if selection not in ("auto", "gemm", "lazy"):
             raise ValueError(f"`selection` must be auto, gemm or lazy, but is {selection!r} instead.")
         if selection == "lazy" and criterion == "window":
-            raise ValueError("`selection` must be gemm or auto for the criterion window: the bounds of lazy find the largest entries only.")
+            raise ValueError(
+                "`selection` must be gemm or auto for the criterion window: the bounds of lazy find the largest entries only."
+            )
         for name, value in (("reselect_every", reselect_every), ("bound_terms", bound_terms)):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"`{name}` must be a whole number of at least 1, but is {value} instead.")
@@ -133,7 +137,9 @@ class DMCHMM(HMM):
         """(N,) the probability of each other entry of a row."""
         return self.transition.log_constants[self.chosen].detach().exp()
 
-    def set_parameters(self, initial: Any = None, transition: Any = None, emission: Any = None, indices: Any = None, values: Any = None) -> Self:
+    def set_parameters(
+        self, initial: Any = None, transition: Any = None, emission: Any = None, indices: Any = None, values: Any = None
+    ) -> Self:
         """As `HMM.set_parameters`. Transitions are given as `indices` and `values` of the kept entries, or as a full matrix."""
         if (indices is None) != (values is None) or (indices is not None and transition is not None):
             raise ValueError("`indices` and `values` must be given together, or a full `transition` instead.")
@@ -161,7 +167,11 @@ class DMCHMM(HMM):
     def _new_pair_sums(self) -> list[PairSums]:
         """Accumulators of the expected transitions of all pairs, one per restart; none in epochs that keep their sets."""
         # With K = N - 1 every set can hold every matrix; with K = 0 there is only one.
-        choosing = 0 < self.num_kept < self.num_states - 1 and "transition" not in self.frozen and self.current_epoch % self.reselect_every == 0
+        choosing = (
+            0 < self.num_kept < self.num_states - 1
+            and "transition" not in self.frozen
+            and self.current_epoch % self.reselect_every == 0
+        )
         factored = self.selection == "lazy"
         return [PairSums(self.chain(restart)[1], factored) for restart in range(self.restarts if choosing else 0)]  # type: ignore[arg-type]
 
@@ -176,7 +186,9 @@ class DMCHMM(HMM):
         # The counts of all pairs of states are those of the full matrix, or follow from the rows of the steps.
         operator = self.chain(restart)[1]
         assert isinstance(operator, MostlyConstant)
-        use_full = self.selection != "lazy" and prefers_dense(operator, len(batch), self.message_dtype, smooth=True, pairs=True)
+        use_full = self.selection != "lazy" and prefers_dense(
+            operator, len(batch), self.message_dtype, smooth=True, pairs=True
+        )
         found, counts = super()._expected_counts(batch, restart, full_matrix=use_full, per_step=not use_full)
         if use_full:
             empty = found.initial.new_zeros(0, 0)
@@ -195,7 +207,9 @@ class DMCHMM(HMM):
 
     def _choose(self, restart: int, sums: PairSums) -> Choice:
         pseudocount = self.transition.prior["pseudocount"]
-        if self.selection == "lazy" and not bool(self._sum_over_ranks(torch.tensor(float(sums.counts is not None), device=self.device))):
+        if self.selection == "lazy" and not bool(
+            self._sum_over_ranks(torch.tensor(float(sums.counts is not None), device=self.device))
+        ):
             alpha, kappa = (self.gather_rows(part) for part in sums.messages())
             if len(alpha) > 1:
                 kept, rest = (counts[restart] for counts in self._counts["transition"])

@@ -31,7 +31,9 @@ from lightning_hmm.optim.online import online_pass
 from lightning_hmm.sequences import Sequences
 
 _NO_SIZES = "The model has no sizes yet. Train it, or give `num_symbols`, `num_features` or `columns`."
-_CHUNK = 1 << 22  # numbers that a temporary array of an E-step holds at most: larger ones are given back to the system after each use
+_CHUNK = (
+    1 << 22
+)  # numbers that a temporary array of an E-step holds at most: larger ones are given back to the system after each use
 
 
 class HMM(BaumWelchTraining, DiscreteHMM):
@@ -124,7 +126,9 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         """Keeps the arguments of a constructor for checkpoints. The subclass that calls it first decides."""
         if "_given_options" not in self.__dict__:
             options = {name: value for name, value in arguments.items() if name not in ("self", "__class__")}
-            self._given_options = options | ({"frozen": as_names("frozen", options["frozen"])} if "frozen" in options else {})
+            self._given_options = options | (
+                {"frozen": as_names("frozen", options["frozen"])} if "frozen" in options else {}
+            )
 
     # Sizes
 
@@ -139,7 +143,9 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         columns = list(columns)
         categorical = len(columns) == 1 and columns[0].is_categorical
         if self.emission is None:
-            self.emission = make_part(self.transition.partner or ("Categorical" if categorical else "Gaussian"), Emission, "emission")
+            self.emission = make_part(
+                self.transition.partner or ("Categorical" if categorical else "Gaussian"), Emission, "emission"
+            )
         _check_partners(self.transition, self.emission)
         self.num_symbols, self.num_features = (columns[0].num_categories, None) if categorical else (None, len(columns))
         for part in (self.initial, self.transition, self.emission):
@@ -164,7 +170,10 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         if "columns" in options:
             options |= {"num_symbols": None, "num_features": None}  # the columns hold both
             options |= {name: part.config for name, part in self.distributions.items()}
-            options["columns"] = [{**asdict(column), "categories": column.category_names or column.num_categories} for column in self.columns]
+            options["columns"] = [
+                {**asdict(column), "categories": column.category_names or column.num_categories}
+                for column in self.columns
+            ]
         elif isinstance(options.get("emission"), Emission):
             options["emission"] = self.emission.config
         self.save_hyperparameters(options)
@@ -179,7 +188,9 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         for part in getattr(self.emission, "parts", [self.emission]):
             if isinstance(part, ExponentialFamily) and not bool(part.is_set):
                 names = " and ".join(f"`{name}`" for name in part.names)
-                raise ValueError(f"The {type(part).__name__} emission has no values yet. Train the model, or set {names} with `set_parameters`.")
+                raise ValueError(
+                    f"The {type(part).__name__} emission has no values yet. Train the model, or set {names} with `set_parameters`."
+                )
 
     @property
     def may_iterate(self) -> bool:
@@ -216,10 +227,16 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         if name in ("initial_probs", "transition_probs", "emission_probs") and self.__dict__.get("columns") is None:
             raise AttributeError(_NO_SIZES)
         if name == "transition_probs":
-            raise AttributeError(f"`transition_probs` is a matrix, but {type(self.transition).__name__} transitions {self.transition.no_matrix}.")
+            raise AttributeError(
+                f"`transition_probs` is a matrix, but {type(self.transition).__name__} transitions {self.transition.no_matrix}."
+            )
         if name == "emission_probs":
             names = self.emission.names if isinstance(self.emission, ExponentialFamily) else ()
-            has = f": a {type(self.emission).__name__} emission has {' and '.join(f'`{name}`' for name in names)}" if names else ""
+            has = (
+                f": a {type(self.emission).__name__} emission has {' and '.join(f'`{name}`' for name in names)}"
+                if names
+                else ""
+            )
             raise AttributeError(f"`emission_probs` is for categorical emissions{has}.")
         return super().__getattr__(name)
 
@@ -275,7 +292,12 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         if not self.is_allocated:
             columns = columns_of(parts) if named is None else list(named)
             self.allocate(columns if self.emission is None else self.emission.columns_of(columns, parts))
-        elif named is not None and self.columns is not None and len(named) == len(self.columns) and not are_named(self.columns):
+        elif (
+            named is not None
+            and self.columns is not None
+            and len(named) == len(self.columns)
+            and not are_named(self.columns)
+        ):
             self.columns = [replace(column, name=other.name) for column, other in zip(self.columns, named, strict=True)]
             self._save_options()
 
@@ -287,18 +309,31 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         if frames is not None:
             columns = self.columns if self.columns is not None and are_named(self.columns) else frame_columns(frames)
             if self.columns is not None and len(columns) != len(self.columns):
-                raise ValueError(f"The data must have {len(self.columns)} columns, but have {len(columns)}: {', '.join(column.name for column in columns)}.")
+                raise ValueError(
+                    f"The data must have {len(self.columns)} columns, but have {len(columns)}: {', '.join(column.name for column in columns)}."
+                )
             arrays = [frame_values(frame, columns, n) for n, frame in enumerate(frames)]
-            return super().as_sequences(arrays if lengths is None else np.concatenate(arrays), lengths).with_columns(columns)
+            return (
+                super()
+                .as_sequences(arrays if lengths is None else np.concatenate(arrays), lengths)
+                .with_columns(columns)
+            )
         if not isinstance(data, Sequences):
             found = super().as_sequences(as_reals(data), lengths)
-            if found.is_discrete and not found.num_steps and self.num_features is not None:  # empty sequences have no kind of their own
+            if (
+                found.is_discrete and not found.num_steps and self.num_features is not None
+            ):  # empty sequences have no kind of their own
                 return found.with_values(found.values.new_zeros(0, self.num_features, dtype=torch.float64))
             return found
         data = super().as_sequences(data, lengths)
         if data.is_discrete and self.emission.reads_counts:  # a count is not negative, so -1 is a missing one
             return data.with_values(torch.where(data.observed, data.values.double(), torch.nan))
-        if data.columns is None or self.columns is None or not are_named(self.columns) or data.columns == tuple(self.columns):
+        if (
+            data.columns is None
+            or self.columns is None
+            or not are_named(self.columns)
+            or data.columns == tuple(self.columns)
+        ):
             return data
         names, wanted = [column.name for column in data.columns], [column.name for column in self.columns]
         if sorted(names) != sorted(wanted):
@@ -321,7 +356,9 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         self.emission.locate(sequences)
         if not bool(self.emission.is_set):
             part = excerpt(sequences, generator)
-            self.emission.start(part, guess_states(part, self.num_states, self.restarts, generator, self.initialization))
+            self.emission.start(
+                part, guess_states(part, self.num_states, self.restarts, generator, self.initialization)
+            )
         self.emission.is_located.fill_(True)
 
     def configure_optimizers(self) -> BaumWelch:
@@ -389,14 +426,22 @@ class HMM(BaumWelchTraining, DiscreteHMM):
                 found, added = self._expected_counts(chunk, restart)
                 totals[restart] += chunk.weighted(found.log_likelihood).sum()
                 impossible[restart].append(found.impossible_step)
-                counts[restart] = [sum_ + part for sum_, part in zip(counts[restart], added, strict=True)] if counts[restart] else added
+                counts[restart] = (
+                    [sum_ + part for sum_, part in zip(counts[restart], added, strict=True)]
+                    if counts[restart]
+                    else added
+                )
         for steps in impossible:
             self._watch_impossible(batch, torch.cat(steps))
         self._record_likelihood(torch.stack(totals), batch.num_observed())
-        stacked = iter([parts[0][None] if len(parts) == 1 else torch.stack(parts) for parts in zip(*counts, strict=True)])
+        stacked = iter(
+            [parts[0][None] if len(parts) == 1 else torch.stack(parts) for parts in zip(*counts, strict=True)]
+        )
         return {name: [next(stacked) for _ in range(part.num_statistics)] for name, part in self.distributions.items()}
 
-    def _expected_counts(self, batch: Sequences, restart: int, *, full_matrix: bool = False, per_step: bool = False) -> tuple[inference.EStep, list[Tensor]]:
+    def _expected_counts(
+        self, batch: Sequences, restart: int, *, full_matrix: bool = False, per_step: bool = False
+    ) -> tuple[inference.EStep, list[Tensor]]:
         """The E-step of a chunk, and the expected statistics of the natural parameters of all parts, in their order.
 
         Args:
@@ -415,7 +460,9 @@ class HMM(BaumWelchTraining, DiscreteHMM):
             emitted = self.emission.evidence(leaves[2], batch)
         classes = self.transition.classes
         evidence = emitted if classes is None else emitted.shared(classes)
-        found = inference.e_step(initial, operator, evidence, batch.offsets, batch.weights, dtype=self.message_dtype, per_step=per_step)
+        found = inference.e_step(
+            initial, operator, evidence, batch.offsets, batch.weights, dtype=self.message_dtype, per_step=per_step
+        )
         flat = [leaf for part in leaves[:2] for leaf in part if leaf.requires_grad]
         counts = self.transition.statistics(initial, operator, found, flat)
         gradient = found.evidence if classes is None else emitted.gathered(found.evidence, classes)
@@ -430,7 +477,9 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         leaves = []
         for part in self.distributions.values():
             if part.num_statistics:
-                leaves.append([value.detach().requires_grad_(value.is_floating_point()) for value in part.natural(restart)])
+                leaves.append(
+                    [value.detach().requires_grad_(value.is_floating_point()) for value in part.natural(restart)]
+                )
             else:
                 leaves.append(list(part.natural(restart)))
         return leaves
@@ -454,7 +503,10 @@ class HMM(BaumWelchTraining, DiscreteHMM):
 
 def _check_partners(transition: Transition, emission: Emission) -> None:
     """Refuses an emission and transitions of which one requires another."""
-    names = {side: {family.__name__ for family in type(part).__mro__} for side, part in (("transition", transition), ("emission", emission))}
+    names = {
+        side: {family.__name__ for family in type(part).__mro__}
+        for side, part in (("transition", transition), ("emission", emission))
+    }
     if transition.partner is not None and transition.partner not in names["emission"]:
         raise ValueError(
             f"{type(transition).__name__} transitions must be combined with a {transition.partner} emission, but the emission is a {type(emission).__name__}."
@@ -466,7 +518,10 @@ def _check_partners(transition: Transition, emission: Emission) -> None:
 
 
 def _columns(
-    columns: Sequence[Column | Mapping[str, Any]] | None, num_symbols: int | None, num_features: int | None, names: Sequence[str] | None
+    columns: Sequence[Column | Mapping[str, Any]] | None,
+    num_symbols: int | None,
+    num_features: int | None,
+    names: Sequence[str] | None,
 ) -> list[Column] | None:
     """The observed columns, from whichever option gives them."""
     check_counts(num_symbols=num_symbols, num_features=num_features)
@@ -495,18 +550,24 @@ def columns_of(parts: Sequence[Sequences]) -> list[Column]:
 def _set_emission(emission: Any, values: Any) -> None:
     if hasattr(emission, "parts"):
         if not isinstance(values, Sequence) or len(values) != len(emission.parts):
-            raise ValueError(f"`emission` must be a list with an entry for each of the {len(emission.parts)} parts of the Product.")
+            raise ValueError(
+                f"`emission` must be a list with an entry for each of the {len(emission.parts)} parts of the Product."
+            )
         for part, mine in zip(emission.parts, values, strict=True):
             if mine is not None:
                 _set_emission(part, mine)
         if all(bool(part.is_set) for part in emission.parts):
             emission.is_set.fill_(True)
     elif isinstance(values, Mapping):
-        strange = next((name for name in values if name != "probs"), None) if isinstance(emission, Categorical) else None
+        strange = (
+            next((name for name in values if name != "probs"), None) if isinstance(emission, Categorical) else None
+        )
         if strange is not None:
             raise ValueError(f"A Categorical emission has the parameter probs, but {strange!r} was given.")
         emission.set(**values)
     elif isinstance(emission, Categorical):
         emission.set(values)
     else:
-        raise ValueError(f"`emission` must be a dictionary of parameters by name for a {type(emission).__name__}, but is a {type(values).__name__}.")
+        raise ValueError(
+            f"`emission` must be a dictionary of parameters by name for a {type(emission).__name__}, but is a {type(values).__name__}."
+        )

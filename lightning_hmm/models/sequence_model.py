@@ -88,11 +88,18 @@ class SequenceModel(LightningModule, ABC):
             raise ValueError(f"`arithmetic` must be float64 or float32, but is {arithmetic!r} instead.")
         if symbol_names is not None and len(symbol_names) != num_symbols:
             raise ValueError(f"`symbol_names` must name {num_symbols} symbols, but names {len(symbol_names)} instead.")
-        self.num_symbols, self.num_features, self.restarts, self.arithmetic = num_symbols, num_features, restarts, arithmetic
+        self.num_symbols, self.num_features, self.restarts, self.arithmetic = (
+            num_symbols,
+            num_features,
+            restarts,
+            arithmetic,
+        )
         self.vocabulary = None if symbol_names is None else Vocabulary(symbol_names, unknown_symbol)
         self.chosen: Tensor
         self.register_buffer("chosen", torch.zeros((), dtype=torch.int64))
-        self.train_likelihood, self.val_likelihood, self.test_likelihood = (LogLikelihoodPerSymbol(restarts) for _ in range(3))
+        self.train_likelihood, self.val_likelihood, self.test_likelihood = (
+            LogLikelihoodPerSymbol(restarts) for _ in range(3)
+        )
         # (restarts,) per symbol, of the last finished epoch, under the parameters that its batches met.
         self.epoch_log_likelihood: Tensor | None = None
 
@@ -126,7 +133,9 @@ class SequenceModel(LightningModule, ABC):
         """
         if isinstance(data, Sequences):
             if lengths is not None:
-                raise ValueError("`lengths` must be given with one array of all steps, but the data are `Sequences`, which have lengths. Leave `lengths` out.")
+                raise ValueError(
+                    "`lengths` must be given with one array of all steps, but the data are `Sequences`, which have lengths. Leave `lengths` out."
+                )
             return data if data.device == self.device else data.to(self.device)
         if lengths is not None:
             if self.vocabulary is not None and len(data) and isinstance(next(iter(data)), str):
@@ -164,7 +173,9 @@ class SequenceModel(LightningModule, ABC):
     @staticmethod
     def _require_sequences(batch: Any) -> None:
         if not isinstance(batch, Sequences):
-            raise TypeError(f"A batch must be `Sequences`, but is a {type(batch).__name__} instead. Give the DataLoader `collate_fn=Sequences.collate`.")
+            raise TypeError(
+                f"A batch must be `Sequences`, but is a {type(batch).__name__} instead. Give the DataLoader `collate_fn=Sequences.collate`."
+            )
 
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
         total: Tensor = self.trainer.strategy.reduce(value, reduce_op="sum")
@@ -249,12 +260,16 @@ class SequenceModel(LightningModule, ABC):
         # The command line offers what it knows of the data to every family; what this one does not take must not be in its way.
         known = inspect.signature(type(self).__init__).parameters
         given = checkpoint.get("hyper_parameters", {})
-        checkpoint["hyper_parameters"] = {name: value for name, value in given.items() if name in known or name.startswith("_")}
+        checkpoint["hyper_parameters"] = {
+            name: value for name, value in given.items() if name in known or name.startswith("_")
+        }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         made_by = checkpoint.get("lightning_hmm", {}).get("model")
         if made_by is not None and made_by != type(self).__name__:
-            raise ValueError(f"The checkpoint must hold a {type(self).__name__}, but holds a {made_by} instead. `lightning_hmm.load` makes the right one.")
+            raise ValueError(
+                f"The checkpoint must hold a {type(self).__name__}, but holds a {made_by} instead. `lightning_hmm.load` makes the right one."
+            )
         options = checkpoint.get("hyper_parameters", {})
         names = options.get("symbol_names")
         if "symbol_names" in options and names is None and self.vocabulary is not None:

@@ -87,7 +87,9 @@ class StandardHMM(HMM):
         )
 
 
-def standard_emission(given: Any, num_symbols: int | None, num_features: int | None, pseudocount: float, variance_prior: float) -> Emission:
+def standard_emission(
+    given: Any, num_symbols: int | None, num_features: int | None, pseudocount: float, variance_prior: float
+) -> Emission:
     """The emission that an option names; it must suit the sizes of the data."""
     if given == "categorical":
         part: Emission = Categorical(pseudocount)

@@ -48,7 +48,9 @@ class BaumWelchTraining(SequenceModel):
     ) -> None:
         super().__init__(**kwargs)
         if sequences_per_update is not None and (not isinstance(sequences_per_update, int) or sequences_per_update < 1):
-            raise ValueError(f"`sequences_per_update` must be a whole number of at least 1, but is {sequences_per_update} instead.")
+            raise ValueError(
+                f"`sequences_per_update` must be a whole number of at least 1, but is {sequences_per_update} instead."
+            )
         if discount is not None and (not isinstance(discount, (int, float)) or not 0 <= discount < 1):
             raise ValueError(f"`discount` must be at least 0 and below 1, but is {discount!r} instead.")
         if sequences_per_update is not None and discount is None:
@@ -56,7 +58,11 @@ class BaumWelchTraining(SequenceModel):
         check_counts(iterations_per_epoch=iterations_per_epoch)
         if iterations_per_epoch > 1 and discount is not None:
             raise ValueError("`iterations_per_epoch` is for batch EM: leave it out, or leave out `discount`.")
-        self.discount, self.sequences_per_update, self.iterations_per_epoch = discount, sequences_per_update, iterations_per_epoch
+        self.discount, self.sequences_per_update, self.iterations_per_epoch = (
+            discount,
+            sequences_per_update,
+            iterations_per_epoch,
+        )
         # (restarts,) per symbol, of each EM iteration of the present epoch, under the parameters before it; empty where an epoch is one iteration.
         self.iteration_likelihoods: list[Tensor] = []
         self.frozen = tuple(frozen)
@@ -78,14 +84,18 @@ class BaumWelchTraining(SequenceModel):
     def num_free_parameters(self) -> int:
         """The number of degrees of freedom of the chosen restart, without those of frozen parts."""
         chosen = int(self.chosen)
-        return sum(part.num_free_parameters(chosen) for name, part in self.distributions.items() if name not in self.frozen)
+        return sum(
+            part.num_free_parameters(chosen) for name, part in self.distributions.items() if name not in self.frozen
+        )
 
     def configure_optimizers(self) -> BaumWelch:
         data_size = None
         if self.discount is not None:
             data = data_of(self.trainer)
             data_size = None if data is None else data.train_size
-            if data_size is None and any(value for part in self.distributions.values() for value in part.prior.values()):
+            if data_size is None and any(
+                value for part in self.distributions.values() for value in part.prior.values()
+            ):
                 raise MisconfigurationException(
                     "Online EM with a prior depends on the number of training sequences. Train with `lightning_hmm.fit` or a `SequenceDataModule`."
                 )
@@ -101,7 +111,8 @@ class BaumWelchTraining(SequenceModel):
             if name not in self._reported and int(kept):
                 self._reported.add(name)
                 warnings.warn(
-                    f"{int(kept)} rows of `{name}` got no counts and keep their values: fewer states, or a pseudocount, may suit the data better.", stacklevel=2
+                    f"{int(kept)} rows of `{name}` got no counts and keep their values: fewer states, or a pseudocount, may suit the data better.",
+                    stacklevel=2,
                 )
 
     @property
@@ -134,7 +145,12 @@ class BaumWelchTraining(SequenceModel):
                 "all data in one batch. Leave `batch_size` out, or leave out `iterations_per_epoch`."
             )
         self.iteration_likelihoods = []
-        fused = self.trainer.world_size == 1 and self.device.type == "cpu" and self.arithmetic == "float64" and self.fused_kernel is not None
+        fused = (
+            self.trainer.world_size == 1
+            and self.device.type == "cpu"
+            and self.arithmetic == "float64"
+            and self.fused_kernel is not None
+        )
         iteration, end = 0, self.iterations_per_epoch
         while iteration < end:
             last = iteration == end - 1

@@ -59,13 +59,25 @@ class BaumWelch(Optimizer):
         for name in frozen:
             if name not in distributions:
                 raise ValueError(f"`frozen` must name one of {', '.join(distributions)}, but names {name!r} instead.")
-        if discount is not None and data_size is None and any(value for part in distributions.values() for value in part.prior.values()):
-            raise ValueError("`data_size` must be given for online EM with a prior: priors are in counts of the whole data set.")
+        if (
+            discount is not None
+            and data_size is None
+            and any(value for part in distributions.values() for value in part.prior.values())
+        ):
+            raise ValueError(
+                "`data_size` must be given for online EM with a prior: priors are in counts of the whole data set."
+            )
         # Callables and modules stay out of the groups: these go into checkpoints, which hold plain values only.
         self.distributions = dict(distributions)
         self.kept_rows: dict[str, Tensor] = {}
         groups = [
-            {"params": list(distribution.parameters()), "name": name, "prior": dict(distribution.prior), "frozen": name in frozen, "updates": 0}
+            {
+                "params": list(distribution.parameters()),
+                "name": name,
+                "prior": dict(distribution.prior),
+                "frozen": name in frozen,
+                "updates": 0,
+            }
             for name, distribution in distributions.items()
         ]
         super().__init__(groups, {"discount": discount, "data_size": data_size})
@@ -103,7 +115,10 @@ class BaumWelch(Optimizer):
             online = discounted and group["discount"] is not None
             statistics = list(counts[group["name"]])
             if online and statistics:
-                statistics = [self._discounted(group, parameter, value) for parameter, value in zip(group["params"], statistics, strict=True)]
+                statistics = [
+                    self._discounted(group, parameter, value)
+                    for parameter, value in zip(group["params"], statistics, strict=True)
+                ]
             group["updates"] += 1
             if not group["frozen"]:
                 if online:
@@ -126,7 +141,11 @@ class BaumWelch(Optimizer):
         return [-parameter.grad for parameter in group["params"]]
 
     def _discounted(self, group: dict[str, Any], parameter: Tensor, counts: Tensor) -> Tensor:
-        return self._buffer(parameter, "statistics", counts).mul_(group["discount"]).add_(counts, alpha=1 - group["discount"])
+        return (
+            self._buffer(parameter, "statistics", counts)
+            .mul_(group["discount"])
+            .add_(counts, alpha=1 - group["discount"])
+        )
 
     def _prior_weight(self, counts: Mapping[str, Sequence[Tensor]], size: Tensor | None) -> Tensor | float:
         """The share of the data that the statistics represent: 1 in batch EM, the discounted batch size in online EM."""
@@ -156,12 +175,16 @@ class BaumWelch(Optimizer):
         """
         first = self.param_groups[0]
         if first["discount"] is None:
-            raise ValueError("`discount` must be given for a pass of many updates: batch EM makes one update from all data.")
+            raise ValueError(
+                "`discount` must be given for a pass of many updates: batch EM makes one update from all data."
+            )
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         buffers = [self._buffer(parameter, "statistics", parameter) for parameter in parameters]
         size = self._buffer(parameters[0], "size", parameters[0].new_zeros(()))
         data_size = 1.0 if first["data_size"] is None else first["data_size"]
-        scores = self._run(kernel, sequences, batch_size, first["discount"], first["updates"], data_size, size, parameters, buffers)
+        scores = self._run(
+            kernel, sequences, batch_size, first["discount"], first["updates"], data_size, size, parameters, buffers
+        )
         for group in self.param_groups:
             group["updates"] += -(-len(sequences) // batch_size)
         return scores
@@ -173,7 +196,17 @@ class BaumWelch(Optimizer):
         data_size = float(filled.sum() if sequences.weights is None else sequences.weights[filled].sum())
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         buffers = [torch.zeros_like(parameter) for parameter in parameters]
-        scores = self._run(kernel, sequences, max(1, len(sequences)), 0.0, 0, data_size, parameters[0].new_zeros(()), parameters, buffers)
+        scores = self._run(
+            kernel,
+            sequences,
+            max(1, len(sequences)),
+            0.0,
+            0,
+            data_size,
+            parameters[0].new_zeros(()),
+            parameters,
+            buffers,
+        )
         for group in self.param_groups:
             group["updates"] += 1
         return scores
@@ -199,7 +232,11 @@ class BaumWelch(Optimizer):
         for restart in range(parameters[0].shape[0]):
             size.copy_(size_before)
             views = [parameter[restart] for parameter in parameters]
-            scores.append(kernel(*views, sequences, batch_size, size=size, buffers=[buffer[restart] for buffer in buffers], **options))
+            scores.append(
+                kernel(
+                    *views, sequences, batch_size, size=size, buffers=[buffer[restart] for buffer in buffers], **options
+                )
+            )
         return torch.stack(scores)
 
     def forget(self) -> None:

@@ -50,7 +50,9 @@ def online_pass(initial: Initial, transition: Transition, emission: Emission) ->
     @torch.no_grad()
     def run(*arguments: Any, **options: Any) -> Tensor:
         *parameters, sequences, batch_size = arguments
-        return _run(problem(transition, parameters, sequences, batch_size), parameters, sequences, batch_size, **options)
+        return _run(
+            problem(transition, parameters, sequences, batch_size), parameters, sequences, batch_size, **options
+        )
 
     return run
 
@@ -89,14 +91,25 @@ def _run(
     """
     compiled, sizes = problem.compiled, size.reshape(1).numpy()
     values, memory = ([tensor.detach().view(-1).numpy() for tensor in tensors] for tensors in (parameters, buffers))
-    options = zip(problem.row_first, values, compiled.counts, memory, map(float, priors), map(bool, frozen), problem.are_logs, strict=True)
+    options = zip(
+        problem.row_first,
+        values,
+        compiled.counts,
+        memory,
+        map(float, priors),
+        map(bool, frozen),
+        problem.are_logs,
+        strict=True,
+    )
     parts = tuple(Part(*option) for option in options)
     num_batches, batch = -(-len(sequences) // batch_size), 0
     while (batch := compiled(batch, parts, float(discount), updates + batch, sizes, float(data_size))) < num_batches:
         first, last = batch * batch_size, min((batch + 1) * batch_size, len(sequences))
         chunk = sequences[first:last]
         found = inference.e_step(*problem.inference(chunk), weights=chunk.weights)
-        impossible = torch.nonzero((found.impossible_step >= 0) & (True if chunk.weights is None else chunk.weights != 0)).flatten()
+        impossible = torch.nonzero(
+            (found.impossible_step >= 0) & (True if chunk.weights is None else chunk.weights != 0)
+        ).flatten()
         if len(impossible):
             n = int(impossible[0])
             raise ValueError(impossible_message(sequences, first + n, int(found.impossible_step[n])))
@@ -121,9 +134,17 @@ def _categorical(transition: Any, parameters: Sequence[Tensor], sequences: Seque
     symbols = sequences.symbols(num_symbols).numpy()
     return _Problem(
         DensePass(log_transition.numpy(), log_emission.numpy(), symbols, offsets, _weights(sequences), batch_size),
-        [np.arange(0, rows * width + 1, width) for rows, width in ((1, num_states), (num_states, num_states), (num_states, num_symbols))],
+        [
+            np.arange(0, rows * width + 1, width)
+            for rows, width in ((1, num_states), (num_states, num_states), (num_states, num_symbols))
+        ],
         [True, True, True],
-        lambda chunk: (log_initial, Dense(log_transition), inference.Table(log_emission, chunk.symbols(num_symbols)), chunk.offsets),
+        lambda chunk: (
+            log_initial,
+            Dense(log_transition),
+            inference.Table(log_emission, chunk.symbols(num_symbols)),
+            chunk.offsets,
+        ),
         lambda found: (found.initial, found.counts[0], found.evidence),
     )
 
@@ -133,7 +154,9 @@ def _clones(transition: Any, parameters: Sequence[Tensor], sequences: Sequences,
     layout = transition.layout
     symbols = sequences.symbols(layout.num_symbols).numpy()
     return _Problem(
-        ClonesPass(layout.arrays, layout.num_entries, symbols, sequences.offsets.numpy(), _weights(sequences), batch_size),
+        ClonesPass(
+            layout.arrays, layout.num_entries, symbols, sequences.offsets.numpy(), _weights(sequences), batch_size
+        ),
         [np.array([0, layout.num_states]), layout.row_first],
         [True, False],
         lambda chunk: (log_initial, Blocks(probs, layout), ClonedSymbols.of(chunk, layout), chunk.offsets),

@@ -30,7 +30,9 @@ def frequencies(sequences: Sequences, num_symbols: int) -> np.ndarray:
 
 
 def report(model, sequences: Sequences, batch_size: int | None = None, **options) -> dict[str, float]:
-    (found,) = Trainer(**QUIET, callbacks=[CooccurrenceReport(seed=5)], **options).test(model, loader(sequences, batch_size), verbose=False)
+    (found,) = Trainer(**QUIET, callbacks=[CooccurrenceReport(seed=5)], **options).test(
+        model, loader(sequences, batch_size), verbose=False
+    )
     return found
 
 
@@ -43,12 +45,16 @@ def long_run_pairs(model) -> np.ndarray:
 @pytest.mark.parametrize("batch_size", [None, 4])
 def test_deviations_and_likelihoods(rng, weighted, batch_size):
     sequences, model = random_symbols(rng), StandardHMM(3, 5)
-    weights = torch.from_numpy(rng.integers(0, 4, len(sequences)) / 2) if weighted else torch.ones(len(sequences)).double()
+    weights = (
+        torch.from_numpy(rng.integers(0, 4, len(sequences)) / 2) if weighted else torch.ones(len(sequences)).double()
+    )
     weights[sequences.lengths.argmax()] = 0 if weighted else 1
     if weighted:
         sequences = Sequences(sequences.values, sequences.offsets, weights)
     found = report(model, sequences, batch_size)
-    shapes = sorted((length, weight) for length, weight in zip(sequences.lengths.tolist(), weights.tolist(), strict=True) if weight)
+    shapes = sorted(
+        (length, weight) for length, weight in zip(sequences.lengths.tolist(), weights.tolist(), strict=True) if weight
+    )
     drawn = model.sample(len(shapes), [length for length, _ in shapes], seed=5)
     drawn = Sequences(drawn.values, drawn.offsets, torch.tensor([weight for _, weight in shapes]))
     data = frequencies(sequences, 5)
@@ -91,7 +97,9 @@ def test_the_long_run_depends_on_the_start_where_parts_of_the_chain_never_meet(r
     assert 0.5 < later[:2].sum() < 0.7
     pairs = emission.T @ np.diag(later) @ transition @ emission
     sequences = random_symbols(rng, num_symbols=3)
-    assert report(model, sequences)["test/cooccurrence_mad_analytic"] == pytest.approx(np.abs(frequencies(sequences, 3) - pairs).mean())
+    assert report(model, sequences)["test/cooccurrence_mad_analytic"] == pytest.approx(
+        np.abs(frequencies(sequences, 3) - pairs).mean()
+    )
 
 
 def test_a_cloned_hmm_has_the_report_too(rng):
@@ -101,7 +109,9 @@ def test_a_cloned_hmm_has_the_report_too(rng):
     symbols, transition = model.layout.symbols.tolist(), model.transition_probs.numpy()
     for i, j in product(range(11), repeat=2):
         pairs[symbols[i], symbols[j]] += shares[i] * transition[i, j]
-    assert report(model, sequences)["test/cooccurrence_mad_analytic"] == pytest.approx(np.abs(frequencies(sequences, 5) - pairs).mean())
+    assert report(model, sequences)["test/cooccurrence_mad_analytic"] == pytest.approx(
+        np.abs(frequencies(sequences, 5) - pairs).mean()
+    )
 
 
 def test_without_a_long_run_the_rest_is_reported(monkeypatch):
@@ -127,13 +137,19 @@ def test_a_known_truth_stands_for_the_test_data():
     data, model = SyntheticDataModule(num_states=3, num_symbols=4, num_sequences=20), StandardHMM(3, 4)
     (found,) = Trainer(**QUIET, callbacks=[CooccurrenceReport()]).test(model, datamodule=data, verbose=False)
     truth = data.emission_probs.T @ torch.diag(data.initial_probs) @ data.transition_probs @ data.emission_probs
-    assert found["test/cooccurrence_mad_analytic"] == pytest.approx(np.abs(truth.numpy() - long_run_pairs(model)).mean())
+    assert found["test/cooccurrence_mad_analytic"] == pytest.approx(
+        np.abs(truth.numpy() - long_run_pairs(model)).mean()
+    )
 
 
 def test_models_of_vectors_are_refused():
-    model = StandardHMM(2, emission="gaussian", num_features=1).set_parameters(emission={"mean": [[0.0], [1.0]], "variance": [[1.0], [1.0]]})
+    model = StandardHMM(2, emission="gaussian", num_features=1).set_parameters(
+        emission={"mean": [[0.0], [1.0]], "variance": [[1.0], [1.0]]}
+    )
     with pytest.raises(ValueError, match="for models of symbols"):
-        Trainer(**QUIET, callbacks=[CooccurrenceReport()]).test(model, loader(Sequences.from_list([[[0.0], [1.0]]]), None), verbose=False)
+        Trainer(**QUIET, callbacks=[CooccurrenceReport()]).test(
+            model, loader(Sequences.from_list([[[0.0], [1.0]]]), None), verbose=False
+        )
 
 
 def test_models_that_cannot_be_sampled_are_refused_before_training():

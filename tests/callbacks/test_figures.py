@@ -67,7 +67,14 @@ def heights(figure: Figure) -> list[float]:
 
 
 def test_first_epoch_every_n_and_the_last(rng, tmp_path):
-    fit(categorical(), random_symbols(rng), max_epochs=4, tolerance=0, logger=logger(tmp_path), callbacks=[Figures(every_n_epochs=3)])
+    fit(
+        categorical(),
+        random_symbols(rng),
+        max_epochs=4,
+        tolerance=0,
+        logger=logger(tmp_path),
+        callbacks=[Figures(every_n_epochs=3)],
+    )
     assert steps(tmp_path) == at(1, 3, 4)
 
 
@@ -78,14 +85,28 @@ def test_by_default_the_epochs_double(rng, tmp_path):
 
 def test_the_step_is_the_number_of_updates(rng, tmp_path):
     model = categorical(discount=0.9)
-    fit(model, random_symbols(rng), max_epochs=2, tolerance=0, batch_size=6, logger=logger(tmp_path), callbacks=[Figures(every_n_epochs=2)])
+    fit(
+        model,
+        random_symbols(rng),
+        max_epochs=2,
+        tolerance=0,
+        batch_size=6,
+        logger=logger(tmp_path),
+        callbacks=[Figures(every_n_epochs=2)],
+    )
     assert steps(tmp_path) == at(3, 6)
 
 
 @pytest.mark.parametrize("num_features", [1, 2, 3])
 def test_gaussian_models_have_the_same_tags(rng, tmp_path, num_features):
     model = StandardHMM(2, emission="gaussian", num_features=num_features)
-    fit(model, random_vectors(rng, num_features=num_features), max_epochs=1, logger=logger(tmp_path), callbacks=[Figures()])
+    fit(
+        model,
+        random_vectors(rng, num_features=num_features),
+        max_epochs=1,
+        logger=logger(tmp_path),
+        callbacks=[Figures()],
+    )
     assert steps(tmp_path) == at(1)
 
 
@@ -123,7 +144,9 @@ def test_sanity_checks_and_separate_validation_leave_no_trace(rng, tmp_path):
     assert callback.val == {1: pytest.approx(float(model.score(validation).sum() / validation.num_observed()))}
     before = steps(tmp_path)
     loader = torch.utils.data.DataLoader([validation[:3]], batch_size=None)
-    Trainer(logger=logger(tmp_path), callbacks=[callback], enable_checkpointing=False, enable_progress_bar=False).validate(model, loader, verbose=False)
+    Trainer(
+        logger=logger(tmp_path), callbacks=[callback], enable_checkpointing=False, enable_progress_bar=False
+    ).validate(model, loader, verbose=False)
     assert list(callback.val) == [1]
     assert steps(tmp_path) == before
 
@@ -152,9 +175,18 @@ def test_a_figure_that_fails_is_reported_once_and_training_continues(rng, tmp_pa
     monkeypatch.setattr(figures_module.plots, "transition_matrix", fail)
     model = categorical()
     with pytest.warns(UserWarning, match="transition_matrix") as caught:
-        fit(model, random_symbols(rng), max_epochs=3, tolerance=0, logger=logger(tmp_path), callbacks=[Figures(every_n_epochs=1)])
+        fit(
+            model,
+            random_symbols(rng),
+            max_epochs=3,
+            tolerance=0,
+            logger=logger(tmp_path),
+            callbacks=[Figures(every_n_epochs=1)],
+        )
     (warning,) = caught
-    assert str(warning.message).startswith("The figure transition_matrix failed, and the run continues without it: ValueError: 'alpha' must be between 0 and 1")
+    assert str(warning.message).startswith(
+        "The figure transition_matrix failed, and the run continues without it: ValueError: 'alpha' must be between 0 and 1"
+    )
     assert model.trainer.current_epoch == 3
     assert steps(tmp_path) == {tag: [1, 2, 3] for tag in TAGS if tag != "figures/transition_matrix"}
 
@@ -165,7 +197,14 @@ def test_a_model_that_fails_in_a_figure_does_not_end_the_run(rng, tmp_path, monk
 
     monkeypatch.setattr(StandardHMM, "posterior", fail)
     with pytest.warns(UserWarning, match=r"AttributeError: no `posterior` here") as caught:
-        fit(categorical(), random_symbols(rng), max_epochs=2, tolerance=0, logger=logger(tmp_path), callbacks=[Figures()])
+        fit(
+            categorical(),
+            random_symbols(rng),
+            max_epochs=2,
+            tolerance=0,
+            logger=logger(tmp_path),
+            callbacks=[Figures()],
+        )
     assert len(caught) == 1  # that of the share of time; probabilities of symbols do not need it
     assert steps(tmp_path) == {f"figures/{name}": [1, 2] for name in ("convergence", "emissions", "transition_matrix")}
 
@@ -222,15 +261,29 @@ def test_bars_are_expected_visits(rng, tmp_path, drawn, part):
     model, validation = categorical(), random_symbols(rng)
     sequences = random_symbols(rng, missing=0.0)
     sequences = Sequences(sequences.values, sequences.offsets, torch.from_numpy(rng.integers(0, 4, len(sequences))))
-    fit(model, sequences, max_epochs=2, tolerance=0, val_sequences=validation if part == "validation" else None, logger=logger(tmp_path), callbacks=[Figures()])
+    fit(
+        model,
+        sequences,
+        max_epochs=2,
+        tolerance=0,
+        val_sequences=validation if part == "validation" else None,
+        logger=logger(tmp_path),
+        callbacks=[Figures()],
+    )
     used = validation if part == "validation" else sequences
     weights = np.ones(len(used)) if used.weights is None else used.weights.numpy()
-    visits = sum(weight * model.posterior([sequence]).smoothed.values.numpy().sum(0) for weight, sequence in zip(weights, used, strict=True) if len(sequence))
+    visits = sum(
+        weight * model.posterior([sequence]).smoothed.values.numpy().sum(0)
+        for weight, sequence in zip(weights, used, strict=True)
+        if len(sequence)
+    )
     usage = drawn[-1]["state_usage"]
     np.testing.assert_allclose(heights(usage), visits / visits.sum(), rtol=1e-10)
     assert used.num_steps > 20
     assert usage.axes[0].get_title(loc="left") == f"Expected share of time ({used.num_steps} steps of {part} data)"
-    np.testing.assert_allclose(usage.axes[1].lines[0].get_ydata(), 1 / (1 - model.transition_probs.diagonal().numpy()), rtol=1e-10)
+    np.testing.assert_allclose(
+        usage.axes[1].lines[0].get_ydata(), 1 / (1 - model.transition_probs.diagonal().numpy()), rtol=1e-10
+    )
 
 
 def test_excerpts_are_small_copies():
@@ -257,7 +310,13 @@ def test_the_stationary_distribution_stands_in_where_there_is_no_posterior(rng, 
 
 
 def test_a_posterior_of_continuous_states_has_no_usage(rng, tmp_path):
-    fit(LinearGaussianHMM(2, 2), random_vectors(rng, longest=6), max_epochs=1, logger=logger(tmp_path), callbacks=[Figures()])
+    fit(
+        LinearGaussianHMM(2, 2),
+        random_vectors(rng, longest=6),
+        max_epochs=1,
+        logger=logger(tmp_path),
+        callbacks=[Figures()],
+    )
     assert list(steps(tmp_path)) == ["figures/convergence"]
 
 
@@ -310,14 +369,25 @@ def test_validation_is_drawn_at_the_epochs_that_had_it(rng, tmp_path, drawn):
 # Checkpoints
 
 
-@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric .* was called before")  # by others, at an epoch's end without a batch
+@pytest.mark.filterwarnings(
+    "ignore:The ``compute`` method of metric .* was called before"
+)  # by others, at an epoch's end without a batch
 @pytest.mark.parametrize("at_epoch_end", [True, False])
 def test_resume_keeps_the_curve(rng, tmp_path, drawn, at_epoch_end):
     sequences, validation = random_symbols(rng), random_symbols(rng)
 
     def run(max_epochs: int, *others: Callback, **options) -> Figures:
         callback = Figures(every_n_epochs=10)
-        fit(categorical(), sequences, max_epochs, tolerance=0, val_sequences=validation, logger=logger(tmp_path), callbacks=[callback, *others], **options)
+        fit(
+            categorical(),
+            sequences,
+            max_epochs,
+            tolerance=0,
+            val_sequences=validation,
+            logger=logger(tmp_path),
+            callbacks=[callback, *others],
+            **options,
+        )
         return callback
 
     def checkpoint() -> ModelCheckpoint:
@@ -340,7 +410,15 @@ def test_resume_keeps_the_curve(rng, tmp_path, drawn, at_epoch_end):
 def test_another_run_with_the_same_callback_begins_anew(rng, tmp_path):
     callback, sequences = Figures(), random_symbols(rng)
     for max_epochs in (3, 1):
-        fit(categorical(), sequences, max_epochs, tolerance=0, val_sequences=sequences, logger=logger(tmp_path), callbacks=[callback])
+        fit(
+            categorical(),
+            sequences,
+            max_epochs,
+            tolerance=0,
+            val_sequences=sequences,
+            logger=logger(tmp_path),
+            callbacks=[callback],
+        )
     assert list(callback.train) == list(callback.val) == [1]
 
 
@@ -367,7 +445,9 @@ def test_vectors_reach_the_projector_with_their_names(rng, tmp_path):
         folder = tmp_path / "00002" / name
         saved = np.loadtxt(folder / "tensors.tsv")
         np.testing.assert_allclose(saved, model.embeddings[name], rtol=1e-5)
-        assert (folder / "metadata.tsv").read_text().split() == (list("abcde") if name == "V" else [str(state) for state in range(count)])
+        assert (folder / "metadata.tsv").read_text().split() == (
+            list("abcde") if name == "V" else [str(state) for state in range(count)]
+        )
 
 
 def test_composition_shows_the_start_and_now(rng, tmp_path, drawn):
@@ -382,8 +462,17 @@ def test_composition_shows_the_start_and_now(rng, tmp_path, drawn):
 def test_latent_states_are_drawn(rng, tmp_path):
     """Of ragged sequences with gaps, one of them a single point; the band is of the very sequence that is shown."""
     data = random_vectors(rng, longest=8)
-    model = fit(NeuralHMM(2, 2, num_particles=8, num_paths=2, width=4), data, 1, 0, callbacks=[Figures(num_clusters=3)], logger=logger(tmp_path))
-    assert set(steps(tmp_path)) == {f"figures/{name}" for name in ("convergence", "effective_size", "latents", "predictions")}
+    model = fit(
+        NeuralHMM(2, 2, num_particles=8, num_paths=2, width=4),
+        data,
+        1,
+        0,
+        callbacks=[Figures(num_clusters=3)],
+        logger=logger(tmp_path),
+    )
+    assert set(steps(tmp_path)) == {
+        f"figures/{name}" for name in ("convergence", "effective_size", "latents", "predictions")
+    }
     predictions = model.one_step_predictions(data)
     callback = Figures(num_clusters=3, lead=1)
     callback._excerpts["training"] = data
@@ -397,7 +486,9 @@ def test_latent_states_are_drawn(rng, tmp_path):
     joined = next(line for line in found["latents"].axes[0].lines if str(line.get_label())[0] not in "012")
     np.testing.assert_allclose(np.transpose(joined.get_data()), model.latents(data, lead=1)[0])
     many = latent_plots.latents(np.arange(40.0).reshape(20, 2), np.arange(20), [20])
-    assert [note.get_text() for note in many.axes[0].texts] == [str(cluster) for cluster in range(20)]  # so many colours are alike
+    assert [note.get_text() for note in many.axes[0].texts] == [
+        str(cluster) for cluster in range(20)
+    ]  # so many colours are alike
     median = next(line for line in found["effective_size"].axes[0].lines if line.get_label() == "median").get_ydata()
     first = predictions.effective_size.values[data.offsets[:-1]].squeeze(1)
     assert float(median[0]) == pytest.approx(float(np.median(first)))

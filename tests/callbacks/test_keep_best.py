@@ -59,7 +59,9 @@ def test_a_resumed_run_keeps_the_best_epoch_before_it(tmp_path):
 
 
 def test_a_metric_that_is_not_logged_is_an_error():
-    with pytest.raises(ValueError, match=r"`monitor` must be a logged metric, but is 'val/nothing'.*val/bits_per_symbol"):
+    with pytest.raises(
+        ValueError, match=r"`monitor` must be a logged metric, but is 'val/nothing'.*val/bits_per_symbol"
+    ):
         train(KeepBest("val/nothing"))
     with pytest.raises(ValueError, match="`mode` must be 'min' or 'max', but is 'least'"):
         KeepBest("val/bits_per_symbol", "least")  # type: ignore[arg-type]

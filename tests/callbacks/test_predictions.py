@@ -37,7 +37,12 @@ class Stream(IterableDataset):
     ids=["batches", "one batch", "indices", "shuffled", "DataLoader", "shuffled DataLoader", "stream"],
 )
 def test_sequences_have_their_numbers_without_a_datamodule(tmp_path, batches, expected):
-    trainer = Trainer(callbacks=[PredictionWriter(str(tmp_path / "found.jsonl"))], logger=False, accelerator="cpu", enable_progress_bar=False)
+    trainer = Trainer(
+        callbacks=[PredictionWriter(str(tmp_path / "found.jsonl"))],
+        logger=False,
+        accelerator="cpu",
+        enable_progress_bar=False,
+    )
     trainer.predict(StandardHMM(num_states=2, num_symbols=3), batches())
     lines = [json.loads(line) for line in (tmp_path / "found.jsonl").read_text().splitlines()]
     numbers = [line["sequence"] for line in lines]

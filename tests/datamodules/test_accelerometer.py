@@ -62,20 +62,31 @@ class TestReading:
         [
             (SECONDS, {}),
             ([1425427200.5 + second for second in SECONDS], {}),
-            ([f"2015-03-04 23:59:{30 + second:02}" if second < 30 else "2015-03-05 00:00:00" for second in SECONDS], {}),
+            (
+                [f"2015-03-04 23:59:{30 + second:02}" if second < 30 else "2015-03-05 00:00:00" for second in SECONDS],
+                {},
+            ),
             ([f"2015-03-04T12:00:{second:02}.250" for second in SECONDS], {}),
             ([f"2015-03-04T12:00:{second:02}Z" for second in SECONDS], {}),
             ([f"2015-03-04T12:00:{second:02}+0100" for second in SECONDS], {}),
             ([f"2015-03-04T12:00:{second:02}+01" for second in SECONDS], {}),
             ([f"2015-03-04 12:00:{second:02} " for second in SECONDS], {}),
             ([f"04/03/1915 12.00.{second:02}" for second in SECONDS], {"time_format": "%d/%m/%Y %H.%M.%S"}),
-            ([f"04/03/2015 12:00:{second:02}.5 UTC" for second in SECONDS], {"time_format": "%d/%m/%Y %H:%M:%S.%f UTC"}),
+            (
+                [f"04/03/2015 12:00:{second:02}.5 UTC" for second in SECONDS],
+                {"time_format": "%d/%m/%Y %H:%M:%S.%f UTC"},
+            ),
             ([f"12:0{second % 2}:{second:02} +000{second % 2}" for second in SECONDS], {"time_format": "%H:%M:%S %z"}),
         ],
     )
     def test_ways_to_write_times(self, times, words):
         data = ready(write("x.csv", table(times, X, Y)), **RAW, **words)
-        assert (data.step, [column.name for column in data.columns], data.num_features, data.num_symbols) == (5.0, ["x", "y"], 2, None)
+        assert (data.step, [column.name for column in data.columns], data.num_features, data.num_symbols) == (
+            5.0,
+            ["x", "y"],
+            2,
+            None,
+        )
         assert same(data.train_sequences.tolist(), [STEPS])
 
     @pytest.mark.parametrize("kind", [pa.timestamp("ns"), pa.timestamp("s", "Europe/Berlin"), pa.int64(), pa.float64()])
@@ -86,7 +97,12 @@ class TestReading:
 
     def test_other_tables(self):
         assert same(train(write("x.tsv", table(SECONDS, X, Y, mark="\t"))), [STEPS])
-        assert same(train(write("x.txt.gz", "Report\nof; a device\n" + table(SECONDS, X, Y, mark=";")), delimiter=";", skip_rows=2), [STEPS])
+        assert same(
+            train(
+                write("x.txt.gz", "Report\nof; a device\n" + table(SECONDS, X, Y, mark=";")), delimiter=";", skip_rows=2
+            ),
+            [STEPS],
+        )
         assert same(train(write("x.csv", table(SECONDS, X, ["a"] * 5)), columns=["x"]), [[[step[0]] for step in STEPS]])
 
     def test_blank_cells_and_marks_of_missing_numbers(self):
@@ -96,7 +112,10 @@ class TestReading:
     def test_line_breaks_in_cells_of_a_large_file(self):
         """Arrow reads blocks of 1 MB; a cell's second line looks like a row at the start of a block."""
         size = 60_000
-        write("x.csv", "t,x,note\n" + "".join(f'{5 * n},{n % 7},"a note of some length\n{5 * n + 1},99,b"\n' for n in range(size)))
+        write(
+            "x.csv",
+            "t,x,note\n" + "".join(f'{5 * n},{n % 7},"a note of some length\n{5 * n + 1},99,b"\n' for n in range(size)),
+        )
         assert Path("x.csv").stat().st_size > 2 << 20
         np.testing.assert_array_equal(np.array(train("x.csv", columns=["x"])[0])[:, 0], np.arange(size) % 7)
 
@@ -114,12 +133,21 @@ class TestResampling:
         times[0] = 0
         values = rng.normal(size=(900, 2))
         values[rng.random((900, 2)) < 0.3] = NAN
-        write("x.csv", table(times.tolist(), *[[None if np.isnan(v) else repr(v) for v in column.tolist()] for column in values.T]))
+        write(
+            "x.csv",
+            table(
+                times.tolist(), *[[None if np.isnan(v) else repr(v) for v in column.tolist()] for column in values.T]
+            ),
+        )
         slack = np.median(np.diff(times)) // 2
         expected = np.full((int((times[-1] + slack) // 7) + 1, 2), NAN)
         for step in range(len(expected)):
             for column in range(2):
-                inside = [v for t, v in zip(times, values[:, column], strict=True) if 7 * step <= t + slack < 7 * step + 7 and not np.isnan(v)]
+                inside = [
+                    v
+                    for t, v in zip(times, values[:, column], strict=True)
+                    if 7 * step <= t + slack < 7 * step + 7 and not np.isnan(v)
+                ]
                 if inside:
                     expected[step, column] = sum(inside) / len(inside)
         found = ready("x.csv", step=7, **RAW).train_sequences
@@ -128,14 +156,18 @@ class TestResampling:
     def test_clocks_that_are_not_exact_make_no_gaps(self, rng):
         times = np.arange(500) * 60 + rng.uniform(-20, 20, 500)
         times[0] = 0
-        assert same(train(write("x.csv", table(times.tolist(), list(range(500)))), step=60), [[[float(n)] for n in range(500)]])
+        assert same(
+            train(write("x.csv", table(times.tolist(), list(range(500)))), step=60), [[[float(n)] for n in range(500)]]
+        )
 
     def test_long_gaps_begin_a_new_sequence(self):
         times = [0, 5, 15, 1000, 1005, 5000]
         write("x.csv", table(times, [1, 2, 3, 4, 5, 6]))
         assert same(train("x.csv", step=5, max_gap=10), [[[1.0], [2.0], [NAN], [3.0]], [[4.0], [5.0]], [[6.0]]])
         assert same(train("x.csv", step=5, max_gap=9.9), [[[1.0], [2.0]], [[3.0]], [[4.0], [5.0]], [[6.0]]])
-        with pytest.raises(ValueError, match=r"x.csv has 6 rows in 1001 steps of 5 s: 3995 s pass after row 5. Set `max_gap`"):
+        with pytest.raises(
+            ValueError, match=r"x.csv has 6 rows in 1001 steps of 5 s: 3995 s pass after row 5. Set `max_gap`"
+        ):
             AccelerometerDataModule("x.csv", step=5).setup()
 
 
@@ -143,20 +175,29 @@ class TestSplit:
     def test_along_time(self):
         write("x.csv", table(list(range(20)), list(range(20))))
         data = ready("x.csv", standardize=False, val_fraction=0.2, test_fraction=0.29)
-        assert [values.flatten().tolist() for values in (data.train_sequences.values, data.val_sequences.values, data.test_sequences.values)] == [
+        assert [
+            values.flatten().tolist()
+            for values in (data.train_sequences.values, data.val_sequences.values, data.test_sequences.values)
+        ] == [
             list(range(11)),
             [11, 12, 13, 14],
             [15, 16, 17, 18, 19],
         ]
         data = ready("x.csv", standardize=False, val_fraction=0.2, test_fraction=0.3, num_steps=10, sequence_length=2)
-        parts = [[sequence.flatten().tolist() for sequence in part] for part in (data.train_sequences, data.val_sequences, data.test_sequences)]
+        parts = [
+            [sequence.flatten().tolist() for sequence in part]
+            for part in (data.train_sequences, data.val_sequences, data.test_sequences)
+        ]
         assert parts == [[[0, 1], [2, 3], [4]], [[5, 6]], [[7, 8], [9]]]
 
     def test_of_every_recording(self):
         write("b.csv", table([0, 1, 2, 3, 4, 100, 101, 102, 103, 104], list(range(10))))
         write("a.csv", table([50, 51, 52, 53, 54], [10, 11, 12, 13, 14]))
         data = ready(["b.csv", "a.csv"], standardize=False, max_gap=10, val_fraction=0.2, test_fraction=0.2)
-        parts = [[sequence.flatten().tolist() for sequence in part] for part in (data.train_sequences, data.val_sequences, data.test_sequences)]
+        parts = [
+            [sequence.flatten().tolist() for sequence in part]
+            for part in (data.train_sequences, data.val_sequences, data.test_sequences)
+        ]
         assert parts == [[[0, 1, 2, 3, 4], [5], [10, 11, 12]], [[6, 7], [13]], [[8, 9], [14]]]
 
     def test_units_are_those_of_the_training_part(self):
@@ -165,7 +206,9 @@ class TestSplit:
         assert (data.mean[0].item(), data.std[0].item()) == (2.0, 1.0)
         assert data.train_sequences.values[:, 0].nan_to_num(7.0).tolist() == [-1, 1, 7, -1, 1, -1, 1]
         assert data.test_sequences.values[:, 0].tolist() == [98, 198, 298]
-        other = AccelerometerDataModule(write("y.csv", table([0, 1, 2], [2, 4, 6], [0, 1, 2])), val_fraction=0.0, test_fraction=0.0)
+        other = AccelerometerDataModule(
+            write("y.csv", table([0, 1, 2], [2, 4, 6], [0, 1, 2])), val_fraction=0.0, test_fraction=0.0
+        )
         other.load_state_dict(data.state_dict())
         assert other.train_sequences.values[:, 0].tolist() == [0, 2, 4]
 
@@ -175,17 +218,35 @@ class TestSplit:
     [
         ("", "x.csv must not be empty, but is"),
         ("t,x\n", "x.csv must not be empty, but has no rows with data"),
-        (table([0, 1, 2], [7, 7, 7]), "Each feature must vary in the training part, but column 'x' is always 7 there. Leave it out of `columns`"),
-        (table([0, 1, 2], [7, 8, 9], [None, "NaN", ""]), "Each file and column must have an observed value, but in column 'y' in x.csv nothing is observed"),
-        (table([0, 2, 1], [1, 2, 3]), "Times must rise, but row 3 of x.csv is earlier than the row before it: 1. Sort the file"),
+        (
+            table([0, 1, 2], [7, 7, 7]),
+            "Each feature must vary in the training part, but column 'x' is always 7 there. Leave it out of `columns`",
+        ),
+        (
+            table([0, 1, 2], [7, 8, 9], [None, "NaN", ""]),
+            "Each file and column must have an observed value, but in column 'y' in x.csv nothing is observed",
+        ),
+        (
+            table([0, 2, 1], [1, 2, 3]),
+            "Times must rise, but row 3 of x.csv is earlier than the row before it: 1. Sort the file",
+        ),
         (table([0, 1, 1], [1, 2, 3]), "Times must rise, but row 3 of x.csv has the same time as the row before it: 1"),
-        (table(["2015-03-04", "2015-03-05", "noon"], [1, 2, 3]), "Times must be dates .* column 't' in row 3 of x.csv has 'noon' instead. Set `time_column`"),
+        (
+            table(["2015-03-04", "2015-03-05", "noon"], [1, 2, 3]),
+            "Times must be dates .* column 't' in row 3 of x.csv has 'noon' instead. Set `time_column`",
+        ),
         (table(["04/03/2015", "05/03/2015"], [1, 2]), "column 't' in row 1 of x.csv has '04/03/2015' instead"),
         (table([0, "inf"], [1, 2]), "column 't' in row 2 of x.csv has 'inf' instead"),
         (table([0, None, 2], [1, 2, 3]), "Each row must have a time, but column 't' in row 2 of x.csv is empty"),
-        (table([0, 1, 2], [1, "two", 3]), "Values must be numbers, but column 'x' in row 2 of x.csv has 'two' instead. Set `columns`"),
+        (
+            table([0, 1, 2], [1, "two", 3]),
+            "Values must be numbers, but column 'x' in row 2 of x.csv has 'two' instead. Set `columns`",
+        ),
         (table([0, 1, 2], [1, "inf", 3]), "Values must be finite, but column 'x' in row 2 of x.csv has inf instead"),
-        ("t\n1\n2\n", "There must be a column of values beside that of times, but x.csv has only t. Set `delimiter` or `skip_rows`"),
+        (
+            "t\n1\n2\n",
+            "There must be a column of values beside that of times, but x.csv has only t. Set `delimiter` or `skip_rows`",
+        ),
         ("t,x\n1,2\n3\n", "x.csv must be a table in CSV or Parquet, but cannot be read as one"),
         (table([0], [1]), "`step` must be given where there is one row only, as in x.csv"),
     ],
@@ -210,9 +271,13 @@ def test_columns_are_matched_by_name(standardize):
     trained, new = ready("x.csv", **options), ready("y.csv", **options)
     new.load_state_dict(trained.state_dict())  # where y is constant
     expected = torch.tensor([[4.0, 70], [5, 70]], dtype=torch.float64)
-    torch.testing.assert_close(new.train_sequences.values, (expected - trained.mean) / trained.std if standardize else expected)
+    torch.testing.assert_close(
+        new.train_sequences.values, (expected - trained.mean) / trained.std if standardize else expected
+    )
     with pytest.raises(ValueError, match=r"trained on, x, y, but have x, z. Choose them with `columns`"):
-        ready(write("z.csv", table([0, 1, 2], [1, 3, 2], [10, 30, 50], names="t,x,z")), **options).load_state_dict(trained.state_dict())
+        ready(write("z.csv", table([0, 1, 2], [1, 3, 2], [10, 30, 50], names="t,x,z")), **options).load_state_dict(
+            trained.state_dict()
+        )
 
 
 def test_a_file_without_an_observation_is_refused():
@@ -238,15 +303,30 @@ def test_two_columns_of_one_name():
         ({"days": 0}, "`days` must be positive, but is 0 instead"),
         ({"skip_rows": -1}, "`skip_rows` must not be negative, but is -1 instead"),
         ({"step": 5}, "`step` is for files, but without `path` minutes are drawn"),
-        ({"path": "x.csv", "columns": ["z"]}, "`columns` must be in the file, but x.csv has no column 'z'. It has t, x, y"),
+        (
+            {"path": "x.csv", "columns": ["z"]},
+            "`columns` must be in the file, but x.csv has no column 'z'. It has t, x, y",
+        ),
         ({"path": "x.csv", "time_column": "z"}, "`time_column` must be in the file, but x.csv has no column 'z'"),
         ({"path": "x.csv", "columns": ["t", "x"]}, "`columns` must be others than `time_column`, but 't' is both"),
-        ({"path": "x.csv", "time_format": "%H:%M"}, "Times must be dates as %H:%M, but column 't' in row 1 of x.csv has '0' instead"),
-        ({"path": "day.csv", "time_format": "%d/%m/%Y"}, "column 't' in row 2 of day.csv has '31/02/2015' instead \\(day is out of range for month\\)"),
-        ({"path": "day.csv", "time_format": "%d/%m/%Y %Z"}, "`time_format` must not contain %Z, but is '%d/%m/%Y %Z': names of time zones are ambiguous"),
+        (
+            {"path": "x.csv", "time_format": "%H:%M"},
+            "Times must be dates as %H:%M, but column 't' in row 1 of x.csv has '0' instead",
+        ),
+        (
+            {"path": "day.csv", "time_format": "%d/%m/%Y"},
+            "column 't' in row 2 of day.csv has '31/02/2015' instead \\(day is out of range for month\\)",
+        ),
+        (
+            {"path": "day.csv", "time_format": "%d/%m/%Y %Z"},
+            "`time_format` must not contain %Z, but is '%d/%m/%Y %Z': names of time zones are ambiguous",
+        ),
         ({"path": "day.csv", "time_format": "%d/%m/%K"}, "'K' is a bad directive"),
         ({"path": "twice.csv"}, "Columns must have different names, but twice.csv has 2 columns 'x'"),
-        ({"path": ["x.csv", "y.csv"]}, "All files must have the same columns, but y.csv has x and x.csv has x, y. Choose with `columns`"),
+        (
+            {"path": ["x.csv", "y.csv"]},
+            "All files must have the same columns, but y.csv has x and x.csv has x, y. Choose with `columns`",
+        ),
     ],
 )
 def test_wrong_words(words, message):
@@ -260,7 +340,11 @@ def test_wrong_words(words, message):
 
 def test_drawn_days_have_a_rhythm_and_true_states():
     data = ready(days=30, standardize=False, val_fraction=0.0, test_fraction=0.0)
-    assert ([column.name for column in data.columns], data.step, data.state_names) == (["wrist", "hip"], 60.0, ACTIVITIES)
+    assert ([column.name for column in data.columns], data.step, data.state_names) == (
+        ["wrist", "hip"],
+        60.0,
+        ACTIVITIES,
+    )
     states, values = data.true_states("train").values.reshape(30, 24, 60), data.train_sequences.values
     asleep = (states == 0).double().mean(dim=(0, 2))
     assert bool((asleep[2:5] > 0.8).all())

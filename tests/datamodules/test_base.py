@@ -24,7 +24,14 @@ NUM = 17
 class Counting(SequenceDataModule):
     """Sequence n is n times the symbol n."""
 
-    def __init__(self, num_sequences: int = NUM, weighted: bool = False, given: dict[str, int] | None = None, note: object = None, **kwargs) -> None:
+    def __init__(
+        self,
+        num_sequences: int = NUM,
+        weighted: bool = False,
+        given: dict[str, int] | None = None,
+        note: object = None,
+        **kwargs,
+    ) -> None:
         super().__init__(**kwargs)
         self.columns = symbol_column(max(1, num_sequences))
         self.sizes, self.weighted = given or {"all": num_sequences}, weighted
@@ -35,7 +42,9 @@ class Counting(SequenceDataModule):
         made = {}
         for part, size in self.sizes.items():
             weights = [n / 2 for n in range(size)] if self.weighted else None
-            sequences = Sequences.from_lengths(torch.arange(size).repeat_interleave(torch.arange(size)), torch.arange(size), weights)
+            sequences = Sequences.from_lengths(
+                torch.arange(size).repeat_interleave(torch.arange(size)), torch.arange(size), weights
+            )
             made[part] = as_dataset(as_table(sequences, sequences.with_values(sequences.values + 100)))
         return made.get("all", made)
 
@@ -162,7 +171,12 @@ def test_lightning_trains_in_a_new_order_each_epoch_and_predicts_in_the_old_one(
     data = Counting(batch_size=4, shuffle=True, test_fraction=0.5, val_fraction=0.2)
     model = Watching()
     trainer = lightning.Trainer(
-        accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False
+        accelerator="cpu",
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
     )
     trainer.fit(model, datamodule=data)
     assert model.seen[0] != model.seen[1]
@@ -185,7 +199,9 @@ def test_gathered_data_is_checked_once_for_all_epochs():
 
 
 @pytest.mark.parametrize(
-    "values", [torch.arange(5, dtype=torch.int8), torch.randn(5, 2, dtype=torch.float64), torch.randn(5, 3)], ids=["symbols", "float64", "float32"]
+    "values",
+    [torch.arange(5, dtype=torch.int8), torch.randn(5, 2, dtype=torch.float64), torch.randn(5, 3)],
+    ids=["symbols", "float64", "float32"],
 )
 def test_a_table_and_back(values):
     sequences = Sequences.from_lengths(values, [2, 0, 3], weights=[1.0, 2.0, 3.0])
@@ -255,7 +271,12 @@ def test_progress_bars_come_back():
 def test_the_command_line_knows_the_words_of_the_base():
     parser = ArgumentParser()
     parser.add_subclass_arguments(SequenceDataModule, "data")
-    arguments = ["--data=datamodules.SyntheticDataModule", "--data.num_states=3", "--data.batch_size=7", "--data.val_fraction=0.25"]
+    arguments = [
+        "--data=datamodules.SyntheticDataModule",
+        "--data.num_states=3",
+        "--data.batch_size=7",
+        "--data.val_fraction=0.25",
+    ]
     data = parser.instantiate(parser.parse_args(arguments)).data
     assert isinstance(data, SyntheticDataModule)
     assert data.batch_size == 7

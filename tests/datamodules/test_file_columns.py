@@ -55,7 +55,12 @@ class TestSteps:
             "times": [0.0, 1.0, 1.0, 5.0, 6.0],
             "actions": [1, 0, 1, 0, 0],
         }
-        assert (data.label_names, data.input_names, data.action_names, data.num_actions) == (["dry", "wet"], ["v", "u"], ["go", "stay"], 2)
+        assert (data.label_names, data.input_names, data.action_names, data.num_actions) == (
+            ["dry", "wet"],
+            ["v", "u"],
+            ["go", "stay"],
+            2,
+        )
         assert data.columns == [Column("y", "categorical", 30)]
 
     def test_the_cache_has_them(self):
@@ -87,27 +92,53 @@ class TestSteps:
 
     def test_parts_have_their_own(self):
         write("x.csv", "".join(f"{line}\n" for line in ["id,y,l,t", *(f"{n},{n},{n},{n}" for n in range(10))]))
-        data = FileDataModule("x.csv", sequence_column="id", columns=["y"], label_column="l", time_column="t", val_fraction=0.3, test_fraction=0.2)
+        data = FileDataModule(
+            "x.csv",
+            sequence_column="id",
+            columns=["y"],
+            label_column="l",
+            time_column="t",
+            val_fraction=0.3,
+            test_fraction=0.2,
+        )
         data.setup()
         for part in (data.train_sequences, data.val_sequences, data.test_sequences):
             assert len(part)
             assert part.values.tolist() == part.labels.tolist() == part.times.tolist()
-        assert sorted(n for batch in data.train_dataloader() for n in batch.labels.tolist()) == data.train_sequences.labels.tolist()
+        assert (
+            sorted(n for batch in data.train_dataloader() for n in batch.labels.tolist())
+            == data.train_sequences.labels.tolist()
+        )
 
     def test_names_of_all_files_have_one_number(self):
         write("a.csv", "y,l,a\n0,b,x\n1,c,y\n")
         write("b.csv", "y,l,a\n0,a,y\n1,c,x\n")
         data = ready("a.csv", val_path="b.csv", label_column="l", action_column="a")
-        assert (data.label_names, data.train_sequences.labels.tolist(), data.val_sequences.labels.tolist()) == (["a", "b", "c"], [1, 2], [0, 2])
+        assert (data.label_names, data.train_sequences.labels.tolist(), data.val_sequences.labels.tolist()) == (
+            ["a", "b", "c"],
+            [1, 2],
+            [0, 2],
+        )
         assert (data.train_sequences.actions.tolist(), data.val_sequences.actions.tolist()) == ([0, 1], [1, 0])
 
     @pytest.mark.parametrize("name", ["x.jsonl", "x.parquet"])
     def test_lists(self, name):
-        lists = {"y": [[0, 1], [], [2]], "l": [["a", None], [], ["b"]], "u": [[0.5, 1.5], [], [2.5]], "t": [[1.0, 2.0], [], [0.0]], "a": [[1, 0], [], [1]]}
+        lists = {
+            "y": [[0, 1], [], [2]],
+            "l": [["a", None], [], ["b"]],
+            "u": [[0.5, 1.5], [], [2.5]],
+            "t": [[1.0, 2.0], [], [0.0]],
+            "a": [[1, 0], [], [1]],
+        }
         write_table(name, lists)
         data = ready(name, columns=["y"], label_column="l", input_columns=["u"], time_column="t", action_column="a")
         assert data.train_sequences.tolist() == [[0, 1], [], [2]]
-        assert found(data) == {"labels": [0, -1, 1], "inputs": [[0.5], [1.5], [2.5]], "times": [1.0, 2.0, 0.0], "actions": [1, 0, 1]}
+        assert found(data) == {
+            "labels": [0, -1, 1],
+            "inputs": [[0.5], [1.5], [2.5]],
+            "times": [1.0, 2.0, 0.0],
+            "actions": [1, 0, 1],
+        }
 
     def test_standardized_values_keep_them(self):
         write("x.csv", "y,u,l\n1.5,10,a\n2.5,20,b\n")
@@ -125,12 +156,18 @@ class TestTimes:
     def test_dates_are_seconds(self):
         write("x.csv", "y,t\n0,1970-01-01 00:00:10\n1,1970-01-02 00:00:00.5\n")
         assert found(ready("x.csv", columns=["y"], time_column="t"))["times"] == [10.0, 86400.5]
-        pa.parquet.write_table(pa.table({"y": [0, 1], "t": pa.array([datetime.datetime(1970, 1, 1), datetime.datetime(1970, 1, 2)])}), "x.parquet")
+        pa.parquet.write_table(
+            pa.table({"y": [0, 1], "t": pa.array([datetime.datetime(1970, 1, 1), datetime.datetime(1970, 1, 2)])}),
+            "x.parquet",
+        )
         assert found(ready("x.parquet", columns=["y"], time_column="t"))["times"] == [0.0, 86400.0]
 
     def test_format_of_dates(self):
         write("x.csv", "y,t\n0,02/01/1970\n1,03/01/1970\n")
-        assert found(ready("x.csv", columns=["y"], time_column="t", time_format="%d/%m/%Y"))["times"] == [86400.0, 2 * 86400.0]
+        assert found(ready("x.csv", columns=["y"], time_column="t", time_format="%d/%m/%Y"))["times"] == [
+            86400.0,
+            2 * 86400.0,
+        ]
         with pytest.raises(ValueError, match="`time_format` is for the column of times, but there is no `time_column`"):
             FileDataModule("x.csv", columns=["y"], time_format="%d/%m/%Y").setup()
 
@@ -140,7 +177,12 @@ class TestTimes:
 
     def test_sequences_have_their_own_order(self):
         write("x.csv", "id,y,t\na,0,5\nb,1,0\na,2,6\nb,3,1\n")
-        assert found(ready("x.csv", sequence_column="id", columns=["y"], time_column="t"))["times"] == [5.0, 6.0, 0.0, 1.0]
+        assert found(ready("x.csv", sequence_column="id", columns=["y"], time_column="t"))["times"] == [
+            5.0,
+            6.0,
+            0.0,
+            1.0,
+        ]
         message = "Times must not decrease within a sequence, but column 't' in row 2 of x.csv is 5 s before row 1 of x.csv. Sort the rows"
         with pytest.raises(ValueError, match=message):
             FileDataModule("x.csv", columns=["y"], time_column="t").setup()
@@ -149,7 +191,8 @@ class TestTimes:
             FileDataModule("x.csv", sequence_column="id", columns=["y"], time_column="t").setup()
 
     @pytest.mark.parametrize(
-        ("cell", "message"), [("", "Each row must have a time, but column 't' in row 2 of x.csv is empty"), ("soon", "has 'soon' instead")]
+        ("cell", "message"),
+        [("", "Each row must have a time, but column 't' in row 2 of x.csv is empty"), ("soon", "has 'soon' instead")],
     )
     def test_errors(self, cell, message):
         write("x.csv", f"y,t\n0,1\n1,{cell}\n")
@@ -169,12 +212,19 @@ class TestCategories:
 
     def test_given_names(self):
         data = ready(write("x.csv", self.TEXT), categorical_columns={"w": ["c", "b", "a"], "n": ["2", "1", "0"]})
-        assert data.columns[1:] == [Column("w", "categorical", ("c", "b", "a")), Column("n", "categorical", ("2", "1", "0"))]
+        assert data.columns[1:] == [
+            Column("w", "categorical", ("c", "b", "a")),
+            Column("n", "categorical", ("2", "1", "0")),
+        ]
         assert data.train_sequences.values[:, 1:].nan_to_num(nan=-1).tolist() == [[1, 0], [2, 2], [-1, -1], [1, 1]]
 
     def test_one_column_is_symbols(self):
         data = ready(write("x.csv", self.TEXT), columns=["w"], categorical_columns=["w"])
-        assert (data.columns, data.num_symbols, data.symbol_names) == ([Column("w", "categorical", ("a", "b"))], 2, ["a", "b"])
+        assert (data.columns, data.num_symbols, data.symbol_names) == (
+            [Column("w", "categorical", ("a", "b"))],
+            2,
+            ["a", "b"],
+        )
         assert data.train_sequences.tolist() == [[1, 0, -1, 1]]
         given = ready("x.csv", columns=["w"], categorical_columns={"w": ["b", "a"]})
         assert (given.symbol_names, given.train_sequences.tolist()) == (["b", "a"], [[0, 1, -1, 0]])
@@ -186,7 +236,9 @@ class TestCategories:
         assert (data.mean.tolist(), data.std[1:].tolist()) == ([1.5, 0.0, 0.0], [1.0, 1.0])
 
     def test_one_that_is_always_the_same_is_not_refused(self):
-        assert ready(write("x.csv", "x,w\n1.5,a\n2.5,a\n"), categorical_columns=["w"], standardize=True).train_sequences.values[:, 1].tolist() == [0.0, 0.0]
+        assert ready(
+            write("x.csv", "x,w\n1.5,a\n2.5,a\n"), categorical_columns=["w"], standardize=True
+        ).train_sequences.values[:, 1].tolist() == [0.0, 0.0]
 
     def test_names_that_only_validation_has(self):
         write("x.csv", self.TEXT)
@@ -196,18 +248,39 @@ class TestCategories:
             FileDataModule("x.csv", val_path="y.csv", categorical_columns=["w", "n"]).setup()
         data = ready("x.csv", val_path="y.csv", categorical_columns={"w": ["a", "b", "c"], "n": ["0", "1", "2"]})
         assert data.val_sequences.tolist() == [[[1.0, 2.0, 0.0], [2.0, 0.0, 1.0]]]
-        with pytest.raises(ValueError, match=r"Categories of column 'w' must be in `categorical_columns`, but 'b' in row 1 of x.csv is not"):
+        with pytest.raises(
+            ValueError,
+            match=r"Categories of column 'w' must be in `categorical_columns`, but 'b' in row 1 of x.csv is not",
+        ):
             FileDataModule("x.csv", categorical_columns={"w": ["a"], "n": ["0", "1", "2"]}).setup()
 
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({}, "Vectors must be numbers, but row 1 of x.csv has 'b' instead. .*`categorical_columns` to those of names"),
-            ({"categorical_columns": ["x", "w"]}, "Categories must be names or whole numbers from 0, .* row 1 of x.csv has 0.5 instead. Leave the column out"),
-            ({"categorical_columns": ["z"]}, "`categorical_columns` must be columns of values, but 'z' is not. In x.csv they are x, w, n"),
-            ({"categorical_columns": ["n"], "columns": ["x", "w"]}, "`categorical_columns` must be columns of values, but 'n' is not"),
-            ({"categorical_columns": ["n"], "columns": ["n"], "kind": "vectors"}, "must be read as symbols, but `kind` is 'vectors'"),
-            ({"categorical_columns": {"w": ["a", "b", "a"]}, "columns": ["x", "w"]}, "of column 'w' must all be different, but 'a' occurs more than once"),
+            (
+                {},
+                "Vectors must be numbers, but row 1 of x.csv has 'b' instead. .*`categorical_columns` to those of names",
+            ),
+            (
+                {"categorical_columns": ["x", "w"]},
+                "Categories must be names or whole numbers from 0, .* row 1 of x.csv has 0.5 instead. Leave the column out",
+            ),
+            (
+                {"categorical_columns": ["z"]},
+                "`categorical_columns` must be columns of values, but 'z' is not. In x.csv they are x, w, n",
+            ),
+            (
+                {"categorical_columns": ["n"], "columns": ["x", "w"]},
+                "`categorical_columns` must be columns of values, but 'n' is not",
+            ),
+            (
+                {"categorical_columns": ["n"], "columns": ["n"], "kind": "vectors"},
+                "must be read as symbols, but `kind` is 'vectors'",
+            ),
+            (
+                {"categorical_columns": {"w": ["a", "b", "a"]}, "columns": ["x", "w"]},
+                "of column 'w' must all be different, but 'a' occurs more than once",
+            ),
         ],
     )
     def test_errors(self, options, message):
@@ -245,7 +318,11 @@ def test_wrong_options(options, message):
     ("column", "options", "message"),
     [
         ("a\n-1", {"action_column": "z"}, None),
-        ("0\n-1", {"action_column": "z"}, "Actions must be names or whole numbers from 0, but column 'z' in row 2 of x.csv has -1 instead"),
+        (
+            "0\n-1",
+            {"action_column": "z"},
+            "Actions must be names or whole numbers from 0, but column 'z' in row 2 of x.csv has -1 instead",
+        ),
         ("0\n-2", {"label_column": "z"}, "Labels must be .* column 'z' in row 2 of x.csv has -2 instead"),
         ("0\n", {"input_columns": ["z"]}, "Each row must have all inputs, but column 'z' in row 2 of x.csv is empty"),
         ("0\ninf", {"input_columns": ["z"]}, "Inputs must be finite, but column 'z' in row 2 of x.csv has inf instead"),
@@ -264,10 +341,19 @@ def test_wrong_cells(column, options, message):
 @pytest.mark.parametrize(
     ("lists", "message"),
     [
-        ({"l": [[0, 1, 2], [0]]}, "Column 'l' must have one entry for each step, but row 1 of x.jsonl has 2 steps and has 3"),
-        ({"l": [[0, 1], None]}, "Column 'l' must have one entry for each step, but row 2 of x.jsonl has 1 steps and is null"),
+        (
+            {"l": [[0, 1, 2], [0]]},
+            "Column 'l' must have one entry for each step, but row 1 of x.jsonl has 2 steps and has 3",
+        ),
+        (
+            {"l": [[0, 1], None]},
+            "Column 'l' must have one entry for each step, but row 2 of x.jsonl has 1 steps and is null",
+        ),
         ({"l": [0, 1]}, "Column 'l' must hold lists, as the column of values does, but holds int64 in x.jsonl"),
-        ({"y": [0, 1], "l": [[0], [1]]}, "Column 'l' must hold one value in each row, as the columns of values do, but holds lists in x.jsonl"),
+        (
+            {"y": [0, 1], "l": [[0], [1]]},
+            "Column 'l' must hold one value in each row, as the columns of values do, but holds lists in x.jsonl",
+        ),
     ],
 )
 def test_wrong_lists(lists, message):
@@ -320,11 +406,23 @@ class TestNewDataForATrainedModel:
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ("x,w,l,a\n5,s,up,go\n", "Categories of column 'w' must be in the training part, but 's' in row 1 of new.csv is not"),
-            ("x,w,l,a\n5,p,left,go\n", "Labels must be those of training, down, up, but column 'l' in row 1 of new.csv has 'left' instead"),
-            ("x,w,l,a\n5,p,up,run\n", "Actions must be those of training, go, stay, but column 'a' in row 1 of new.csv has 'run' instead"),
+            (
+                "x,w,l,a\n5,s,up,go\n",
+                "Categories of column 'w' must be in the training part, but 's' in row 1 of new.csv is not",
+            ),
+            (
+                "x,w,l,a\n5,p,left,go\n",
+                "Labels must be those of training, down, up, but column 'l' in row 1 of new.csv has 'left' instead",
+            ),
+            (
+                "x,w,l,a\n5,p,up,run\n",
+                "Actions must be those of training, go, stay, but column 'a' in row 1 of new.csv has 'run' instead",
+            ),
             ("x,w,l,a\n5,p,1,go\n", "Labels must be names as in training, but column 'l' holds whole numbers"),
-            ("x,w,l,a\n5,1,up,go\n", "Column 'w' must hold names of categories as in training, but holds numbers of categories"),
+            (
+                "x,w,l,a\n5,1,up,go\n",
+                "Column 'w' must hold names of categories as in training, but holds numbers of categories",
+            ),
         ],
     )
     def test_errors(self, text, message):
@@ -342,7 +440,10 @@ class TestNewDataForATrainedModel:
         write("x.csv", "x,w\n1.5,b\n2,c\n")
         write("y.csv", "x,w\n1.5,a\n")
         names = {"w": ["a", "b", "c"]}
-        alone, both = ready("x.csv", categorical_columns=names), ready("x.csv", val_path="y.csv", categorical_columns=names)
+        alone, both = (
+            ready("x.csv", categorical_columns=names),
+            ready("x.csv", val_path="y.csv", categorical_columns=names),
+        )
         other = ready(write("z.csv", "x,w\n1.5,c\n2,b\n"), categorical_columns=names)
         assert alone.fingerprint == both.fingerprint != other.fingerprint
 

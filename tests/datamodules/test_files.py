@@ -81,7 +81,11 @@ class TestTables:
         assert (data.num_symbols, data.num_features, data.vocabulary) == (None, 2, None)
         assert data.train_sequences.values.dtype == torch.float64
         torch.testing.assert_close(
-            data.train_sequences.values, torch.tensor([[1, 0.5], [3, torch.nan], [2, 1.5]], dtype=torch.float64), equal_nan=True, rtol=0, atol=0
+            data.train_sequences.values,
+            torch.tensor([[1, 0.5], [3, torch.nan], [2, 1.5]], dtype=torch.float64),
+            equal_nan=True,
+            rtol=0,
+            atol=0,
         )
         assert data.train_sequences.lengths.tolist() == [2, 1]
 
@@ -136,11 +140,15 @@ class TestLists:
 
     @pytest.mark.parametrize("token", ["-9", "-9.0"])
     def test_missing_token(self, folder, name, token):
-        write_table(name, {"x": [[[1, 2], [-9, 4]]], "y": [[[1.5, -9.0]]], "z": [[1, -9]], "w": [[["1", "-9"], ["2", "3"]]]})
+        write_table(
+            name, {"x": [[[1, 2], [-9, 4]]], "y": [[[1.5, -9.0]]], "z": [[1, -9]], "w": [[["1", "-9"], ["2", "3"]]]}
+        )
         nan = torch.nan
         for column, expected in (("x", [[1, 2], [nan, 4]]), ("w", [[1, nan], [2, 3]])):
             values = ready(name, columns=[column], missing_token=token).train_sequences.values
-            torch.testing.assert_close(values, torch.tensor(expected, dtype=torch.float64), equal_nan=True, rtol=0, atol=0)
+            torch.testing.assert_close(
+                values, torch.tensor(expected, dtype=torch.float64), equal_nan=True, rtol=0, atol=0
+            )
         with pytest.raises(ValueError, match=r"entry 1 of column 'y' in x.* nothing is observed"):
             FileDataModule(name, columns=["y"], missing_token=token).setup()
         assert train(name, columns=["z"], missing_token=token) == [[1, MISSING]]
@@ -154,7 +162,9 @@ class TestLists:
         write_table(name, {"n": [1, 2], "x": [[[1.0, 2.0]], [[3.0]]], "y": [[1], None]})
         with pytest.raises(ValueError, match=r"2 features like the first, but row 2 of x.* has one of 1 instead"):
             FileDataModule(name, columns=["x"]).setup()
-        with pytest.raises(ValueError, match=r"Column 'y' must hold lists, but row 2 of x.* is null. Use an empty list"):
+        with pytest.raises(
+            ValueError, match=r"Column 'y' must hold lists, but row 2 of x.* is null. Use an empty list"
+        ):
             FileDataModule(name, columns=["y"]).setup()
         with pytest.raises(ValueError, match=r"must be the only one, but 'x' .* Set `columns` to it alone"):
             FileDataModule(name).setup()
@@ -208,7 +218,11 @@ def test_ids_belong_to_their_file_and_types_to_all_files(folder):
 
 
 def test_ids_of_any_type(folder):
-    ids = pa.array([20, 10, 20], pa.date32()), pa.array(["q", "p", "q"]).dictionary_encode(), pa.DictionaryArray.from_arrays([1, 0, 1], ["p", "q"])
+    ids = (
+        pa.array([20, 10, 20], pa.date32()),
+        pa.array(["q", "p", "q"]).dictionary_encode(),
+        pa.DictionaryArray.from_arrays([1, 0, 1], ["p", "q"]),
+    )
     for column in ids:
         pa.parquet.write_table(pa.table({"id": column, "x": [0, 1, 2]}), "x.parquet")
         assert train("x.parquet", sequence_column="id") == [[0, 2], [1]]
@@ -228,7 +242,9 @@ def test_own_paths_for_val_and_test(folder):
 def test_vocabulary_is_that_of_the_training_part(folder):
     write("train.txt", "b d\n")
     write("val.txt", "d\na c\n")
-    with pytest.raises(ValueError, match=r"must be in the training part, but 'a' in line 2 of val.txt is not. Set `unknown`"):
+    with pytest.raises(
+        ValueError, match=r"must be in the training part, but 'a' in line 2 of val.txt is not. Set `unknown`"
+    ):
         FileDataModule("train.txt", val_path="val.txt").setup()
     data = ready("train.txt", val_path="val.txt", unknown="<unk>")
     assert data.vocabulary == Vocabulary(["<unk>", "b", "d"], "<unk>")
@@ -296,7 +312,10 @@ def test_numbers_are_those_of_people(folder):
 
 def test_names_that_look_like_dates_are_names(folder):
     rows = [("2015-03-04", "2020-01-01"), ("2015-03-04 00:00:00", "2020-01-02"), ("2015-03-04", "2020-01-01")]
-    write("x.jsonl", "".join(json.dumps({"id": name, "x": day, "days": [day], "pairs": [[day]]}) + "\n" for name, day in rows))
+    write(
+        "x.jsonl",
+        "".join(json.dumps({"id": name, "x": day, "days": [day], "pairs": [[day]]}) + "\n" for name, day in rows),
+    )
     data = ready("x.jsonl", columns=["x"], sequence_column="id")
     assert data.vocabulary.names == ["2020-01-01", "2020-01-02"]
     assert data.train_sequences.tolist() == [[0, 0], [1]]
@@ -319,7 +338,9 @@ def test_a_quote_that_is_never_closed_is_refused(folder, options):
     write("open.csv", "id,note,v\n" + "".join(f"{n},{chr(34) if n == 30 else 'fine'},{n % 3}\n" for n in range(100)))
     with pytest.raises(ValueError, match=r"row that begins in line 32 of .*open\.csv has one that never ends"):
         ready("open.csv", sequence_column="id", **options)
-    write("inch.csv", "id,note,v\n" + "".join(f"{n},5{chr(34)} pipe,{n % 3}\n" for n in range(101)))  # a quote inside a cell is no quoted cell
+    write(
+        "inch.csv", "id,note,v\n" + "".join(f"{n},5{chr(34)} pipe,{n % 3}\n" for n in range(101))
+    )  # a quote inside a cell is no quoted cell
     assert len(ready("inch.csv", columns=["v"]).train_sequences.values) > 50
 
 
@@ -345,19 +366,26 @@ def test_columns_of_a_new_file_are_those_of_training(folder, standardize):
     new = ready("new.csv", sequence_column="id", standardize=standardize)
     new.load_state_dict(trained.state_dict())
     expected = torch.tensor([[7.0, 500], [8, 700]], dtype=torch.float64)
-    torch.testing.assert_close(new.train_sequences.values, (expected - trained.mean) / trained.std if standardize else expected)
+    torch.testing.assert_close(
+        new.train_sequences.values, (expected - trained.mean) / trained.std if standardize else expected
+    )
     same = ready("train.csv", sequence_column="id", standardize=standardize)
     same.load_state_dict(trained.state_dict())
     assert same.train_sequences.tolist() == trained.train_sequences.tolist()
 
     write("other.csv", "id,x,z\n1,1,100\n1,2,200\n")
     other = ready("other.csv", sequence_column="id", standardize=standardize)
-    with pytest.raises(ValueError, match=r"columns that the model was trained on, x, y, but have x, z. Choose them with `columns`, in that order"):
+    with pytest.raises(
+        ValueError,
+        match=r"columns that the model was trained on, x, y, but have x, z. Choose them with `columns`, in that order",
+    ):
         other.load_state_dict(trained.state_dict())
     chosen = ready("other.csv", columns=["x", "z"], standardize=standardize)
     chosen.load_state_dict(trained.state_dict())  # chosen by the user: the first is the first in training
     expected = torch.tensor([[1.0, 100], [2, 200]], dtype=torch.float64)
-    torch.testing.assert_close(chosen.train_sequences.values, (expected - trained.mean) / trained.std if standardize else expected)
+    torch.testing.assert_close(
+        chosen.train_sequences.values, (expected - trained.mean) / trained.std if standardize else expected
+    )
 
 
 def test_columns_and_units_go_with_a_checkpoint(folder):
@@ -366,7 +394,13 @@ def test_columns_and_units_go_with_a_checkpoint(folder):
     write("same.csv", "id,x,y\n1,2,300\n1,2,500\n2,2,0\n")
     write("other.csv", "y,id,x\n300,1,2\n500,1,2\n0,2,2\n")
     options = {"sequence_column": "id", "standardize": True, **ALL}
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "accelerator": "cpu",
+    }
     model = StandardHMM(num_states=2, emission="gaussian", num_features=2)
     found = []
     with quiet_lightning(announcements=False):
@@ -396,17 +430,29 @@ def test_a_constant_feature_in_the_units_of_training(folder):
     write("train.csv", "x,y\n1,10\n2,20\n6,30\n")
     write("new.csv", "x,y\n11,95\n")
     trained, new = ready("train.csv", standardize=True), ready("new.csv", standardize=True)
-    with pytest.raises(ValueError, match=r"must vary in the training part, but column 'x' is always 1+ there. Leave it out of `columns`"):
+    with pytest.raises(
+        ValueError,
+        match=r"must vary in the training part, but column 'x' is always 1+ there. Leave it out of `columns`",
+    ):
         new.predict_dataloader()
     new.load_state_dict(trained.state_dict())
-    torch.testing.assert_close(new.train_sequences.values, (torch.tensor([[11.0, 95.0]], dtype=torch.float64) - trained.mean) / trained.std)
+    torch.testing.assert_close(
+        new.train_sequences.values, (torch.tensor([[11.0, 95.0]], dtype=torch.float64) - trained.mean) / trained.std
+    )
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_files_and_columns_without_an_observation_are_refused(folder, name):
     write_table(name, {"id": [1, 2], "x": [None, None], "y": [1.5, None], "w": ["?", "?"], "m": [-1, -1]})
-    other = write_table("other." + name, {"id": [1, 2], "x": [0.0, 2.0], "y": [1.5, None], "w": ["a", "b"], "m": [0, 1]})
-    for options in ({"columns": ["x"]}, {"columns": ["y", "x"]}, {"columns": ["y", "x"], "sequence_column": "id"}, {"columns": ["x"], "kind": "symbols"}):
+    other = write_table(
+        "other." + name, {"id": [1, 2], "x": [0.0, 2.0], "y": [1.5, None], "w": ["a", "b"], "m": [0, 1]}
+    )
+    for options in (
+        {"columns": ["x"]},
+        {"columns": ["y", "x"]},
+        {"columns": ["y", "x"], "sequence_column": "id"},
+        {"columns": ["x"], "kind": "symbols"},
+    ):
         with pytest.raises(ValueError, match=rf"column 'x' in {name} nothing is observed"):
             FileDataModule(name, **options).setup()
         with pytest.raises(ValueError, match=rf"column 'x' in {name} nothing is observed"):
@@ -430,14 +476,18 @@ def test_deeply_nested_json_is_refused(folder, opening):
     closing = "]" if opening == "[" else "}"
     for depth in (200, 100_000):
         write("x.jsonl", '{"x": 1}\n{"x": 2, "y": ' + opening * depth + "1" + closing * depth + "}\n")
-        with pytest.raises(ValueError, match=rf"x.jsonl must not be nested deeper than 100 levels, but line 2 has {depth + 1}"):
+        with pytest.raises(
+            ValueError, match=rf"x.jsonl must not be nested deeper than 100 levels, but line 2 has {depth + 1}"
+        ):
             FileDataModule("x.jsonl", columns=["x"]).setup()
 
 
 @pytest.mark.parametrize("text", ["null\n", '  null {"x": 1}\n', "[1, 2]\n", "3\n"])
 def test_json_without_objects_is_refused(folder, text):
     """Arrow's reader crashes on the first two."""
-    with pytest.raises(ValueError, match=r"x.jsonl must be a jsonl file, with one object per line such as .* but begins with b'"):
+    with pytest.raises(
+        ValueError, match=r"x.jsonl must be a jsonl file, with one object per line such as .* but begins with b'"
+    ):
         FileDataModule(write("x.jsonl", text)).setup()
     assert train(write("x.jsonl", '\ufeff{"x": 1}\n')) == [[1]]
 
@@ -469,10 +519,15 @@ def test_standardize(folder):
     torch.testing.assert_close(data.mean, mean)
     torch.testing.assert_close(data.std, std)
     torch.testing.assert_close(values.nanmean(0), torch.zeros(2, dtype=torch.float64), rtol=0, atol=1e-15)
-    torch.testing.assert_close(data.val_sequences.values, (torch.tensor([[3.0, 70.0]], dtype=torch.float64) - mean) / std)
+    torch.testing.assert_close(
+        data.val_sequences.values, (torch.tensor([[3.0, 70.0]], dtype=torch.float64) - mean) / std
+    )
     assert values.isnan().nonzero().tolist() == [[1, 1]]
     write("flat.csv", "x,y\n1,2\n1,3\n")
-    with pytest.raises(ValueError, match=r"must vary in the training part, but column 'x' is always 1+ there. Leave it out of `columns`"):
+    with pytest.raises(
+        ValueError,
+        match=r"must vary in the training part, but column 'x' is always 1+ there. Leave it out of `columns`",
+    ):
         ready("flat.csv", standardize=True).train_dataloader()
     write("words.txt", "a b\n")
     with pytest.raises(ValueError, match=r"`standardize` is for vectors, but words.txt holds symbols"):
@@ -482,7 +537,9 @@ def test_standardize(folder):
 def test_standardize_looks_at_the_training_part_only(folder):
     write("x.jsonl", "".join(json.dumps({"x": [float(n), n + 0.5]}) + "\n" for n in range(20)))
     data = ready("x.jsonl", standardize=True, val_fraction=0.25, test_fraction=0.25)
-    torch.testing.assert_close(data.train_sequences.values.mean(), torch.zeros((), dtype=torch.float64), rtol=0, atol=1e-14)
+    torch.testing.assert_close(
+        data.train_sequences.values.mean(), torch.zeros((), dtype=torch.float64), rtol=0, atol=1e-14
+    )
     torch.testing.assert_close(data.train_sequences.values.std(correction=0), torch.ones((), dtype=torch.float64))
     assert data.val_sequences.values.mean().abs() > 1e-3
 
@@ -501,7 +558,9 @@ def test_reads_again_only_if_file_or_options_change(folder, monkeypatch):
 
 
 def test_long_lines_and_many_rows(folder):
-    write("x.jsonl", json.dumps({"x": list(range(300_000))}) + "\n" + '{"x": [0]}\n')  # a line of 2 MB, more than a block
+    write(
+        "x.jsonl", json.dumps({"x": list(range(300_000))}) + "\n" + '{"x": [0]}\n'
+    )  # a line of 2 MB, more than a block
     assert ready("x.jsonl").train_sequences.lengths.tolist() == [300_000, 1]
     write("x.csv", "id,x\n" + "".join(f"{n % 3},{n}\n" for n in range(100_000)))
     values = ready("x.csv", sequence_column="id").train_sequences
@@ -523,11 +582,23 @@ def test_batches_of_a_text(folder):
         ({"per": "page"}, "`per` must be one of line, file, but is 'page' instead"),
         ({"kind": "vectors", "unknown": "?"}, "`vocabulary` and `unknown` are for symbols, but `kind` is 'vectors'"),
         ({"columns": ["z"]}, "`columns` must be in the file, but x.csv has no column 'z'. It has id, x, y, w, i"),
-        ({"sequence_column": "z"}, "`sequence_column` must be in the file, but x.csv has no column 'z'. It has id, x, y, w, i"),
-        ({"columns": ["w"], "kind": "vectors"}, "Vectors must be numbers, but row 2 of x.csv has 'two' instead. Set `columns`"),
+        (
+            {"sequence_column": "z"},
+            "`sequence_column` must be in the file, but x.csv has no column 'z'. It has id, x, y, w, i",
+        ),
+        (
+            {"columns": ["w"], "kind": "vectors"},
+            "Vectors must be numbers, but row 2 of x.csv has 'two' instead. Set `columns`",
+        ),
         ({"columns": ["x", "w"]}, "Vectors must be numbers, but row 2 of x.csv has 'two' instead"),
-        ({"columns": ["x", "y"], "kind": "symbols"}, "Symbols must be in one column, but here are 2. Choose it with `columns`"),
-        ({"columns": ["y"], "kind": "symbols"}, "whole numbers from 0, .* but row 3 of x.csv has 0.5 instead. To take them as names"),
+        (
+            {"columns": ["x", "y"], "kind": "symbols"},
+            "Symbols must be in one column, but here are 2. Choose it with `columns`",
+        ),
+        (
+            {"columns": ["y"], "kind": "symbols"},
+            "whole numbers from 0, .* but row 3 of x.csv has 0.5 instead. To take them as names",
+        ),
         ({"columns": ["x", "i"]}, "Vectors must be finite, but row 3 of x.csv has inf instead"),
         ({"columns": ["i"], "kind": "symbols"}, "whole numbers from 0, .* but row 3 of x.csv has inf instead"),
         ({"columns": ["x"]}, "whole numbers from 0, .* but row 3 of x.csv has -3 instead"),
@@ -544,9 +615,14 @@ def test_wrong_words(folder, words, message):
 
 def test_wrong_files(folder):
     write("here/a.csv", "x\n1\n")
-    with pytest.raises(FileNotFoundError, match=r"`path` must lead to a file, but 'here/b.csv' does not, here or under data. here/ holds a.csv"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"`path` must lead to a file, but 'here/b.csv' does not, here or under data. here/ holds a.csv",
+    ):
         FileDataModule("here/b.csv").setup()
-    with pytest.raises(FileNotFoundError, match=r"`val_path` must lead to a file, but 'nowhere/b.csv' does not.* No such folder"):
+    with pytest.raises(
+        FileNotFoundError, match=r"`val_path` must lead to a file, but 'nowhere/b.csv' does not.* No such folder"
+    ):
         FileDataModule("here/a.csv", val_path="nowhere/b.csv").setup()
     with pytest.raises(ValueError, match="`path` must name at least one file, but is an empty list"):
         FileDataModule([]).setup()
@@ -590,5 +666,7 @@ def test_wrong_files(folder):
         FileDataModule(["one.csv", "two.csv"]).setup()
     write("text.jsonl", '{"x": "a"}\n')
     write("number.jsonl", '{"x": 1}\n')
-    with pytest.raises(ValueError, match=r"Columns must be of one type in all files, but those of text.jsonl, number.jsonl are not"):
+    with pytest.raises(
+        ValueError, match=r"Columns must be of one type in all files, but those of text.jsonl, number.jsonl are not"
+    ):
         FileDataModule(["text.jsonl", "number.jsonl"]).setup()

@@ -46,7 +46,9 @@ def ready(path=None, **words) -> GPSDataModule:
 def close(found, expected, atol=0.0) -> None:
     found, expected = [torch.as_tensor(x) for x in found.tolist()], [torch.tensor(x) for x in expected]
     assert [len(x) for x in found] == [len(x) for x in expected]
-    torch.testing.assert_close(torch.cat(found).double(), torch.cat(expected).double(), rtol=0, atol=atol, equal_nan=True)
+    torch.testing.assert_close(
+        torch.cat(found).double(), torch.cat(expected).double(), rtol=0, atol=atol, equal_nan=True
+    )
 
 
 # A degree is 111 km: 1e-4 degrees of latitude are 11.1 m. A gap of two steps in the first track, its fourth point without longitude.
@@ -65,7 +67,8 @@ def gpx(**tracks: list) -> str:
         return f'<trkpt lat="{lat}" lon="{lon}"><ele>3</ele><time>2020-05-01T10:00:{time:02}Z</time></trkpt>'
 
     body = "".join(
-        f"<trk><name>{name}</name><type>{name}s</type><trkseg>{''.join(point(*p) for p in points)}</trkseg></trk>" for name, points in tracks.items()
+        f"<trk><name>{name}</name><type>{name}s</type><trkseg>{''.join(point(*p) for p in points)}</trkseg></trk>"
+        for name, points in tracks.items()
     )
     return f'<?xml version="1.0"?><gpx version="1.1" xmlns="http://www.topografix.com/GPX/1/1"><wpt lat="1" lon="1"/>{body}</gpx>'
 
@@ -85,13 +88,20 @@ class TestReading:
         data = ready(write("x.csv", table("time,Latitude,lng,track_id", *rows)), **RAW, **ORIGIN)
         assert (data.step, data.num_features, data.num_symbols, data.origin) == (5.0, 2, None, [47.0, 13.0])
         close(data.train_sequences, TRACKS, atol=0.001)
-        rows = [(lat, f"2020-05-01 10:0{time // 60}:{time % 60:02}.000000123", lon) for time, lat, lon in OTHER]  # nanoseconds, one track
+        rows = [
+            (lat, f"2020-05-01 10:0{time // 60}:{time % 60:02}.000000123", lon) for time, lat, lon in OTHER
+        ]  # nanoseconds, one track
         found = ready(write("x.tsv.gz", table("lat,time,lon", *rows).replace(",", "\t")), **RAW, **ORIGIN)
         close(found.train_sequences, TRACKS[1:], atol=0.001)
 
     def test_gpx(self):
         points = [point for point in POINTS if point[2] is not None]
-        data = ready(write("x.gpx", gpx(walk=points, ride=[(t - 60, *p) for t, *p in OTHER])), label_column="type", **RAW, **ORIGIN)
+        data = ready(
+            write("x.gpx", gpx(walk=points, ride=[(t - 60, *p) for t, *p in OTHER])),
+            label_column="type",
+            **RAW,
+            **ORIGIN,
+        )
         close(data.train_sequences, TRACKS, atol=0.001)
         assert data.state_names == ["rides", "walks"]
         assert data.true_states("train").tolist() == [[1, 1, -1, -1, 1, -1, 1], [0, 0]]
@@ -119,22 +129,44 @@ class TestReading:
 
     def test_geojson(self):
         points = [point for point in POINTS if point[2] is not None]
-        features = [line(points, mode="foot"), line([(t - 60, *p) for t, *p in OTHER], times="times", mode=["train", "foot"])]
-        data = ready(write("x.geojson", json.dumps({"type": "FeatureCollection", "features": features})), label_column="mode", **RAW, **ORIGIN)
+        features = [
+            line(points, mode="foot"),
+            line([(t - 60, *p) for t, *p in OTHER], times="times", mode=["train", "foot"]),
+        ]
+        data = ready(
+            write("x.geojson", json.dumps({"type": "FeatureCollection", "features": features})),
+            label_column="mode",
+            **RAW,
+            **ORIGIN,
+        )
         close(data.train_sequences, TRACKS, atol=0.001)
         assert data.true_states("train").tolist() == [[0, 0, -1, -1, 0, -1, 0], [1, 0]]
         places = [(*point, track) for track, all_points in (("a", points), ("b", OTHER)) for point in all_points]
         features = [
-            {"type": "Feature", "properties": {"time": time, "track": track}, "geometry": {"type": "Point", "coordinates": [lon, lat]}}
+            {
+                "type": "Feature",
+                "properties": {"time": time, "track": track},
+                "geometry": {"type": "Point", "coordinates": [lon, lat]},
+            }
             for time, lat, lon, track in places
         ]
-        close(ready(write("y.json", json.dumps({"features": features})), **RAW, **ORIGIN).train_sequences, TRACKS, atol=0.001)
+        close(
+            ready(write("y.json", json.dumps({"features": features})), **RAW, **ORIGIN).train_sequences,
+            TRACKS,
+            atol=0.001,
+        )
 
     def test_metres_and_labels_of_points(self):
         write("x.csv", table("t,x,y,kind", (0, 1, 2, "b"), (4, 2, 2, "a"), (5, 3, 4, None), (20, 4, 4, "b")))
         data = ready("x.csv", time_column="t", label_column="kind", step=5, **METRES)
-        close(data.train_sequences, [[[1.0, 2.0], [2.5, 3.0], [NAN, NAN], [NAN, NAN], [4.0, 4.0]]])  # half a row's distance may be lacking
-        assert (data.true_states("train").tolist(), data.origin, data.state_names) == ([[1, -1, -1, -1, 1]], None, ["a", "b"])
+        close(
+            data.train_sequences, [[[1.0, 2.0], [2.5, 3.0], [NAN, NAN], [NAN, NAN], [4.0, 4.0]]]
+        )  # half a row's distance may be lacking
+        assert (data.true_states("train").tolist(), data.origin, data.state_names) == (
+            [[1, -1, -1, -1, 1]],
+            None,
+            ["a", "b"],
+        )
 
     def test_trained_units_step_and_origin_go_with_a_checkpoint(self):
         write("x.csv", table("time,lat,lon", *[(5 * n, 47 + n * 1e-4, 13 + (n % 3) * 1e-4) for n in range(9)]))
@@ -155,29 +187,44 @@ class TestProjection:
     def test_published_point(self):
         """The example of GeographicLib's GeoConvert: UTM zone 38, central meridian 45 E, scale 0.9996, false easting 500 km."""
         east, north = project(np.array([33.3]), np.array([44.4]), 0.0, 45.0)[0]
-        np.testing.assert_allclose([500_000 + 0.9996 * east, 0.9996 * north], [444_140.54, 3_684_706.36], rtol=0, atol=0.006)
+        np.testing.assert_allclose(
+            [500_000 + 0.9996 * east, 0.9996 * north], [444_140.54, 3_684_706.36], rtol=0, atol=0.006
+        )
 
     def test_meridian_is_the_ellipse(self):
         """Against the arc length by numerical integration."""
         square = 0.0066943799901413165
         latitudes = np.radians(np.linspace(-20, 63.0, 200_001))
         arc = np.trapezoid(6_378_137 * (1 - square) / (1 - square * np.sin(latitudes) ** 2) ** 1.5, latitudes)
-        np.testing.assert_allclose(project(np.array([63.0]), np.array([5.0]), -20.0, 5.0), [[0.0, arc]], rtol=0, atol=1e-3)
+        np.testing.assert_allclose(
+            project(np.array([63.0]), np.array([5.0]), -20.0, 5.0), [[0.0, arc]], rtol=0, atol=1e-3
+        )
 
     @pytest.mark.parametrize(("latitude", "longitude"), [(47.0, 13.0), (-33.0, 179.9), (65.0, -179.5), (10.0, 178.0)])
     def test_keeps_angles_and_on_its_meridian_lengths(self, latitude, longitude):
         """A small step north and one east, on an ellipsoid with its two radii of curvature, are equally long on the plane and at a right angle."""
         square, sine = 0.0066943799901413165, np.sin(np.radians(latitude))
-        meridional, normal = 6_378_137 * (1 - square) / (1 - square * sine**2) ** 1.5, 6_378_137 / np.sqrt(1 - square * sine**2)
+        meridional, normal = (
+            6_378_137 * (1 - square) / (1 - square * sine**2) ** 1.5,
+            6_378_137 / np.sqrt(1 - square * sine**2),
+        )
         small = 1e-5
         points = project(
-            np.array([latitude - small, latitude + small, latitude, latitude]), np.array([longitude] * 2 + [longitude - small, longitude + small]), 40, 180
+            np.array([latitude - small, latitude + small, latitude, latitude]),
+            np.array([longitude] * 2 + [longitude - small, longitude + small]),
+            40,
+            180,
         )
         north, east = points[1] - points[0], points[3] - points[2]
-        north, east = north / (2 * np.radians(small) * meridional), east / (2 * np.radians(small) * normal * np.cos(np.radians(latitude)))
+        north, east = (
+            north / (2 * np.radians(small) * meridional),
+            east / (2 * np.radians(small) * normal * np.cos(np.radians(latitude))),
+        )
         np.testing.assert_allclose(np.hypot(*north), np.hypot(*east), rtol=1e-8)
         np.testing.assert_allclose(north @ east, 0, atol=1e-8)
-        np.testing.assert_allclose(np.hypot(*project(np.array([40.0]), np.array([180 + 1e-4]), 40, 180)[0]), 8.5395, rtol=1e-4)
+        np.testing.assert_allclose(
+            np.hypot(*project(np.array([40.0]), np.array([180 + 1e-4]), 40, 180)[0]), 8.5395, rtol=1e-4
+        )
 
 
 class TestCleaning:
@@ -190,7 +237,9 @@ class TestCleaning:
             kept = _reachable(times, positions, 3.0)
 
             def possible(rows, times=times, positions=positions):
-                return bool((np.hypot(*np.diff(positions[rows], axis=0).T) <= 3.0 * np.diff(times[rows]) / SECOND).all())
+                return bool(
+                    (np.hypot(*np.diff(positions[rows], axis=0).T) <= 3.0 * np.diff(times[rows]) / SECOND).all()
+                )
 
             assert possible(np.flatnonzero(kept))
             subsets = ((chosen, np.flatnonzero((chosen >> np.arange(size)) & 1)) for chosen in range(1, 2**size))
@@ -201,7 +250,9 @@ class TestCleaning:
         for _ in range(20):
             size = int(rng.integers(50, 150))
             times = np.cumsum(rng.integers(1, 5, size)) * SECOND
-            positions = rng.normal(size=(size, 2)).cumsum(0) + 30.0 * (rng.random((size, 1)) < rng.choice([0.1, 0.5])) * rng.normal(size=(size, 2))
+            positions = rng.normal(size=(size, 2)).cumsum(0) + 30.0 * (
+                rng.random((size, 1)) < rng.choice([0.1, 0.5])
+            ) * rng.normal(size=(size, 2))
             lengths = np.ones(size, int)
             for n in range(1, size):
                 reached = np.hypot(*(positions[n] - positions[:n]).T) <= 5.0 * (times[n] - times[:n]) / SECOND
@@ -216,11 +267,23 @@ class TestCleaning:
         assert np.flatnonzero(~_reachable(times, positions, 70.0)).tolist() == [10]
 
     def test_what_is_left_out_is_said(self, caplog):
-        rows = [(0, 5000, 0, "a"), (1, 0, 0, "a"), (2, 1, 0, "a"), (2, 9, 9, "a"), (3, 900, 0, "a"), (4, 901, 0, "a"), (5, 3, 0, "a"), (6, 4, 0, "a")]
+        rows = [
+            (0, 5000, 0, "a"),
+            (1, 0, 0, "a"),
+            (2, 1, 0, "a"),
+            (2, 9, 9, "a"),
+            (3, 900, 0, "a"),
+            (4, 901, 0, "a"),
+            (5, 3, 0, "a"),
+            (6, 4, 0, "a"),
+        ]
         rows += [(0, 1, 1, "lone")]
         write("x.csv", table("time,x,y,track", *rows))
         with caplog.at_level(logging.INFO):
-            close(ready("x.csv", max_speed=10, **METRES).train_sequences, [[[0.0, 0.0], [1.0, 0.0], [NAN, NAN], [NAN, NAN], [3.0, 0.0], [4.0, 0.0]]])
+            close(
+                ready("x.csv", max_speed=10, **METRES).train_sequences,
+                [[[0.0, 0.0], [1.0, 0.0], [NAN, NAN], [NAN, NAN], [3.0, 0.0], [4.0, 0.0]]],
+            )
         said = "Left out: 1 points of the same time as the one before; 3 points that need more than 10 m/s; 1 of 2 tracks with fewer than 2 points."
         assert said in caplog.text
         every = ready("x.csv", max_speed=None, min_points=1, **METRES).train_sequences
@@ -229,7 +292,10 @@ class TestCleaning:
 
 def test_a_coordinate_that_never_changes_has_no_unit():
     write("x.csv", table("time,x,y", *((n, 3, n) for n in range(8))))
-    with pytest.raises(ValueError, match=r"must vary in the training part, but feature 0 is always 3 there\. Set `standardize` to false\."):
+    with pytest.raises(
+        ValueError,
+        match=r"must vary in the training part, but feature 0 is always 3 there\. Set `standardize` to false\.",
+    ):
         _ = ready("x.csv", **{**METRES, "standardize": True}).train_sequences
     assert ready("x.csv", **METRES).train_sequences.values[:, 0].tolist() == [3] * 8
 
@@ -249,16 +315,52 @@ def test_tracks_are_split_as_wholes():
     ("name", "text", "message"),
     [
         ("x.csv", "", "x.csv must not be empty, but is"),
-        ("x.csv", table("time,lat,lon", (0, 1, 2), (2, 1, 2), (1, 1, 2)), "Times must rise along a track, but row 3 of x.csv is earlier .* set `track_column`"),
-        ("x.csv", table("time,lat,lon", (0, 1, 2), (1, 91, 2)), "Latitudes must be from -90 to 90 degrees, but row 2 of x.csv has 91 instead"),
-        ("x.csv", table("time,lat,lon", (0, 1, 2), (1, 1, -180.5)), "Longitudes must be from -180 to 180 degrees, but row 2 of x.csv has -180.5 instead"),
-        ("x.csv", table("time,lat,lon", (0, 1, "east"), (1, 1, 2)), "Values must be numbers, but column 'lon' in row 1 of x.csv has 'east' instead"),
-        ("x.csv", table("time,lat,lon", (0, 1, 2)), "There must be a track of at least 2 points, but all 1 of x.csv have fewer"),
+        (
+            "x.csv",
+            table("time,lat,lon", (0, 1, 2), (2, 1, 2), (1, 1, 2)),
+            "Times must rise along a track, but row 3 of x.csv is earlier .* set `track_column`",
+        ),
+        (
+            "x.csv",
+            table("time,lat,lon", (0, 1, 2), (1, 91, 2)),
+            "Latitudes must be from -90 to 90 degrees, but row 2 of x.csv has 91 instead",
+        ),
+        (
+            "x.csv",
+            table("time,lat,lon", (0, 1, 2), (1, 1, -180.5)),
+            "Longitudes must be from -180 to 180 degrees, but row 2 of x.csv has -180.5 instead",
+        ),
+        (
+            "x.csv",
+            table("time,lat,lon", (0, 1, "east"), (1, 1, 2)),
+            "Values must be numbers, but column 'lon' in row 1 of x.csv has 'east' instead",
+        ),
+        (
+            "x.csv",
+            table("time,lat,lon", (0, 1, 2)),
+            "There must be a track of at least 2 points, but all 1 of x.csv have fewer",
+        ),
         ("x.csv", table("time,lat,lon", (0, None, 2)), "x.csv must hold positions, but has none"),
-        ("x.csv", table("time,lat,lon,track", (0, 1, 2, 1), (1, 1, 2, None)), "`track_column` must name a track for each row, but row 2 of x.csv is empty"),
-        ("x.csv", table("time,lat,x", (0, 1, 2)), "`position_columns` must be in the file, but x.csv has no column called lon or lng .* It has time, lat, x"),
-        ("x.csv", table("time,lat,lon,track", (0, 1, 0, 1), (1, 1, 0, 1), (0, 1, 100, 2), (1, 1, 100, 2), (2, 1, 0, 1)), "track '2' of x.csv is 100 away"),
-        ("x.csv", table("time,lat,lon", (0, 1, 2), (1, 1, 2), (2, 1, 2), (1e6, 1, 2)), "x.csv has 4 rows in .* Set `max_gap`"),
+        (
+            "x.csv",
+            table("time,lat,lon,track", (0, 1, 2, 1), (1, 1, 2, None)),
+            "`track_column` must name a track for each row, but row 2 of x.csv is empty",
+        ),
+        (
+            "x.csv",
+            table("time,lat,x", (0, 1, 2)),
+            "`position_columns` must be in the file, but x.csv has no column called lon or lng .* It has time, lat, x",
+        ),
+        (
+            "x.csv",
+            table("time,lat,lon,track", (0, 1, 0, 1), (1, 1, 0, 1), (0, 1, 100, 2), (1, 1, 100, 2), (2, 1, 0, 1)),
+            "track '2' of x.csv is 100 away",
+        ),
+        (
+            "x.csv",
+            table("time,lat,lon", (0, 1, 2), (1, 1, 2), (2, 1, 2), (1e6, 1, 2)),
+            "x.csv has 4 rows in .* Set `max_gap`",
+        ),
         ("x.gpx", "<gpx><trk></trk></gpx>", "x.gpx must hold a `trk` with points, but has none"),
         ("x.gpx", "<gpx>", "x.gpx must be GPX, but cannot be read as it"),
         (
@@ -267,7 +369,11 @@ def test_tracks_are_split_as_wholes():
             "Each row must have a time, but column 'time' in point 1 of track '1' in x.gpx",
         ),
         ("x.geojson", "[1, 2", "x.geojson must be GeoJSON, but cannot be read as it"),
-        ("x.geojson", '{"features": []}', "x.geojson must hold a LineString, MultiLineString or Point with times, but has none"),
+        (
+            "x.geojson",
+            '{"features": []}',
+            "x.geojson must hold a LineString, MultiLineString or Point with times, but has none",
+        ),
         (
             "x.geojson",
             json.dumps({"features": [{**line(OTHER), "properties": {}}]}),
@@ -280,7 +386,9 @@ def test_wrong_files(name, text, message):
         ready(write(name, text), **RAW)
 
 
-@pytest.mark.parametrize(("name", "text"), [("x.gpx.gz", gpx(walk=OTHER)), ("x.geojson.gz", json.dumps({"features": [line(OTHER)]}))])
+@pytest.mark.parametrize(
+    ("name", "text"), [("x.gpx.gz", gpx(walk=OTHER)), ("x.geojson.gz", json.dumps({"features": [line(OTHER)]}))]
+)
 def test_truncated_and_corrupt_gzip_files(name, text):
     whole = gzip.compress(text.encode())
     for data in (whole[: len(whole) // 2], whole[:20] + bytes(20) + whole[40:], b"plain"):
@@ -303,7 +411,10 @@ def test_deeply_nested_geojson():
         ({"step": 5}, "`step` is for files, but without `path` visitors are drawn every 10 s"),
         ({"position_columns": ["x"]}, "`position_columns` must be two columns, but is \\['x'\\] instead"),
         ({"path": "x.csv", "units": "metres"}, "`position_columns` must be given for positions in metres"),
-        ({"origin": [13.0, 470.0]}, "`origin` must be a latitude and a longitude in degrees, but is \\[13.0, 470.0\\] instead"),
+        (
+            {"origin": [13.0, 470.0]},
+            "`origin` must be a latitude and a longitude in degrees, but is \\[13.0, 470.0\\] instead",
+        ),
         ({"origin": [13.0, 47.0], "units": "metres"}, "`origin` is for degrees, but `units` is 'metres'"),
     ],
 )

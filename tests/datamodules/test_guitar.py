@@ -33,7 +33,11 @@ def write(name: str, signal: np.ndarray, rate: int = 44_100, width: int = 2) -> 
     """(samples,) or (samples, channels) between -1 and 1."""
     Path(name).parent.mkdir(parents=True, exist_ok=True)
     numbers = np.round(signal * (2 ** (8 * width - 1) - 1)).astype(np.int64)
-    data = (numbers + 128).astype(np.uint8).tobytes() if width == 1 else numbers.astype("<i8").reshape(-1, 1).view(np.uint8)[:, :width].tobytes()
+    data = (
+        (numbers + 128).astype(np.uint8).tobytes()
+        if width == 1
+        else numbers.astype("<i8").reshape(-1, 1).view(np.uint8)[:, :width].tobytes()
+    )
     with wave.open(name, "wb") as file:
         file.setnchannels(1 if signal.ndim == 1 else signal.shape[1])
         file.setsampwidth(width)
@@ -49,7 +53,10 @@ def ready(path=None, **words) -> GuitarDataModule:
 
 
 class TestAnalysis:
-    @pytest.mark.parametrize(("frequency", "pitch"), [(440.0, "A"), (261.63, "C"), (246.94, "B"), (1864.66, "A#"), (110.0, "A"), (4186.0, "C")])
+    @pytest.mark.parametrize(
+        ("frequency", "pitch"),
+        [(440.0, "A"), (261.63, "C"), (246.94, "B"), (1864.66, "A#"), (110.0, "A"), (4186.0, "C")],
+    )
     def test_a_tone_is_its_pitch(self, frequency, pitch):
         profiles = HEARD.profiles(torch.from_numpy(tone(frequency)))
         assert profiles.shape == ((22_050 - 8192) // 2048 + 1, 12)
@@ -67,9 +74,13 @@ class TestAnalysis:
             for k in range(129):
                 frequency = k * 8000 / 256
                 if 200 <= frequency <= 3000:
-                    energy[round(12 * np.log2(frequency / 440) + 9) % 12] += abs((piece * np.exp(-2j * np.pi * k * n / 256)).sum()) ** 2
+                    energy[round(12 * np.log2(frequency / 440) + 9) % 12] += (
+                        abs((piece * np.exp(-2j * np.pi * k * n / 256)).sum()) ** 2
+                    )
             expected.append(energy / energy.sum())
-        torch.testing.assert_close(analysis.profiles(torch.from_numpy(signal)), torch.from_numpy(np.array(expected)), rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(
+            analysis.profiles(torch.from_numpy(signal)), torch.from_numpy(np.array(expected)), rtol=1e-9, atol=1e-12
+        )
 
     def test_silence_is_missing_and_short_signals_are_filled_up(self):
         signal = torch.from_numpy(np.concatenate([tone(440.0, 0.4), np.zeros(20_000)]))
@@ -80,7 +91,9 @@ class TestAnalysis:
     @pytest.mark.parametrize("note", [40, 52, 59, 67])
     def test_a_plucked_string_has_its_pitch_and_fades(self, note):
         frequency = 440.0 * 2 ** ((note - 69) / 12)
-        sound = pluck(frequency, 40_000, 44_100, torch.ones(1), torch.full((1,), 0.99), generator(0, "test"))[0].double()
+        sound = pluck(frequency, 40_000, 44_100, torch.ones(1), torch.full((1,), 0.99), generator(0, "test"))[
+            0
+        ].double()
         spectrum = torch.fft.rfft(sound * torch.hann_window(40_000, dtype=torch.float64), 2**18).abs()
         around = slice(int(0.94 * frequency * 2**18 / 44_100), int(1.06 * frequency * 2**18 / 44_100))
         peak = (spectrum[around].argmax().item() + around.start) * 44_100 / 2**18
@@ -114,14 +127,23 @@ class TestFiles:
         """Many programs write 24 bits or more than two channels as WAVE_FORMAT_EXTENSIBLE, whose true format is in a longer header."""
         plain = Path(write("x.wav", np.stack([tone(440.0, 0.1), tone(660.0, 0.1)], axis=1), 22_050, width)).read_bytes()
         kind = b"\x01\x00\x00\x00\x00\x00\x10\x00\x80\x00\x00\xaa\x00\x38\x9b\x71"  # PCM
-        header = struct.pack("<4sI", b"fmt ", 40) + struct.pack("<H", 0xFFFE) + plain[22:36] + struct.pack("<HHI", 22, 8 * width, 3)
+        header = (
+            struct.pack("<4sI", b"fmt ", 40)
+            + struct.pack("<H", 0xFFFE)
+            + plain[22:36]
+            + struct.pack("<HHI", 22, 8 * width, 3)
+        )
         note = b"LIST" + struct.pack("<I", 3) + b"abc\x00"  # a chunk of odd length is followed by a byte of padding
         body = b"WAVE" + note + header + kind + plain[36:]
         Path("y.wav").write_bytes(b"RIFF" + struct.pack("<I", len(body)) + body)
         for found, expected in zip(read_wav(Path("y.wav")), read_wav(Path("x.wav")), strict=True):
             np.testing.assert_array_equal(found, expected)
-        Path("y.wav").write_bytes(Path("y.wav").read_bytes().replace(kind, b"\x03" + kind[1:]))  # floating-point numbers
-        with pytest.raises(ValueError, match=r"y.wav must be a WAV file of whole-number samples \(PCM\), but cannot be read as one"):
+        Path("y.wav").write_bytes(
+            Path("y.wav").read_bytes().replace(kind, b"\x03" + kind[1:])
+        )  # floating-point numbers
+        with pytest.raises(
+            ValueError, match=r"y.wav must be a WAV file of whole-number samples \(PCM\), but cannot be read as one"
+        ):
             read_wav(Path("y.wav"))
 
     def test_a_folder_for_each_chord_or_names(self, caplog):
@@ -133,29 +155,48 @@ class TestFiles:
         assert data.state_names == flat.state_names == ["am", "c"]
         assert torch.equal(data.train_sequences.values, flat.train_sequences.values)
         heard = data.train_sequences.values.argmax(1)
-        assert torch.equal(heard, torch.tensor([PITCHES.index("A"), PITCHES.index("C")])[data.true_states("train").values])
+        assert torch.equal(
+            heard, torch.tensor([PITCHES.index("A"), PITCHES.index("C")])[data.true_states("train").values]
+        )
         write("flat/c7.wav", np.stack([tone(261.63, rate=48_000)] * 2, axis=1), 48_000)
         with caplog.at_level(logging.INFO):
             again = ready("flat", **words)
-        assert "1 of 4 recordings resampled from 48000 to 44100 Hz; 1 of 4 recordings mixed from 2 channels." in caplog.text
-        assert torch.equal(again.train_sequences.values.argmax(1), torch.tensor([9, 0])[again.true_states("train").values])
-        torch.testing.assert_close(torch.cat([HEARD.profiles(piece) for piece in again.sound("train", 3)]), again.train_sequences[3])
+        assert (
+            "1 of 4 recordings resampled from 48000 to 44100 Hz; 1 of 4 recordings mixed from 2 channels."
+            in caplog.text
+        )
+        assert torch.equal(
+            again.train_sequences.values.argmax(1), torch.tensor([9, 0])[again.true_states("train").values]
+        )
+        torch.testing.assert_close(
+            torch.cat([HEARD.profiles(piece) for piece in again.sound("train", 3)]), again.train_sequences[3]
+        )
 
     def test_bad_ones(self):
         write("e/e1.wav", np.zeros(0))
         with pytest.raises(ValueError, match=r"A recording must not be empty, but e/e1.wav has no samples"):
             ready("e/e1.wav")
         write("e/e1.wav", np.zeros(30_000))
-        with pytest.raises(ValueError, match=r"A recording must hold some sound, but e/e1.wav is silent between 100 and 5000 Hz"):
+        with pytest.raises(
+            ValueError, match=r"A recording must hold some sound, but e/e1.wav is silent between 100 and 5000 Hz"
+        ):
             ready("e/e1.wav")
         Path("e/e2.wav").write_bytes(b"RIFF....")
-        with pytest.raises(ValueError, match=r"e/e2.wav must be a WAV file of whole-number samples \(PCM\), but cannot be read as one"):
+        with pytest.raises(
+            ValueError, match=r"e/e2.wav must be a WAV file of whole-number samples \(PCM\), but cannot be read as one"
+        ):
             ready("e/e2.wav")
         write("12.wav", tone(440.0))
-        with pytest.raises(ValueError, match=r"must have the name of its chord and a number, 'am12.wav', or lie in a folder of that name, but 12.wav does not"):
+        with pytest.raises(
+            ValueError,
+            match=r"must have the name of its chord and a number, 'am12.wav', or lie in a folder of that name, but 12.wav does not",
+        ):
             GuitarDataModule("12.wav")
         write("e/e2.wav", tone(440.0))
-        with pytest.raises(ValueError, match=r"`val_fraction` must leave at least one recording of each chord, but 0.1 of the 1 of 'e' is none"):
+        with pytest.raises(
+            ValueError,
+            match=r"`val_fraction` must leave at least one recording of each chord, but 0.1 of the 1 of 'e' is none",
+        ):
             ready("e/e2.wav")
 
 
@@ -163,14 +204,19 @@ class TestSequences:
     def test_recordings_of_parts_are_apart(self):
         data = ready(**SMALL)
         assert (data.num_features, data.state_names) == (12, list(GRIPS))
-        frames = [{tuple(row) for row in part.values.tolist()} for part in (data.train_sequences, data.val_sequences, data.test_sequences)]
+        frames = [
+            {tuple(row) for row in part.values.tolist()}
+            for part in (data.train_sequences, data.val_sequences, data.test_sequences)
+        ]
         assert all(frames)
         assert len(set.union(*frames)) == sum(map(len, frames))
         assert [len(part) for part in (data.train_sequences, data.val_sequences, data.test_sequences)] == [3, 3, 3]
         again, other = ready(**SMALL), ready(**SMALL, chords_per_sequence=4)
         assert torch.equal(again.train_sequences.values, data.train_sequences.values)
         assert not torch.equal(other.train_sequences.lengths, data.train_sequences.lengths)
-        torch.testing.assert_close(torch.cat([HEARD.profiles(piece).double() for piece in data.sound("val", 1)]), data.val_sequences[1])
+        torch.testing.assert_close(
+            torch.cat([HEARD.profiles(piece).double() for piece in data.sound("val", 1)]), data.val_sequences[1]
+        )
 
     def test_compression_raises_soft_notes(self):
         plain, compressed = (ready(**SMALL, compression=compression).test_sequences for compression in (None, 30.0))
@@ -178,10 +224,18 @@ class TestSequences:
         assert compressed.lengths.tolist() == plain.lengths.tolist()
 
     def test_durations(self):
-        words = {"recordings": 2, "num_sequences": 300, "chords_per_sequence": 1, "val_fraction": 0.0, "test_fraction": 0.0}
+        words = {
+            "recordings": 2,
+            "num_sequences": 300,
+            "chords_per_sequence": 1,
+            "val_fraction": 0.0,
+            "test_fraction": 0.0,
+        }
         whole, some = ready(**words, min_duration=None), ready(**words, min_duration=0.3, max_duration=0.6)
         assert len(set(whole.train_sequences.lengths.tolist())) <= 20
-        assert sorted(set(some.train_sequences.lengths.tolist())) == list(range(round(0.3 * 44_100 / 2048), round(0.6 * 44_100 / 2048) + 1))
+        assert sorted(set(some.train_sequences.lengths.tolist())) == list(
+            range(round(0.3 * 44_100 / 2048), round(0.6 * 44_100 / 2048) + 1)
+        )
 
 
 @pytest.mark.parametrize(
@@ -190,8 +244,14 @@ class TestSequences:
         ({"hop": 0}, "`hop` must be positive, but is 0 instead"),
         ({"compression": 0}, "`compression` must be positive, but is 0 instead"),
         ({"chords_per_sequence": 0}, "`chords_per_sequence` must be positive, but is 0 instead"),
-        ({"max_frequency": 50}, "`max_frequency` must be above the 100 Hz of `min_frequency` and at most 22050, half of `sample_rate`, but is 50 instead"),
-        ({"min_duration": 2.0, "max_duration": 1.0}, "`min_duration` must not be longer than `max_duration`, but is 2 and 1 s instead"),
+        (
+            {"max_frequency": 50},
+            "`max_frequency` must be above the 100 Hz of `min_frequency` and at most 22050, half of `sample_rate`, but is 50 instead",
+        ),
+        (
+            {"min_duration": 2.0, "max_duration": 1.0},
+            "`min_duration` must not be longer than `max_duration`, but is 2 and 1 s instead",
+        ),
     ],
 )
 def test_wrong_words(words, message):

@@ -11,7 +11,9 @@ from datamodules import BracketDataModule, ToyMachineDataModule
 from datamodules.languages import pieces
 
 
-@pytest.mark.parametrize(("k", "bits", "length"), [(2, 0.5, 11250), (3, 4 / 9, 33750), (4, 5 / 12, 90000), (5, 0.4, 225000)])
+@pytest.mark.parametrize(
+    ("k", "bits", "length"), [(2, 0.5, 11250), (3, 4 / 9, 33750), (4, 5 / 12, 90000), (5, 0.4, 225000)]
+)
 def test_toy_optimum_and_sizes_are_those_of_the_paper(k, bits, length):
     data = ToyMachineDataModule(k=k)
     assert data.length == data.test_length == length
@@ -26,7 +28,15 @@ def test_toy_runs_keep_their_signal():
     for run in data.train_sequences.tolist():
         assert run[0] + 1 == run[8]
         assert run[0] in (0, 2)
-        assert [symbol // 2 * 2 if symbol in (4, 5, 8, 9, 12, 13) else symbol for symbol in run[1:8]] == [4, 6, 7, 8, 10, 11, 12]
+        assert [symbol // 2 * 2 if symbol in (4, 5, 8, 9, 12, 13) else symbol for symbol in run[1:8]] == [
+            4,
+            6,
+            7,
+            8,
+            10,
+            11,
+            12,
+        ]
     assert data.num_symbols == 14
     np.testing.assert_allclose(data.exact_bits("train"), 4 / 9, rtol=1e-12)  # every run has just as many bits
     assert data.machine.bits_per_symbol([0, 4, 6, 7, 8, 10, 11, 12, 3]) == np.inf
@@ -56,7 +66,10 @@ def test_toy_with_one_alpha_in_closed_form(alpha):
         np.testing.assert_allclose(data.optimal_bits, data.machine.entropy_rate(), rtol=1e-6)
 
 
-@pytest.mark.parametrize(("alpha", "share"), [([0.9999, 0.5], 0.3), ([0.0, 0.999], 0.95), ([0.9999, 0.9998], 0.5), ([0.9, 0.9], 0.2), ([0.7, 0.999], 1.0)])
+@pytest.mark.parametrize(
+    ("alpha", "share"),
+    [([0.9999, 0.5], 0.3), ([0.0, 0.999], 0.95), ([0.9999, 0.9998], 0.5), ([0.9, 0.9], 0.2), ([0.7, 0.999], 1.0)],
+)
 def test_toy_with_two_alphas_near_one(alpha, share):
     """Against the sum of a million terms."""
     tosses = np.arange(1_000_000)
@@ -64,7 +77,9 @@ def test_toy_with_two_alphas_near_one(alpha, share):
     repeats, seen = float(chances @ tosses), chances[chances > 0]
     data = ToyMachineDataModule(k=2, alpha=alpha, alpha_share=share, num_runs=10)
     assert data.length == round(10 * (6 + 3 * repeats))
-    np.testing.assert_allclose(data.optimal_bits, (3 + repeats - float(seen @ np.log2(seen))) / (6 + 3 * repeats), rtol=1e-9)
+    np.testing.assert_allclose(
+        data.optimal_bits, (3 + repeats - float(seen @ np.log2(seen))) / (6 + 3 * repeats), rtol=1e-9
+    )
 
 
 @pytest.mark.parametrize(("k", "bits", "clones"), [(2, 1.0537, 3), (3, 1.1290, 7), (4, 1.1605, 15)])

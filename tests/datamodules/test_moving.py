@@ -22,7 +22,9 @@ def test_trajectories_follow_the_law():
     positions = data.train_sequences.values.view(200, 100, 3)
     targets = data.true_states("train").values.view(200, 100)
     steps = positions[:, 1:] - positions[:, :-1]
-    torch.testing.assert_close(steps.norm(dim=2), torch.ones(200, 99, dtype=torch.float64))  # who stands still errs by 1
+    torch.testing.assert_close(
+        steps.norm(dim=2), torch.ones(200, 99, dtype=torch.float64)
+    )  # who stands still errs by 1
     near = (positions[:, 1:] - data.targets[targets[:, :-1]]).norm(dim=2) <= 1
     changed = targets[:, 1:] != targets[:, :-1]
     assert not bool(changed[~near].any())
@@ -30,7 +32,9 @@ def test_trajectories_follow_the_law():
     away = data.targets[targets[:, :-1]] - positions[:, :-1]
     far = away.norm(dim=2) > 3
     expected = mean_direction(away[far], 1.0)
-    torch.testing.assert_close((steps[far] * expected).sum(1).mean(), expected.square().sum(1).mean(), rtol=0.01, atol=0)
+    torch.testing.assert_close(
+        (steps[far] * expected).sum(1).mean(), expected.square().sum(1).mean(), rtol=0.01, atol=0
+    )
     assert torch.equal(ready(num_sequences=20).train_sequences.values, ready(num_sequences=20).train_sequences.values)
     assert not torch.equal(ready(num_sequences=20).targets, ready(num_sequences=20, seed=1).targets)
 
@@ -52,7 +56,9 @@ def test_direction_of_a_normal_vector(d):
         integrals.append(along * integrals[-1] + (k - 1) * integrals[-2])
     exact = integrals[d - 1].log() - d / 2 * np.log(2 * np.pi) - (centres / 0.7).square().sum(1) / 2
     usable = along > -3  # beyond, the recursion cancels
-    torch.testing.assert_close(direction_log_density(directions[:50].unsqueeze(1), centres, 0.7)[usable], exact[usable], rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        direction_log_density(directions[:50].unsqueeze(1), centres, 0.7)[usable], exact[usable], rtol=0, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("distance", [0.0, 0.3, 3.0, 40.0])
@@ -79,7 +85,9 @@ def test_filter_against_all_paths_of_targets():
                 elif before != after:
                     weight = 0.0
                 if t < last:
-                    weight *= float(direction_log_density(positions[t + 1] - positions[t], targets[after] - positions[t], 0.8).exp())
+                    weight *= float(
+                        direction_log_density(positions[t + 1] - positions[t], targets[after] - positions[t], 0.8).exp()
+                    )
             total += weight
             mean += weight * mean_direction(targets[path[-1]] - positions[last], 0.8)
         torch.testing.assert_close(found[last], positions[last] + mean / total, rtol=1e-9, atol=1e-12)

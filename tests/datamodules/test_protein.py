@@ -66,7 +66,11 @@ def test_records_of_a_file(name):
 def test_ways_to_write_the_same(end, last):
     text = end.join([">one", "ac d", "", "EF\t", ">two", ">three>", "w" * 70, "y"]) + (end if last else "")
     assert chains(ProteinDataModule(write("x.fa", text), **ALL)) == ["ACDEF", "", "W" * 70 + "Y"]
-    assert chains(ProteinDataModule(write("y.fa", b"\xef\xbb\xbf" + end.encode() + text.encode()), **ALL)) == ["ACDEF", "", "W" * 70 + "Y"]
+    assert chains(ProteinDataModule(write("y.fa", b"\xef\xbb\xbf" + end.encode() + text.encode()), **ALL)) == [
+        "ACDEF",
+        "",
+        "W" * 70 + "Y",
+    ]
     plain = end.join(["", "ACD", "", "wy"]) + (end if last else "")
     assert chains(ProteinDataModule(write("x.txt", plain), **ALL)) == ["ACD", "WY"]
 
@@ -177,12 +181,24 @@ def test_drawn_chains_are_reproducible_and_look_like_proteins():
     assert torch.equal(again.train_sequences[7], data.train_sequences[7])
     values, lengths = data.train_sequences.values, data.train_sequences.lengths
     # Shares of the Protein Data Bank: a random sample of 268,623 residues.
-    shares = {"A": 0.078, "C": 0.014, "E": 0.063, "G": 0.073, "K": 0.060, "L": 0.088, "P": 0.047, "V": 0.071, "W": 0.013}
+    shares = {
+        "A": 0.078,
+        "C": 0.014,
+        "E": 0.063,
+        "G": 0.073,
+        "K": 0.060,
+        "L": 0.088,
+        "P": 0.047,
+        "V": 0.071,
+        "W": 0.013,
+    }
     for name, share in shares.items():
         assert (values == data.symbol_names.index(name)).double().mean().item() == pytest.approx(share, rel=0.2)
     assert lengths.median().item() == pytest.approx(209, rel=0.1)
     first = values[data.train_sequences.offsets[:-1]]
-    assert (first == data.symbol_names.index("M")).double().mean().item() == pytest.approx(0.49 + 0.51 * 0.024, abs=0.05)
+    assert (first == data.symbol_names.index("M")).double().mean().item() == pytest.approx(
+        0.49 + 0.51 * 0.024, abs=0.05
+    )
     assert data.state_names == ["helix", "strand", "turn", "start"]
     assert data.true_states("train").values.unique().tolist() == [0, 1, 2, 3]
     assert ProteinDataModule().symbol_names == ["other", *"ACDEFGHIKLMNPQRSTVWY"]
@@ -196,16 +212,25 @@ class TestDownload:
         monkeypatch.setattr(protein, "URL", (folder / "pdb_seqres.txt.gz").as_uri())
         words = {"download": True, "data_dir": "kept", **ALL}
         assert chains(ProteinDataModule(**words)) == ["MVLSEGE", "MNIF"]
-        assert sorted(file.name for file in Path("kept").iterdir()) == ["cache", "pdb_seqres.txt.gz", "pdb_seqres.txt.gz.sha256"]
+        assert sorted(file.name for file in Path("kept").iterdir()) == [
+            "cache",
+            "pdb_seqres.txt.gz",
+            "pdb_seqres.txt.gz.sha256",
+        ]
         write("pdb_seqres.txt.gz", ">new\nAAA\n")  # next week's
         assert chains(ProteinDataModule(**words)) == ["MVLSEGE", "MNIF"]
         write("kept/pdb_seqres.txt.gz", ">broken\nAAA\n")
-        with pytest.raises(ValueError, match=r"must be what was downloaded, with the SHA-256 [0-9a-f]{64} of pdb_seqres.txt.gz.sha256, but has [0-9a-f]{64}"):
+        with pytest.raises(
+            ValueError,
+            match=r"must be what was downloaded, with the SHA-256 [0-9a-f]{64} of pdb_seqres.txt.gz.sha256, but has [0-9a-f]{64}",
+        ):
             ProteinDataModule(**words).setup()
         Path("kept/pdb_seqres.txt.gz.sha256").unlink()  # a file that was put there by other means
         assert chains(ProteinDataModule(**words)) == ["AAA"]
 
     def test_failure_leaves_nothing_behind(self, folder):
-        with pytest.raises(OSError, match=r"none.gz could not be downloaded to kept .* Get it by other means and set `path`"):
+        with pytest.raises(
+            OSError, match=r"none.gz could not be downloaded to kept .* Get it by other means and set `path`"
+        ):
             downloaded((folder / "none.gz").as_uri(), Path("kept"))
         assert list(Path("kept").iterdir()) == []

@@ -15,8 +15,15 @@ NAMES = ["d", "b", "a", "e", "c", "never"]
 
 
 def pack(sequences: list[list[str | None]], states: bool = False) -> Symbols:
-    numbers = np.array([MISSING if name is None else NAMES.index(name) for sequence in sequences for name in sequence], np.int64)
-    return Symbols(numbers, np.array([len(sequence) for sequence in sequences], np.int64), NAMES, np.arange(len(numbers)) if states else None)
+    numbers = np.array(
+        [MISSING if name is None else NAMES.index(name) for sequence in sequences for name in sequence], np.int64
+    )
+    return Symbols(
+        numbers,
+        np.array([len(sequence) for sequence in sequences], np.int64),
+        NAMES,
+        np.arange(len(numbers)) if states else None,
+    )
 
 
 def unpack(symbols: Symbols) -> list[list[str | None]]:
@@ -25,7 +32,9 @@ def unpack(symbols: Symbols) -> list[list[str | None]]:
     return [names[end - size : end] for end, size in zip(ends, symbols.lengths.tolist(), strict=True)]
 
 
-def plainly(sequences: list[list[str | None]], first: int | None, length: int | None, fraction: str) -> tuple[list[list[str | None]], list[str]]:
+def plainly(
+    sequences: list[list[str | None]], first: int | None, length: int | None, fraction: str
+) -> tuple[list[list[str | None]], list[str]]:
     """The rule in words: the rarest, one after another, as long as they are less than the fraction of all."""
     sequences = [sequence[:length] for sequence in sequences[:first]]
     counts = Counter(name for sequence in sequences for name in sequence if name is not None)
@@ -34,12 +43,16 @@ def plainly(sequences: list[list[str | None]], first: int | None, length: int | 
         gone += count
         if gone < Fraction(fraction) * total:
             rare.add(name)
-    merged = [[None if name is None else "rest" if name in rare else name for name in sequence] for sequence in sequences]
+    merged = [
+        [None if name is None else "rest" if name in rare else name for name in sequence] for sequence in sequences
+    ]
     return merged, (["rest"] if rare else []) + sorted(set(counts) - rare)
 
 
 @given(
-    sequences=st.lists(st.lists(st.sampled_from([*NAMES[:5], "a", "a", "b", None]), max_size=12), min_size=1, max_size=12),
+    sequences=st.lists(
+        st.lists(st.sampled_from([*NAMES[:5], "a", "a", "b", None]), max_size=12), min_size=1, max_size=12
+    ),
     first=st.none() | st.integers(1, 8),
     length=st.none() | st.integers(1, 8),
     fraction=st.sampled_from(["0.0", "0.1", "0.2", "0.3", "0.5", "0.9"]),

@@ -31,7 +31,9 @@ def assert_close_to(frequency: torch.Tensor, probs: torch.Tensor, total: torch.T
 def test_stationary_start_is_exact():
     for words in ({}, {"num_states": 40, "concentration": 0.02}, {"num_states": 1}, {"seed": 5, "num_states": 200}):
         data = SyntheticDataModule(**words)
-        torch.testing.assert_close(data.initial_probs @ data.transition_probs, data.initial_probs, rtol=1e-12, atol=1e-15)
+        torch.testing.assert_close(
+            data.initial_probs @ data.transition_probs, data.initial_probs, rtol=1e-12, atol=1e-15
+        )
         assert data.initial_probs.sum().item() == pytest.approx(1, abs=1e-14)
         assert bool((data.initial_probs >= 0).all())
 
@@ -52,12 +54,16 @@ def test_symbols_and_states_follow_the_true_parameters():
     assert_close_to(*_swap(frequencies(states.values, symbols.values, (4, 6)), data.emission_probs))
 
 
-def _swap(pair: tuple[torch.Tensor, torch.Tensor], probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _swap(
+    pair: tuple[torch.Tensor, torch.Tensor], probs: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return pair[0], probs, pair[1]
 
 
 def test_vectors_follow_the_true_parameters():
-    data = ready(emission="gaussian", num_states=3, num_features=2, num_sequences=400, length=50, separation=4.0, seed=2, **ALL)
+    data = ready(
+        emission="gaussian", num_states=3, num_features=2, num_sequences=400, length=50, separation=4.0, seed=2, **ALL
+    )
     assert (data.num_symbols, data.num_features, data.emission_probs) == (None, 2, None)
     states, values = data.true_states("train").values, data.train_sequences.values
     for state in range(3):
@@ -69,9 +75,13 @@ def test_vectors_follow_the_true_parameters():
 
 
 def test_separation_spreads_the_means_and_nothing_else():
-    near, far = (SyntheticDataModule(emission="gaussian", num_states=500, num_features=2, separation=s) for s in (1.0, 7.0))
+    near, far = (
+        SyntheticDataModule(emission="gaussian", num_states=500, num_features=2, separation=s) for s in (1.0, 7.0)
+    )
     torch.testing.assert_close(far.means, 7 * near.means)
-    assert far.means.std().item() == pytest.approx(7, rel=0.1)  # standard error of a standard deviation: 7 / sqrt(2000) = 0.16
+    assert far.means.std().item() == pytest.approx(
+        7, rel=0.1
+    )  # standard error of a standard deviation: 7 / sqrt(2000) = 0.16
     assert bool((near.variances >= 0.25).all() and (near.variances <= 2.25).all())
 
 
@@ -79,7 +89,9 @@ def test_concentration_is_that_of_a_dirichlet():
     for concentration in (0.1, 0.5, 2.0):
         probs = SyntheticDataModule(num_states=50, num_symbols=1000, concentration=concentration).emission_probs
         # E[sum of p^2] = (c + 1) / (V c + 1) for V entries of concentration c; it varies by 2 % at most between draws of this size
-        assert probs.square().sum(1).mean().item() == pytest.approx((concentration + 1) / (1000 * concentration + 1), rel=0.06)
+        assert probs.square().sum(1).mean().item() == pytest.approx(
+            (concentration + 1) / (1000 * concentration + 1), rel=0.06
+        )
     sharp, flat = (SyntheticDataModule(num_states=200, concentration=c).transition_probs for c in (0.005, 50.0))
     assert sharp.isfinite().all()
     assert sharp.sum(1).sub(1).abs().max() < 1e-14
@@ -95,20 +107,28 @@ def test_mostly_constant_transitions():
     torch.testing.assert_close(rows.sum(1), torch.ones(20, dtype=torch.float64))
     torch.testing.assert_close(rows[:, :5].sum(1), torch.full((20,), 0.6, dtype=torch.float64))
     torch.testing.assert_close(rows[:, 5:], torch.full((20, 15), 0.4 / 15, dtype=torch.float64))
-    assert len(data.transition_probs.argmax(1).unique()) > 8  # 20 draws of one in 20 meet 12.8 on average, with deviation 1.4
-    even = SyntheticDataModule(num_states=20, transitions="mostly_constant", concentration=1e6, kept=2, kept_mass=0.3).transition_probs
+    assert (
+        len(data.transition_probs.argmax(1).unique()) > 8
+    )  # 20 draws of one in 20 meet 12.8 on average, with deviation 1.4
+    even = SyntheticDataModule(
+        num_states=20, transitions="mostly_constant", concentration=1e6, kept=2, kept_mass=0.3
+    ).transition_probs
     torch.testing.assert_close(even.topk(2).values, torch.full((20, 2), 0.15, dtype=torch.float64), rtol=0.01, atol=0)
 
 
 def test_graded_transitions():
     probs = SyntheticDataModule(num_states=20, transitions="graded").transition_probs
-    torch.testing.assert_close(probs.sort(dim=1).values, (torch.arange(1, 21, dtype=torch.float64) / 210).expand(20, -1))
+    torch.testing.assert_close(
+        probs.sort(dim=1).values, (torch.arange(1, 21, dtype=torch.float64) / 210).expand(20, -1)
+    )
     assert len(probs.argmax(1).unique()) > 8
 
 
 @pytest.mark.parametrize(("states", "features", "width"), [(20, 2, 4), (27, 3, 2), (4, 1, 3), (1, 2, 0)])
 def test_a_grid_of_means(states, features, width):
-    data = SyntheticDataModule(emission="gaussian", num_states=states, num_features=features, layout="grid", separation=3.2)
+    data = SyntheticDataModule(
+        emission="gaussian", num_states=states, num_features=features, layout="grid", separation=3.2
+    )
     distances = torch.cdist(data.means, data.means)
     nearest = (distances + torch.diag(torch.full((states,), torch.inf, dtype=torch.float64))).min(dim=1).values
     if states > 1:
@@ -118,16 +138,28 @@ def test_a_grid_of_means(states, features, width):
 
 
 def test_every_symbol_occurs_in_training():
-    words = {"num_states": 10, "num_symbols": 10, "concentration": 0.1, "num_sequences": 20, "length": 200, "val_fraction": 0.0, "test_fraction": 0.5}
+    words = {
+        "num_states": 10,
+        "num_symbols": 10,
+        "concentration": 0.1,
+        "num_sequences": 20,
+        "length": 200,
+        "val_fraction": 0.0,
+        "test_fraction": 0.5,
+    }
     redrawn = 0
     for seed in range(20):
         data, plain = (ready(seed=seed, every_symbol=every, **words) for every in (True, False))
         assert (len(data.train_sequences), len(data.test_sequences)) == (10, 10)
         assert len(data.train_sequences.values.unique()) == 10
-        torch.testing.assert_close(data.initial_probs @ data.transition_probs, data.initial_probs, rtol=1e-12, atol=1e-15)
+        torch.testing.assert_close(
+            data.initial_probs @ data.transition_probs, data.initial_probs, rtol=1e-12, atol=1e-15
+        )
         same = torch.equal(data.transition_probs, plain.transition_probs)
         assert same == (len(plain.train_sequences.values.unique()) == 10)  # redrawn where needed, and only there
-        assert bool((data.emission_probs[data.true_states("train").values, data.train_sequences.values.long()] > 0).all())
+        assert bool(
+            (data.emission_probs[data.true_states("train").values, data.train_sequences.values.long()] > 0).all()
+        )
         redrawn += not same
     assert 0 < redrawn < 20
 
@@ -161,7 +193,11 @@ def test_missing_values(emission):
 
 def test_parts_have_their_states():
     data = ready(num_sequences=40, min_length=1, max_length=9)
-    for part, sequences in (("train", data.train_sequences), ("val", data.val_sequences), ("test", data.test_sequences)):
+    for part, sequences in (
+        ("train", data.train_sequences),
+        ("val", data.val_sequences),
+        ("test", data.test_sequences),
+    ):
         assert torch.equal(data.true_states(part).offsets, sequences.offsets)
     assert (len(data.train_sequences), len(data.val_sequences), len(data.test_sequences)) == (32, 4, 4)
 
@@ -178,14 +214,32 @@ def test_parts_have_their_states():
         ({"missing_fraction": 1.0}, "`missing_fraction` must be at least 0 and less than 1, but is 1.0 instead"),
         ({"min_length": 9, "max_length": 3}, "from 9 to 3 instead"),
         ({"length": -1}, "from -1 to -1 instead"),
-        ({"transitions": "sparse"}, "`transitions` must be one of dirichlet, mostly_constant, graded, but is 'sparse' instead"),
+        (
+            {"transitions": "sparse"},
+            "`transitions` must be one of dirichlet, mostly_constant, graded, but is 'sparse' instead",
+        ),
         ({"layout": "line"}, "`layout` must be one of random, grid, but is 'line' instead"),
-        ({"transitions": "mostly_constant", "kept": 5}, "`kept` must be positive and less than the 5 of `num_states`, but is 5 instead"),
-        ({"transitions": "mostly_constant", "kept": 0}, "`kept` must be positive and less than the 5 of `num_states`, but is 0 instead"),
-        ({"transitions": "mostly_constant", "kept": 3, "kept_mass": 0.5}, "`kept_mass` must be at least 3 of 5, .* but is 0.5 instead"),
-        ({"transitions": "mostly_constant", "kept": 3, "kept_mass": 1.0}, "`kept_mass` must be .* less than 1, but is 1.0 instead"),
+        (
+            {"transitions": "mostly_constant", "kept": 5},
+            "`kept` must be positive and less than the 5 of `num_states`, but is 5 instead",
+        ),
+        (
+            {"transitions": "mostly_constant", "kept": 0},
+            "`kept` must be positive and less than the 5 of `num_states`, but is 0 instead",
+        ),
+        (
+            {"transitions": "mostly_constant", "kept": 3, "kept_mass": 0.5},
+            "`kept_mass` must be at least 3 of 5, .* but is 0.5 instead",
+        ),
+        (
+            {"transitions": "mostly_constant", "kept": 3, "kept_mass": 1.0},
+            "`kept_mass` must be .* less than 1, but is 1.0 instead",
+        ),
         ({"emission": "gaussian", "every_symbol": True}, "`every_symbol` is for symbols, but `emission` is 'gaussian'"),
-        ({"num_symbols": 50, "num_sequences": 2, "length": 20, "every_symbol": True}, "100 times not all of the 50 symbols occurred"),
+        (
+            {"num_symbols": 50, "num_sequences": 2, "length": 20, "every_symbol": True},
+            "100 times not all of the 50 symbols occurred",
+        ),
     ],
 )
 def test_wrong_words(words, message):

@@ -17,7 +17,14 @@ from datamodules.corpus import UNKNOWN, hub_texts, spell
 
 @pytest.mark.parametrize(
     ("number", "words"),
-    [(0, "zero"), (13, "thirteen"), (40, "forty"), (99, "ninety nine"), (700, "seven hundred"), (1865, "one thousand eight hundred sixty five")],
+    [
+        (0, "zero"),
+        (13, "thirteen"),
+        (40, "forty"),
+        (99, "ninety nine"),
+        (700, "seven hundred"),
+        (1865, "one thousand eight hundred sixty five"),
+    ],
 )
 def test_numbers_in_words(number, words):
     assert spell(str(number)) == words
@@ -45,7 +52,9 @@ def test_cleaning(tmp_path):
 
 def test_the_paper_keeps_words_of_the_training_text_that_occur_twice_anywhere(tmp_path):
     path = tmp_path / "text.txt"
-    path.write_text("The cat's hat, the hat -- 2 cats!\nThe once-seen cat's 2. " + "The cats once; the hat only tested only")
+    path.write_text(
+        "The cat's hat, the hat -- 2 cats!\nThe once-seen cat's 2. " + "The cats once; the hat only tested only"
+    )
     data = TextDataModule(str(path), cleaning="paper", test_fraction=0.37, val_fraction=0.0)
     # Every other character separates words. "once" and "cats" occur once in each part; "only" occurs twice, but not in the training text.
     assert data.text["train"] == "the cat s hat the hat two cats the once rare cat s two"
@@ -56,7 +65,9 @@ def test_the_paper_keeps_words_of_the_training_text_that_occur_twice_anywhere(tm
 def made_words(seed, size=400):
     """Words of which many are rare, in the second half longer and rarer ones."""
     rng = np.random.default_rng(seed)
-    common, strange = (["".join(rng.choice(list("abcdefgh"), rng.integers(1, longest))) for _ in range(200)] for longest in (4, 12))
+    common, strange = (
+        ["".join(rng.choice(list("abcdefgh"), rng.integers(1, longest))) for _ in range(200)] for longest in (4, 12)
+    )
     return [str(rng.choice(common if n < size // 2 or rng.random() < 0.5 else strange)) for n in range(size)]
 
 
@@ -89,7 +100,9 @@ def test_the_paper_cleans_validation_without_the_test_part(tmp_path):
     words = made_words(3)
     (tmp_path / "text.txt").write_text(" ".join(words))
     options = {"cleaning": "paper", "test_fraction": 0.2, "sequence_length": 100}
-    data, whole = (TextDataModule(str(tmp_path / "text.txt"), val_fraction=fraction, **options) for fraction in (0.3, 0.0))
+    data, whole = (
+        TextDataModule(str(tmp_path / "text.txt"), val_fraction=fraction, **options) for fraction in (0.3, 0.0)
+    )
     first_val, first_test = len(data.text["train"].split()), len((data.text["train"] + data.text["val"]).split())
     found = cleaned(words, kept_words(words[:first_val], words[first_val:first_test], "paper"))
     assert data.text["train"] == " ".join(found[:first_val])
@@ -185,13 +198,17 @@ def test_texts_of_hugging_face(tmp_path, monkeypatch, streaming):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hub"))
     (tmp_path / "set").mkdir()
     rows = made_text().split("\n")
-    (tmp_path / "set" / "train.jsonl").write_text("".join(json.dumps({"text": row, "number": 1}) + "\n" for row in rows))
+    (tmp_path / "set" / "train.jsonl").write_text(
+        "".join(json.dumps({"text": row, "number": 1}) + "\n" for row in rows)
+    )
     (tmp_path / "plain.txt").write_text(made_text(), "utf-8")
     data = TextDataModule(dataset=str(tmp_path / "set"), streaming=streaming, data_dir=str(tmp_path / "data"))
     assert data.text == TextDataModule(str(tmp_path / "plain.txt")).text
     for column, message in (("body", "has only number, text"), ("number", "has int")):
         with pytest.raises(ValueError, match=f"`column` must hold texts.*{message}"):
-            TextDataModule(dataset=str(tmp_path / "set"), column=column, streaming=streaming, data_dir=str(tmp_path / "data")).setup()
+            TextDataModule(
+                dataset=str(tmp_path / "set"), column=column, streaming=streaming, data_dir=str(tmp_path / "data")
+            ).setup()
     with pytest.raises(ValueError, match="`dataset` must be a data set that can be loaded"):
         TextDataModule(dataset=str(tmp_path / "set"), split="nothing").setup()
 
@@ -231,7 +248,9 @@ def test_what_is_wrong_is_said(tmp_path):
     (tmp_path / "empty.txt").write_text("")
     for name, cleaning, streaming in itertools.product(("marks", "empty"), ("letters", "paper"), (False, True)):
         with pytest.raises(ValueError, match=f"nothing is left of .*{name}.txt after cleaning"):
-            TextDataModule(str(tmp_path / f"{name}.txt"), cleaning=cleaning, streaming=streaming, data_dir=str(tmp_path / "data")).setup()
+            TextDataModule(
+                str(tmp_path / f"{name}.txt"), cleaning=cleaning, streaming=streaming, data_dir=str(tmp_path / "data")
+            ).setup()
     with pytest.raises(ValueError, match="`cleaning` must be letters, paper or none, but is 'words' instead"):
         TextDataModule(cleaning="words").setup()
     with pytest.raises(ValueError, match="`sequence_length` must be positive"):

@@ -23,13 +23,21 @@ def full(*values: float) -> torch.Tensor:
 
 
 def mixture_cdf(x: np.ndarray) -> np.ndarray:
-    return sum(share * stats.norm(centre, scale).cdf(x) for share, centre, scale in zip(SHARES, CENTRES, SCALES, strict=True))
+    return sum(
+        share * stats.norm(centre, scale).cdf(x) for share, centre, scale in zip(SHARES, CENTRES, SCALES, strict=True)
+    )
 
 
 DENSITIES = {
     "gaussian": (lambda: DiagonalGaussian(full(1.0), full(2.0)), stats.norm(1.0, 2.0).cdf),
-    "student": (lambda: StudentT(full(1.0), full(2.0), torch.tensor([FREEDOM], dtype=torch.float64)), stats.t(FREEDOM, 1.0, 2.0).cdf),
-    "mixture": (lambda: GaussianMixture(full(*SHARES).log(), full(*CENTRES).unsqueeze(3), full(*SCALES).unsqueeze(3)), mixture_cdf),
+    "student": (
+        lambda: StudentT(full(1.0), full(2.0), torch.tensor([FREEDOM], dtype=torch.float64)),
+        stats.t(FREEDOM, 1.0, 2.0).cdf,
+    ),
+    "mixture": (
+        lambda: GaussianMixture(full(*SHARES).log(), full(*CENTRES).unsqueeze(3), full(*SCALES).unsqueeze(3)),
+        mixture_cdf,
+    ),
 }
 
 

@@ -12,7 +12,20 @@ import torch
 from hmmlearn.hmm import GaussianHMM, PoissonHMM
 from scipy import stats
 
-from lightning_hmm import DMCHMM, HMM, Categorical, Column, Full, Gaussian, Poisson, Product, Sequences, StandardHMM, TorchEmission, fit
+from lightning_hmm import (
+    DMCHMM,
+    HMM,
+    Categorical,
+    Column,
+    Full,
+    Gaussian,
+    Poisson,
+    Product,
+    Sequences,
+    StandardHMM,
+    TorchEmission,
+    fit,
+)
 from lightning_hmm.columns import feature_columns
 from lightning_hmm.inference import Quadratic, Rows
 from lightning_hmm.optim import BaumWelch
@@ -35,7 +48,9 @@ def random_covariances(rng, kind, states, size):
 def gaussian_model(rng, kind, states=3, size=2, variance_prior=0.0, **options):
     model = HMM(states, Gaussian(kind, variance_prior=variance_prior), num_features=size, **options)
     name = "covariance" if kind in ("full", "tied") else "variance"
-    return model.set_parameters(emission={"mean": rng.normal(size=(states, size)), name: random_covariances(rng, kind, states, size)})
+    return model.set_parameters(
+        emission={"mean": rng.normal(size=(states, size)), name: random_covariances(rng, kind, states, size)}
+    )
 
 
 def densities(model, values):
@@ -55,20 +70,33 @@ def densities(model, values):
 def test_gaussian_densities_are_those_of_scipy(rng, kind, missing):
     model, sequences = gaussian_model(rng, kind), random_vectors(rng, missing=missing)
     evidence = model.evidence(0, sequences)
-    np.testing.assert_allclose(evidence.rows().detach(), densities(model, sequences.values.numpy()), rtol=1e-10, atol=1e-10)
+    np.testing.assert_allclose(
+        evidence.rows().detach(), densities(model, sequences.values.numpy()), rtol=1e-10, atol=1e-10
+    )
     assert isinstance(evidence, Rows if missing and kind in ("full", "tied") else Quadratic)
 
 
-@pytest.mark.parametrize(("kind", "theirs"), [("diagonal", "diag"), ("spherical", "spherical"), ("full", "full"), ("tied", "tied")])
+@pytest.mark.parametrize(
+    ("kind", "theirs"), [("diagonal", "diag"), ("spherical", "spherical"), ("full", "full"), ("tied", "tied")]
+)
 def test_em_steps_are_those_of_hmmlearn(rng, kind, theirs):
     states, size, lengths = 3, 2, [40, 25, 1, 60]
     model = gaussian_model(rng, kind, states, size)
     values = rng.normal(size=(sum(lengths), size)) * 2
     sequences = Sequences.from_lengths(torch.from_numpy(values), lengths)
     peer = GaussianHMM(states, theirs, init_params="")
-    peer.startprob_, peer.transmat_, peer.means_ = model.initial_probs.numpy(), model.transition_probs.numpy(), model.emission.mean.numpy()
+    peer.startprob_, peer.transmat_, peer.means_ = (
+        model.initial_probs.numpy(),
+        model.transition_probs.numpy(),
+        model.emission.mean.numpy(),
+    )
     covariance = model.emission.covariance.numpy()
-    peer.covars_ = {"diag": model.emission.variance.numpy(), "spherical": covariance[:, 0, 0], "full": covariance, "tied": covariance[0]}[theirs]
+    peer.covars_ = {
+        "diag": model.emission.variance.numpy(),
+        "spherical": covariance[:, 0, 0],
+        "full": covariance,
+        "tied": covariance[0],
+    }[theirs]
     assert model.score(sequences).sum().item() == pytest.approx(peer.score(values, lengths), rel=1e-12)
     fit(model, sequences, 6, 0)
     _hmmlearn_em(peer, values, lengths, kind)
@@ -81,7 +109,11 @@ def _hmmlearn_em(peer, values, lengths, kind):
     """hmmlearn's E-steps with plain maximum-likelihood M-steps: its own have priors whose flat limit differs by covariance type."""
     size = values.shape[1]
     for _ in range(6):
-        starts, pairs, posteriors = np.zeros(peer.n_components), np.zeros((peer.n_components,) * 2), peer.predict_proba(values, lengths)
+        starts, pairs, posteriors = (
+            np.zeros(peer.n_components),
+            np.zeros((peer.n_components,) * 2),
+            peer.predict_proba(values, lengths),
+        )
         first = np.cumsum([0, *lengths])
         frames = peer._compute_log_likelihood(values)
         for begin, end in pairwise(first):
@@ -122,9 +154,15 @@ def _expected_pairs(initial, transition, log_rows):
 def test_poisson_em_is_that_of_hmmlearn(rng):
     lengths = [50, 30]
     values = rng.poisson(4, size=(80, 2)).astype(float)
-    model = HMM(2, Poisson(rate_prior=1e-300), num_features=2).set_parameters(emission={"rate": [[1.0, 2.0], [5.0, 4.0]]})
+    model = HMM(2, Poisson(rate_prior=1e-300), num_features=2).set_parameters(
+        emission={"rate": [[1.0, 2.0], [5.0, 4.0]]}
+    )
     peer = PoissonHMM(2, n_iter=8, tol=-math.inf, init_params="", lambdas_prior=0, lambdas_weight=0)
-    peer.startprob_, peer.transmat_, peer.lambdas_ = model.initial_probs.numpy(), model.transition_probs.numpy(), model.emission.rate.numpy()
+    peer.startprob_, peer.transmat_, peer.lambdas_ = (
+        model.initial_probs.numpy(),
+        model.transition_probs.numpy(),
+        model.emission.rate.numpy(),
+    )
     sequences = Sequences.from_lengths(torch.from_numpy(values), lengths)
     assert model.score(sequences).sum().item() == pytest.approx(peer.score(values.astype(int), lengths), rel=1e-12)
     peer.fit(values.astype(int), lengths)
@@ -183,7 +221,9 @@ def product_model(**options):
 
 
 def product_data(rng, missing=0.1):
-    values = np.concatenate([rng.normal(size=(60, 1)), rng.poisson(3, (60, 1)), rng.normal(size=(60, 1)), rng.integers(0, 3, (60, 1))], 1)
+    values = np.concatenate(
+        [rng.normal(size=(60, 1)), rng.poisson(3, (60, 1)), rng.normal(size=(60, 1)), rng.integers(0, 3, (60, 1))], 1
+    )
     values[rng.random(values.shape) < missing] = np.nan
     return Sequences.from_lengths(torch.from_numpy(values), [20, 0, 39, 1])
 
@@ -196,7 +236,9 @@ def test_a_product_is_the_sum_of_its_parts(rng):
     expected = densities(HMM(2, Gaussian("full"), num_features=2).set_parameters(
         emission={"mean": gaussian.mean, "covariance": gaussian.covariance}), values[:, [0, 2]])  # fmt: skip
     counts, symbols = values[:, 1], values[:, 3]
-    expected += np.where(np.isnan(counts)[:, None], 0.0, stats.poisson(poisson.rate[:, 0].numpy()).logpmf(np.nan_to_num(counts)[:, None]))
+    expected += np.where(
+        np.isnan(counts)[:, None], 0.0, stats.poisson(poisson.rate[:, 0].numpy()).logpmf(np.nan_to_num(counts)[:, None])
+    )
     log_probs = np.log(categorical.probs.numpy())
     expected += np.where(np.isnan(symbols)[:, None], 0.0, log_probs[:, np.nan_to_num(symbols).astype(int)].T)
     np.testing.assert_allclose(model.evidence(0, sequences).rows().detach(), expected, rtol=1e-9, atol=1e-9)
@@ -208,7 +250,10 @@ def test_products_of_exponential_families_stay_quadratic(rng):
     model.initialize(sequences)
     evidence = model.evidence(0, sequences)
     assert isinstance(evidence, Quadratic)
-    parts = [part.evidence(part.natural(0), sequences.with_values(sequences.values[:, [n]])).rows() for n, part in enumerate(model.emission.parts)]
+    parts = [
+        part.evidence(part.natural(0), sequences.with_values(sequences.values[:, [n]])).rows()
+        for n, part in enumerate(model.emission.parts)
+    ]
     torch.testing.assert_close(evidence.rows(), torch.stack(parts).sum(0))
 
 
@@ -221,7 +266,9 @@ def test_samples_have_the_moments_that_are_predicted(make):
     else:
         rng = np.random.default_rng(3)
         name = "covariance" if emission.has_matrices else "variance"
-        model.set_parameters(emission={"mean": rng.normal(size=(2, 2)), name: random_covariances(rng, emission.kind, 2, 2)})
+        model.set_parameters(
+            emission={"mean": rng.normal(size=(2, 2)), name: random_covariances(rng, emission.kind, 2, 2)}
+        )
     states = torch.arange(2).repeat_interleave(40_000)
     drawn = model.emission.sample(states, torch.Generator().manual_seed(0))
     for state in range(2):
@@ -237,8 +284,14 @@ def test_samples_have_the_moments_that_are_predicted(make):
 @pytest.mark.parametrize(("mean", "variance"), [(1e9, 1.0), (1000.0, 1e-12)])
 def test_parameters_that_are_set_far_from_zero_score_right(kind, mean, variance):
     """Before any training there is no center from data."""
-    name, spread = ("covariance", variance * np.eye(2)[None].repeat(2, 0)) if kind in ("full", "tied") else ("variance", np.full((2, 2), variance))
-    model = HMM(2, Gaussian(kind), num_features=2).set_parameters(emission={"mean": np.full((2, 2), mean), name: spread})
+    name, spread = (
+        ("covariance", variance * np.eye(2)[None].repeat(2, 0))
+        if kind in ("full", "tied")
+        else ("variance", np.full((2, 2), variance))
+    )
+    model = HMM(2, Gaussian(kind), num_features=2).set_parameters(
+        emission={"mean": np.full((2, 2), mean), name: spread}
+    )
     value = mean + 0.1 * variance**0.5
     expected = 2 * stats.norm(mean, variance**0.5).logpdf(value)
     assert model.score([np.full((1, 2), value)]).item() == pytest.approx(expected, rel=1e-6)
@@ -258,7 +311,9 @@ class Laplace(torch.nn.Module):
 
 
 def test_a_module_of_torch_is_an_emission(rng):
-    sequences = Sequences.from_list([torch.from_numpy(rng.laplace(size=(50, 2)) + 4.0 * (np.arange(50)[:, None] // 10 % 2)) for _ in range(6)])
+    sequences = Sequences.from_list(
+        [torch.from_numpy(rng.laplace(size=(50, 2)) + 4.0 * (np.arange(50)[:, None] // 10 % 2)) for _ in range(6)]
+    )
     sequences.values[::9, 0] = torch.nan
     model = HMM(2, TorchEmission(Laplace, m_steps=10), num_features=2, restarts=2)
     model.initialize(sequences)
@@ -369,7 +424,9 @@ def test_a_start_far_from_the_data_is_reported(rng):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fit(model, [values + 1], max_epochs=2)
-    with pytest.warns(UserWarning, match=r"the means that the model has.* far from the data.* mean of the data is (49|50)"):
+    with pytest.warns(
+        UserWarning, match=r"the means that the model has.* far from the data.* mean of the data is (49|50)"
+    ):
         fit(model, [values + 50], max_epochs=2)
 
 
@@ -393,7 +450,9 @@ def test_training_further_on_the_same_data_is_training_longer(rng):
     ],
 )
 def test_priors_are_finite(make, name, prior):
-    with pytest.raises(ValueError, match=f"`{name}` must (be a finite number|not be negative), but is {prior!r} instead."):
+    with pytest.raises(
+        ValueError, match=f"`{name}` must (be a finite number|not be negative), but is {prior!r} instead."
+    ):
         make(prior)
 
 
@@ -412,12 +471,16 @@ def test_data_without_a_complete_step_can_start(rng, kind, initialization):
 def test_columns_without_a_value_are_named():
     values = np.column_stack([np.arange(10.0), np.full(10, np.nan)])
     for emission in (Gaussian(), Gaussian("full"), Poisson(), Product([Poisson(), Poisson()])):
-        with pytest.raises(ValueError, match="Every column must be observed somewhere, but 'feature_1' is missing at every step"):
+        with pytest.raises(
+            ValueError, match="Every column must be observed somewhere, but 'feature_1' is missing at every step"
+        ):
             fit(HMM(2, emission), [values])
 
 
 def test_too_few_observed_steps_are_reported():
-    with pytest.raises(ValueError, match="3 states need at least as many observed steps to start from, but there are 2"):
+    with pytest.raises(
+        ValueError, match="3 states need at least as many observed steps to start from, but there are 2"
+    ):
         fit(HMM(3, Gaussian()), [[1.0, 2.0, np.nan]])
 
 
@@ -429,5 +492,7 @@ def test_numbers_whose_squares_leave_the_range_are_refused(rng, kind, scale):
         fit(HMM(2, Gaussian(kind)), [values * scale])
     for moderate in (1e130, 1e-130):
         model = fit(HMM(2, Gaussian(kind)), [values * moderate], max_epochs=5, tolerance=0)
-        expected = fit(HMM(2, Gaussian(kind)), [values], max_epochs=5, tolerance=0).score([values]) - values.size * math.log(moderate)
+        expected = fit(HMM(2, Gaussian(kind)), [values], max_epochs=5, tolerance=0).score(
+            [values]
+        ) - values.size * math.log(moderate)
         torch.testing.assert_close(model.score([values * moderate]), expected, rtol=1e-6, atol=1e-6)

@@ -32,7 +32,9 @@ def _data(kind: str) -> Sequences:
         values = np.digitize(wave, [-1.2, -0.4, 0.2, 0.8, 1.4])
         return Sequences.from_lengths(torch.from_numpy(np.where(place % 13 == 5, -1, values)), lengths, weights)
     if kind == "whole symbols":
-        return Sequences.from_lengths(torch.from_numpy(np.digitize(wave, [-1.2, -0.4, 0.2, 0.8, 1.4])), lengths, weights)
+        return Sequences.from_lengths(
+            torch.from_numpy(np.digitize(wave, [-1.2, -0.4, 0.2, 0.8, 1.4])), lengths, weights
+        )
     vectors = np.stack([wave, np.roll(wave, 3) + 100.0, np.cos(0.3 * place)], 1)
     vectors[place % 11 == 4, 1] = np.nan
     vectors[place % 17 == 9] = np.nan
@@ -44,25 +46,47 @@ CASES: dict[str, tuple[Callable[..., Any], str, dict[str, Any]]] = {
     "standard": (lambda **o: StandardHMM(12, 6, **PRIORS, **o), "symbols", {}),
     "standard, few states": (lambda **o: StandardHMM(3, 6, **o), "symbols", {}),
     "standard, restarts": (lambda **o: StandardHMM(5, 6, restarts=2, **o), "symbols", {}),
-    "standard, online": (lambda **o: StandardHMM(5, 6, emission_pseudocount=0.1, **ONLINE, **o), "symbols", {"batch_size": 8}),
-    "standard, many updates": (lambda **o: StandardHMM(5, 6, emission_pseudocount=0.1, sequences_per_update=4, **ONLINE, **o), "symbols", {"batch_size": 20}),
+    "standard, online": (
+        lambda **o: StandardHMM(5, 6, emission_pseudocount=0.1, **ONLINE, **o),
+        "symbols",
+        {"batch_size": 8},
+    ),
+    "standard, many updates": (
+        lambda **o: StandardHMM(5, 6, emission_pseudocount=0.1, sequences_per_update=4, **ONLINE, **o),
+        "symbols",
+        {"batch_size": 20},
+    ),
     "Gaussian": (lambda **o: StandardHMM(6, **GAUSSIAN, **PRIORS, **o), "vectors", {}),
     "Gaussian, online": (lambda **o: StandardHMM(4, **GAUSSIAN, **ONLINE, **o), "vectors", {"batch_size": 8}),
     "DMC": (lambda **o: DMCHMM(40, 2, num_symbols=6, **o), "symbols", {}),
     "DMC, Gaussian": (lambda **o: DMCHMM(8, 2, **GAUSSIAN, **o), "vectors", {}),
     "dense": (lambda **o: DenseHMM(6, 6, 3, objective="em", m_steps=5, **o), "symbols", {}),
-    "dense, Gaussian": (lambda **o: DenseHMM(4, embedding_dim=3, objective="em", m_steps=5, emission="gaussian", num_features=3, **o), "vectors", {}),
+    "dense, Gaussian": (
+        lambda **o: DenseHMM(4, embedding_dim=3, objective="em", m_steps=5, emission="gaussian", num_features=3, **o),
+        "vectors",
+        {},
+    ),
     "cloned": (lambda **o: ClonedHMM(30, 6, pairs="all", transition_pseudocount=1e-3, **o), "whole symbols", {}),
-    "cloned, missing symbols": (lambda **o: ClonedHMM(30, 6, pairs="all", transition_pseudocount=1e-3, **o), "symbols", {}),
+    "cloned, missing symbols": (
+        lambda **o: ClonedHMM(30, 6, pairs="all", transition_pseudocount=1e-3, **o),
+        "symbols",
+        {},
+    ),
     "cloned, online": (lambda **o: ClonedHMM(30, 6, pairs="all", **ONLINE, **o), "whole symbols", {"batch_size": 8}),
-    "cloned, many updates": (lambda **o: ClonedHMM(30, 6, pairs="all", sequences_per_update=4, **ONLINE, **o), "whole symbols", {"batch_size": 20}),
+    "cloned, many updates": (
+        lambda **o: ClonedHMM(30, 6, pairs="all", sequences_per_update=4, **ONLINE, **o),
+        "whole symbols",
+        {"batch_size": 20},
+    ),
 }
 
 
 def left_right(arithmetic: str) -> Any:
     """Structural zeros, which take a route of their own."""
     model = StandardHMM(5, 6, arithmetic=arithmetic)
-    steps = torch.tensor([[0.8 if j == i else 0.2 if j == i + 1 else 0.0 for j in range(5)] for i in range(5)], dtype=torch.float64)
+    steps = torch.tensor(
+        [[0.8 if j == i else 0.2 if j == i + 1 else 0.0 for j in range(5)] for i in range(5)], dtype=torch.float64
+    )
     steps[4, 4] = 1.0
     return model.set_parameters(initial=[1.0, 0.0, 0.0, 0.0, 0.0], transition=steps)
 
@@ -70,7 +94,9 @@ def left_right(arithmetic: str) -> Any:
 CASES["standard, left-right"] = (lambda arithmetic: left_right(arithmetic), "symbols", {})
 
 
-def results(name: str, arithmetic: str, start: dict[str, np.ndarray] | None = None) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+def results(
+    name: str, arithmetic: str, start: dict[str, np.ndarray] | None = None
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """The starting parameters, and what inference and five EM steps make of them."""
     make, kind, options = CASES[name]
     model, data = make(arithmetic=arithmetic), _data(kind)
@@ -90,7 +116,9 @@ def results(name: str, arithmetic: str, start: dict[str, np.ndarray] | None = No
     }
     counts = posterior.transition_counts
     found |= (
-        {"counts transition_counts": counts} if isinstance(counts, torch.Tensor) else {f"counts transition_counts {n}": part for n, part in enumerate(counts)}
+        {"counts transition_counts": counts}
+        if isinstance(counts, torch.Tensor)
+        else {f"counts transition_counts {n}": part for n, part in enumerate(counts)}
     )
     fit(model, data, 5, 0, **options)
     found |= {f"after five steps: {name}": value for name, value in _parameters(model).items()}
@@ -99,7 +127,11 @@ def results(name: str, arithmetic: str, start: dict[str, np.ndarray] | None = No
 
 
 def _parameters(model: Any) -> dict[str, torch.Tensor]:
-    found = {name: getattr(model, name) for name in ("initial_probs", "transition_probs", "emission_probs") if hasattr(model, name)}
+    found = {
+        name: getattr(model, name)
+        for name in ("initial_probs", "transition_probs", "emission_probs")
+        if hasattr(model, name)
+    }
     emission = getattr(model, "emission", None)
     return found | {name: getattr(emission, name) for name in ("mean", "variance") if hasattr(emission, name)}
 

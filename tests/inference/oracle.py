@@ -56,7 +56,11 @@ def _joint(log_initial: np.ndarray, log_transition: np.ndarray, rows: np.ndarray
 
 def enumerate_paths(log_initial: np.ndarray, log_transition: np.ndarray, rows: np.ndarray) -> Answer:
     steps, num_states = rows.shape
-    smoothed, filtered, pairs = np.zeros((steps, num_states)), np.zeros((steps, num_states)), np.zeros((num_states, num_states))
+    smoothed, filtered, pairs = (
+        np.zeros((steps, num_states)),
+        np.zeros((steps, num_states)),
+        np.zeros((num_states, num_states)),
+    )
     if steps == 0:
         return Answer(0.0, smoothed, filtered, pairs, np.zeros(0, int), 0.0)
     paths, scores = _joint(log_initial, log_transition, rows)
@@ -79,7 +83,12 @@ def enumerate_next(log_initial: np.ndarray, log_transition: np.ndarray, rows: np
     """p(z_{T+steps} | y_1:T): the last state of all longer paths, whose last steps say nothing."""
     longer = np.concatenate([rows, np.zeros((steps, rows.shape[1]))])
     paths, scores = _joint(log_initial, log_transition, longer)
-    return np.array([np.exp(logsumexp(np.append(scores[paths[:, -1] == k], -np.inf)) - logsumexp(scores)) for k in range(rows.shape[1])])
+    return np.array(
+        [
+            np.exp(logsumexp(np.append(scores[paths[:, -1] == k], -np.inf)) - logsumexp(scores))
+            for k in range(rows.shape[1])
+        ]
+    )
 
 
 def log_space(log_initial: np.ndarray, log_transition: np.ndarray, rows: np.ndarray) -> Answer:
@@ -173,12 +182,18 @@ def log_rows(rng: np.random.Generator, *shape: int, zeros: float = 0.0) -> Tenso
         return torch.from_numpy(np.log(weights / weights.sum(-1, keepdims=True)))
 
 
-def mostly_constant(rng: np.random.Generator, num_states: int, num_kept: int, *, low: float = 0.0, zeros: float = 0.0) -> MostlyConstant:
+def mostly_constant(
+    rng: np.random.Generator, num_states: int, num_kept: int, *, low: float = 0.0, zeros: float = 0.0
+) -> MostlyConstant:
     """Kept entries above the row's constant, but for a share `low` of them; a share `zeros` of them and of the constants is zero."""
     indices = np.stack([np.sort(rng.permutation(num_states)[:num_kept]) for _ in range(num_states)])
-    values = np.where(rng.random(indices.shape) < low, rng.random(indices.shape) * 1e-3, 1 + 5 * rng.random(indices.shape))
+    values = np.where(
+        rng.random(indices.shape) < low, rng.random(indices.shape) * 1e-3, 1 + 5 * rng.random(indices.shape)
+    )
     values = np.where(rng.random(indices.shape) < zeros, 0.0, values)
-    constants = np.where((rng.random(num_states) < zeros) & (values.sum(1) > 0), 0.0, 0.2 + 0.8 * rng.random(num_states))
+    constants = np.where(
+        (rng.random(num_states) < zeros) & (values.sum(1) > 0), 0.0, 0.2 + 0.8 * rng.random(num_states)
+    )
     total = values.sum(1) + (num_states - num_kept) * constants
     with np.errstate(divide="ignore"):
         arrays = np.log(values / total[:, None]), np.log(constants / total)
@@ -191,8 +206,12 @@ def gaussian(means: np.ndarray, variances: np.ndarray, center: np.ndarray, value
     observed, size = ~np.isnan(u), len(center)
     first, shown = torch.arange(size), torch.arange(size, 2 * size)
     pairs = torch.cat([torch.stack(pair, 1) for pair in ((first, shown), (first, first), (shown, shown))])
-    weights = np.concatenate([offset / variances, -0.5 / variances, -(offset**2) / (2 * variances) - 0.5 * np.log(2 * np.pi * variances)], 1)
-    return Quadratic(torch.from_numpy(np.concatenate([np.where(observed, u, 0), observed], 1)), pairs, torch.from_numpy(weights))
+    weights = np.concatenate(
+        [offset / variances, -0.5 / variances, -(offset**2) / (2 * variances) - 0.5 * np.log(2 * np.pi * variances)], 1
+    )
+    return Quadratic(
+        torch.from_numpy(np.concatenate([np.where(observed, u, 0), observed], 1)), pairs, torch.from_numpy(weights)
+    )
 
 
 def gaussian_rows(means: np.ndarray, variances: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -206,7 +225,15 @@ def symbol_rows(log_probs: np.ndarray, symbols: np.ndarray) -> np.ndarray:
 
 
 def make(
-    kind: str, num_states: int, lengths: Any, *, kept: int | None = None, seed: int = 0, zeros: float = 0.0, low: float = 0.0, missing: float = 0.2
+    kind: str,
+    num_states: int,
+    lengths: Any,
+    *,
+    kept: int | None = None,
+    seed: int = 0,
+    zeros: float = 0.0,
+    low: float = 0.0,
+    missing: float = 0.2,
 ) -> Model:
     """A random model and data for it. A share `missing` of the values is missing, and some vectors are in part.
 
@@ -224,17 +251,30 @@ def make(
         evidence = Table(log_rows(rng, num_states, 4, zeros=zeros), sequences.symbols(4))
         rows = symbol_rows(evidence.log_probs.numpy(), symbols)
     elif kind == "quadratic":
-        means, variances, center = rng.normal(0, 2, (num_states, 3)), rng.gamma(2, size=(num_states, 3)) + 0.1, rng.normal(size=3)
+        means, variances, center = (
+            rng.normal(0, 2, (num_states, 3)),
+            rng.gamma(2, size=(num_states, 3)) + 0.1,
+            rng.normal(size=3),
+        )
         features = rng.normal(0, 2, (steps, 3))
         features[rng.random((steps, 3)) < missing] = np.nan
         features[rng.random(steps) < missing / 2] = np.nan
-        evidence, sequences = gaussian(means, variances, center, features), Sequences.from_lengths(torch.from_numpy(features), lengths)
+        evidence, sequences = (
+            gaussian(means, variances, center, features),
+            Sequences.from_lengths(torch.from_numpy(features), lengths),
+        )
         rows = gaussian_rows(means, variances, features)
     else:
         rows = rng.normal(0, 2, (steps, num_states))
         rows[rng.random(rows.shape) < zeros / 2] = -np.inf
         evidence = Rows(torch.from_numpy(rows))
-    return Model(initial, operator, evidence, sequences, [rows[first:last] for first, last in itertools.pairwise(sequences.offsets.tolist())])
+    return Model(
+        initial,
+        operator,
+        evidence,
+        sequences,
+        [rows[first:last] for first, last in itertools.pairwise(sequences.offsets.tolist())],
+    )
 
 
 def counts_of(operator: Operator, pairs: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -247,12 +287,17 @@ def counts_of(operator: Operator, pairs: np.ndarray) -> tuple[np.ndarray, ...]:
     return np.take_along_axis(pairs, operator.indices.numpy(), 1), np.where(kept, 0, pairs).sum(1)
 
 
-def statistics(model: Model, answers: list[Answer], weights: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, ...], np.ndarray]:
+def statistics(
+    model: Model, answers: list[Answer], weights: np.ndarray
+) -> tuple[np.ndarray, tuple[np.ndarray, ...], np.ndarray]:
     """Expected starts, the operator's counts and the evidence's, each answer times its weight."""
     num_states = len(model.initial)
     shares = [answer.smoothed * weight for answer, weight in zip(answers, weights, strict=True)]
     initial = sum((share[0] for share in shares if len(share)), np.zeros(num_states))
-    pairs = sum((answer.pairs * weight for answer, weight in zip(answers, weights, strict=True)), np.zeros((num_states, num_states)))
+    pairs = sum(
+        (answer.pairs * weight for answer, weight in zip(answers, weights, strict=True)),
+        np.zeros((num_states, num_states)),
+    )
     packed, evidence = np.concatenate([np.zeros((0, num_states)), *shares]), model.evidence
     if isinstance(evidence, Rows):
         pulled = packed
@@ -266,7 +311,9 @@ def statistics(model: Model, answers: list[Answer], weights: np.ndarray) -> tupl
     return initial, counts_of(model.operator, pairs), pulled
 
 
-def check_statistics(found: EStep, model: Model, answers: list[Answer], weights: np.ndarray, **tolerance: float) -> None:
+def check_statistics(
+    found: EStep, model: Model, answers: list[Answer], weights: np.ndarray, **tolerance: float
+) -> None:
     initial, counts, evidence = statistics(model, answers, weights)
     assert_allclose(found.initial, initial, **tolerance)
     for ours, theirs in zip(found.counts, counts, strict=True):

@@ -29,13 +29,19 @@ def problem(kind: str, evidence: str, seed: int = 0):
         "dense": lambda: Dense(matrix),
         "mostly constant": lambda: MostlyConstant(kept, values.log(), ((1 - values.sum(1)) / (K - 2)).log()),
         "time-varying": lambda: TimeVarying(rows(3, K, K, generator=generator), index),
-        "duration": lambda: Duration(torch.tensor([[0.0, 1.0], [1.0, 0.0]], dtype=torch.float64).log(), rows(2, 2, generator=generator)),
+        "duration": lambda: Duration(
+            torch.tensor([[0.0, 1.0], [1.0, 0.0]], dtype=torch.float64).log(), rows(2, 2, generator=generator)
+        ),
     }[kind]()
     symbols = torch.randint(0, V + 1, (12,), generator=generator).to(torch.uint8)
-    columns = torch.cat([torch.randn(12, 2, generator=generator, dtype=torch.float64), torch.ones(12, 1, dtype=torch.float64)], 1)
+    columns = torch.cat(
+        [torch.randn(12, 2, generator=generator, dtype=torch.float64), torch.ones(12, 1, dtype=torch.float64)], 1
+    )
     seen = {
         "table": lambda: Table(rows(K, V, generator=generator), symbols),
-        "quadratic": lambda: Quadratic(columns, torch.tensor([[0, 2], [0, 1], [2, 2]]), torch.randn(K, 3, generator=generator, dtype=torch.float64)),
+        "quadratic": lambda: Quadratic(
+            columns, torch.tensor([[0, 2], [0, 1], [2, 2]]), torch.randn(K, 3, generator=generator, dtype=torch.float64)
+        ),
         "rows": lambda: Rows(torch.randn(12, K, generator=generator, dtype=torch.float64)),
     }[evidence]()
     return initial, operator, seen, OFFSETS
@@ -53,7 +59,11 @@ def enumerated(initial, operator, evidence, offsets):
         scores = initial + log_rows[first]
         for t in range(first + 1, last):
             matrix = operator.to_dense(torch.tensor([t])).reshape(K, K)
-            scores = (scores[..., None] + matrix + log_rows[t]).flatten(0, -2) if scores.dim() > 1 else scores[:, None] + matrix + log_rows[t]
+            scores = (
+                (scores[..., None] + matrix + log_rows[t]).flatten(0, -2)
+                if scores.dim() > 1
+                else scores[:, None] + matrix + log_rows[t]
+            )
         found.append(torch.logsumexp(scores.flatten(), 0))
         del total
     return torch.stack(found)
@@ -94,14 +104,18 @@ def test_samples_follow_the_posterior(kind):
     seen, offsets, draws = seen.at(torch.arange(3).repeat(4000)), torch.arange(4001) * 3, 4000
     if isinstance(operator, TimeVarying):
         operator = TimeVarying(operator.log_probs, operator.index[:3].repeat(draws))
-    path = inference.sample_posterior(initial, operator, seen, offsets, torch.Generator().manual_seed(0)).reshape(draws, 3)
+    path = inference.sample_posterior(initial, operator, seen, offsets, torch.Generator().manual_seed(0)).reshape(
+        draws, 3
+    )
     smoothed = inference.posterior(initial, operator, seen, offsets).smoothed[:3]
     shares = torch.stack([torch.bincount(path[:, t], minlength=K) for t in range(3)]).double() / draws
     assert float((shares - smoothed).abs().max()) < 0.04
     states, _ = inference.sample(initial, operator, torch.full((draws,), 3), torch.Generator().manual_seed(1))
     free = Rows(torch.zeros(3 * draws, K, dtype=torch.float64))
     prior = inference.posterior(initial, operator, free, offsets).smoothed[:3]
-    shares = torch.stack([torch.bincount(states.reshape(draws, 3)[:, t], minlength=K) for t in range(3)]).double() / draws
+    shares = (
+        torch.stack([torch.bincount(states.reshape(draws, 3)[:, t], minlength=K) for t in range(3)]).double() / draws
+    )
     assert float((shares - prior).abs().max()) < 0.04
 
 
@@ -147,7 +161,10 @@ def test_explain_names_the_backend_and_the_reason(monkeypatch):
     with pytest.raises(ValueError, match=r"`LIGHTNING_HMM_BACKEND` must be one of .*, but is 'abacus'"):
         inference.explain(operator, seen)
     monkeypatch.setenv(backends.VARIABLE, "clones")
-    with pytest.raises(ValueError, match=r"is 'clones', but that backend cannot run Dense with Table on cpu\. It runs transitions between clones"):
+    with pytest.raises(
+        ValueError,
+        match=r"is 'clones', but that backend cannot run Dense with Table on cpu\. It runs transitions between clones",
+    ):
         inference.e_step(initial, operator, seen, OFFSETS)
 
 

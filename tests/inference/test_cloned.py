@@ -28,12 +28,25 @@ def problem(initial: torch.Tensor, probs: torch.Tensor, layout: Layout, sequence
 class Case:
     """A random model with 1, 2 or more clones a symbol, and ragged data for it, of lengths 0 and 1 too."""
 
-    def __init__(self, kind: str, stored: str, clones: list[int], lengths: list[int], seed: int = 0, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(
+        self,
+        kind: str,
+        stored: str,
+        clones: list[int],
+        lengths: list[int],
+        seed: int = 0,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
         rng = np.random.default_rng(seed)
         num_symbols, num_states = len(clones), sum(clones)
         pairs = None
         if stored != "full":
-            pairs = [(u, v) for u in range(num_symbols) for v in range(num_symbols) if v == (u + 1) % num_symbols or rng.random() < 0.7]
+            pairs = [
+                (u, v)
+                for u in range(num_symbols)
+                for v in range(num_symbols)
+                if v == (u + 1) % num_symbols or rng.random() < 0.7
+            ]
         self.layout = Layout(clones, pairs)
         if stored == "sparse":
             rows, columns = self.layout.states_of()
@@ -78,7 +91,12 @@ def check_against(case: Case, answers: list[Answer], rtol: float = 1e-10, atol: 
     np.testing.assert_allclose(found.log_likelihood, scores, rtol=rtol, atol=atol)
     np.testing.assert_allclose(inference.log_likelihood(*case.problem), scores, rtol=rtol, atol=atol)
     for name in ("filtered", "smoothed"):
-        np.testing.assert_allclose(getattr(found, name), np.concatenate([getattr(answer, name) for answer in answers]), rtol=1e3 * rtol, atol=1e2 * atol)
+        np.testing.assert_allclose(
+            getattr(found, name),
+            np.concatenate([getattr(answer, name) for answer in answers]),
+            rtol=1e3 * rtol,
+            atol=1e2 * atol,
+        )
     pairs = sum(answer.pairs for answer in answers)
     np.testing.assert_allclose(case.layout.expand(found.counts[0]), pairs, rtol=1e3 * rtol, atol=1e2 * atol)
     starts = sum(answer.smoothed[0] for answer in answers if len(answer.smoothed))
@@ -99,10 +117,17 @@ def test_enumeration(kind, stored):
             np.testing.assert_allclose(path.log_probability[n], answer.score, rtol=1e-10)
         for steps in (1, 2):
             predicted = inference.predict(*case.problem, steps=steps)
-            torch.testing.assert_close(inference.predict(*case.problem, steps=steps), predicted, rtol=1e-10, atol=1e-14, equal_nan=True)
+            torch.testing.assert_close(
+                inference.predict(*case.problem, steps=steps), predicted, rtol=1e-10, atol=1e-14, equal_nan=True
+            )
             for found, rows, answer in zip(predicted, case.rows, answers, strict=True):
                 if answer.log_likelihood > -np.inf:
-                    np.testing.assert_allclose(found, enumerate_next(case.initial.numpy(), case.log_matrix, rows, steps), rtol=1e-10, atol=1e-15)
+                    np.testing.assert_allclose(
+                        found,
+                        enumerate_next(case.initial.numpy(), case.log_matrix, rows, steps),
+                        rtol=1e-10,
+                        atol=1e-15,
+                    )
                 else:
                     assert bool(found.isnan().all())
 
@@ -122,7 +147,11 @@ def test_many_clones_equal_the_recursion_in_logarithms(kind, stored, dtype):
     for n, answer in enumerate(case.answers(log_space)):
         np.testing.assert_allclose(path.log_probability[n], answer.score, rtol=1e-6)
         if answer.score > -np.inf:
-            np.testing.assert_allclose(path_score(case.initial.numpy(), case.log_matrix, case.rows[n], states[n].numpy()), answer.score, rtol=1e-6)
+            np.testing.assert_allclose(
+                path_score(case.initial.numpy(), case.log_matrix, case.rows[n], states[n].numpy()),
+                answer.score,
+                rtol=1e-6,
+            )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -144,15 +173,32 @@ def test_the_twin_gives_the_same(kind, stored, smooth):
     weights = torch.tensor([1.0, 1.0, 0.5, 0.0, 2.0], dtype=torch.float64)
     values = case.problem[2].symbols
     twin = cloned_portable.e_step(
-        case.layout.arrays, case.initial, case.transition, values, case.evidence, case.sequences.offsets, weights, single=False, smooth=smooth
+        case.layout.arrays,
+        case.initial,
+        case.transition,
+        values,
+        case.evidence,
+        case.sequences.offsets,
+        weights,
+        single=False,
+        smooth=smooth,
     )
     rows = None if case.evidence is None else case.evidence.numpy()
-    arrays = case.initial.numpy(), case.transition.numpy(), values.numpy(), rows, case.sequences.offsets.numpy(), weights.numpy()
+    arrays = (
+        case.initial.numpy(),
+        case.transition.numpy(),
+        values.numpy(),
+        rows,
+        case.sequences.offsets.numpy(),
+        weights.numpy(),
+    )
     mine = run.e_step(case.layout.arrays, *arrays, smooth=smooth, per_step=smooth, last=True)
     for name, one, other in zip(run.Results._fields, mine, twin, strict=True):
         if one.size:
             np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12, err_msg=name)
-    path = cloned_portable.viterbi(case.layout.arrays, case.initial, case.transition, values, case.evidence, case.sequences.offsets)
+    path = cloned_portable.viterbi(
+        case.layout.arrays, case.initial, case.transition, values, case.evidence, case.sequences.offsets
+    )
     assert torch.equal(inference.viterbi(*case.problem).states, path[0])
 
 
@@ -164,7 +210,9 @@ def test_gradients_pass_gradcheck(kind):
     assert len(free) > 0
 
     def scores(initial: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-        return inference.log_likelihood(*problem(initial, case.transition.index_copy(0, free, probs), case.layout, case.sequences))
+        return inference.log_likelihood(
+            *problem(initial, case.transition.index_copy(0, free, probs), case.layout, case.sequences)
+        )
 
     inputs = case.initial.clone().requires_grad_(), case.transition[free].clone().requires_grad_()
     assert torch.autograd.gradcheck(scores, inputs, eps=1e-6, atol=1e-6)
@@ -179,9 +227,13 @@ def test_gradients_times_probabilities_are_counts(kind):
     (inference.log_likelihood(*problem(initial, transition, case.layout, case.sequences)) * weights).sum().backward()
     log_initial, log_matrix = case.initial.clone().requires_grad_(), torch.from_numpy(case.log_matrix).requires_grad_()
     evidence = Rows(torch.from_numpy(np.concatenate(case.rows)))
-    (inference.log_likelihood(log_initial, Dense(log_matrix), evidence, case.sequences.offsets) * weights).sum().backward()
+    (
+        inference.log_likelihood(log_initial, Dense(log_matrix), evidence, case.sequences.offsets) * weights
+    ).sum().backward()
     torch.testing.assert_close(initial.grad, log_initial.grad, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(transition.grad * case.transition, case.layout.collect(log_matrix.grad), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        transition.grad * case.transition, case.layout.collect(log_matrix.grad), rtol=1e-9, atol=1e-12
+    )
 
 
 def test_weights_count_sequences():
@@ -208,7 +260,10 @@ def test_neither_threads_nor_company_change_a_bit(kind, monkeypatch):
         assert torch.equal(results[0].log_likelihood, other.log_likelihood)
         assert torch.equal(results[0].smoothed, other.smoothed)
         assert torch.equal(results[0].counts[0], other.counts[0])
-    alone = [inference.log_likelihood(*problem(case.initial, case.transition, case.layout, case.sequences[n : n + 1])) for n in range(7)]
+    alone = [
+        inference.log_likelihood(*problem(case.initial, case.transition, case.layout, case.sequences[n : n + 1]))
+        for n in range(7)
+    ]
     assert torch.equal(torch.cat(alone), results[0].log_likelihood)
     monkeypatch.setattr(plan, "MESSAGE_BYTES", 200_000)  # several goes
     few = inference.posterior(*case.problem)
@@ -221,7 +276,13 @@ def test_neither_threads_nor_company_change_a_bit(kind, monkeypatch):
 def test_two_filters_are_one_pass_there_and_back(way, dtype, monkeypatch):
     """In a small model, with messages of one to more than four vectors; and in chunks that begin from a guess, where it is good, where it is not, and where
     nothing is forgotten."""
-    case = Case("symbols", "full", [7, 1, 12, 20, 35, 50, 150] if way == "wide" else [7, 1, 12, 20], [300, 97, 0, 1, 500], dtype=dtype)
+    case = Case(
+        "symbols",
+        "full",
+        [7, 1, 12, 20, 35, 50, 150] if way == "wide" else [7, 1, 12, 20],
+        [300, 97, 0, 1, 500],
+        dtype=dtype,
+    )
     weights = torch.tensor([1.0, 2.0, 1.0, 1.0, 0.5], dtype=torch.float64)
     transition = case.transition.clone()
     if way == "nothing forgotten":
@@ -261,7 +322,9 @@ def test_impossible_sequences_are_named_and_the_others_count():
     found = inference.e_step(*given)
     assert found.log_likelihood.tolist() == [pytest.approx(np.log(0.25 * 0.5 * 0.5)), -np.inf, -np.inf, -np.inf]
     assert found.impossible_step.tolist() == [-1, 3, 3, 1]
-    torch.testing.assert_close(found.counts, inference.e_step(*problem(initial, transition, layout, sequences[:1])).counts)
+    torch.testing.assert_close(
+        found.counts, inference.e_step(*problem(initial, transition, layout, sequences[:1])).counts
+    )
     path = inference.viterbi(*given)
     assert path.states[:8].tolist() == [0, 1, 0] + [-1] * 5
     assert path.log_probability.tolist()[1:] == [-np.inf] * 3
@@ -293,17 +356,24 @@ def test_a_million_steps_in_float32():
     case = Case("symbols", "full", [2, 2], [1], 7)
     states, _ = inference.sample(*case.problem[:2], torch.tensor([1_000_000]), torch.Generator().manual_seed(1))
     data = Sequences.from_list([case.layout.symbols[states]])
-    wide, single = (inference.log_likelihood(*problem(case.initial, probs, case.layout, data)) for probs in (case.transition, case.transition.float()))
+    wide, single = (
+        inference.log_likelihood(*problem(case.initial, probs, case.layout, data))
+        for probs in (case.transition, case.transition.float())
+    )
     np.testing.assert_allclose(single, wide, rtol=1e-6)
 
 
 @pytest.mark.parametrize("stored", LAYOUTS)
 def test_sampled_chains_follow_the_matrix(stored):
     case = Case("symbols", stored, [2, 1, 2], [1], 8)
-    states, offsets = inference.sample(*case.problem[:2], torch.tensor([2, 0, 200_000]), torch.Generator().manual_seed(0))
+    states, offsets = inference.sample(
+        *case.problem[:2], torch.tensor([2, 0, 200_000]), torch.Generator().manual_seed(0)
+    )
     assert offsets.tolist() == [0, 2, 2, 200_002]
     long = states[2:]
-    counts = torch.zeros(5, 5, dtype=torch.float64).index_put_((long[:-1], long[1:]), torch.ones(len(long) - 1, dtype=torch.float64), accumulate=True)
+    counts = torch.zeros(5, 5, dtype=torch.float64).index_put_(
+        (long[:-1], long[1:]), torch.ones(len(long) - 1, dtype=torch.float64), accumulate=True
+    )
     np.testing.assert_allclose(counts / counts.sum(1, keepdim=True), case.matrix, atol=0.012)
 
 
@@ -336,7 +406,9 @@ def test_pruned_layouts_keep_what_was_said():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("length", [3, 2000])  # blocks as they are stored, and copied
-@pytest.mark.parametrize("share", [0.02, 0.4])  # of entries that stay: few clones have mass, whose order is that of their finding; and many, sorted
+@pytest.mark.parametrize(
+    "share", [0.02, 0.4]
+)  # of entries that stay: few clones have mass, whose order is that of their finding; and many, sorted
 def test_pruned_layouts_count_like_whole_blocks_with_zeros(share, length, dtype, monkeypatch):
     rng = np.random.default_rng(0)
     whole = Layout([60, 1, 40])
@@ -345,7 +417,9 @@ def test_pruned_layouts_count_like_whole_blocks_with_zeros(share, length, dtype,
     matrix = whole.expand(torch.where(keep, torch.from_numpy(rng.gamma(0.5, size=whole.num_entries) + 1e-3), 0))
     probs = whole.collect(matrix / matrix.sum(1, keepdim=True)).to(dtype)
     initial = torch.from_numpy(rng.dirichlet(np.ones(whole.num_states))).log()
-    states, offsets = inference.sample(initial, Blocks(probs, whole), torch.tensor([length, 0, 1, length + 1]), torch.Generator().manual_seed(1))
+    states, offsets = inference.sample(
+        initial, Blocks(probs, whole), torch.tensor([length, 0, 1, length + 1]), torch.Generator().manual_seed(1)
+    )
     symbols = Sequences(whole.symbols[states], offsets)
     if share < 0.1:  # a sequence that cannot be, beside those that can
         symbols = Sequences.cat([symbols, Sequences.from_list([[1, 1, 1, 1]])])
@@ -360,7 +434,10 @@ def test_pruned_layouts_count_like_whole_blocks_with_zeros(share, length, dtype,
     np.testing.assert_allclose(found.initial, expected.initial, **tolerance)
     np.testing.assert_allclose(found.log_likelihood, expected.log_likelihood, rtol=tolerance["rtol"])
     np.testing.assert_allclose(inference.log_likelihood(*given), expected.log_likelihood, rtol=tolerance["rtol"])
-    predicted = [inference.predict(*problem(initial, part, layout, symbols[:4])) for part, layout in ((probs, whole), (probs[keep], pruned))]
+    predicted = [
+        inference.predict(*problem(initial, part, layout, symbols[:4]))
+        for part, layout in ((probs, whole), (probs[keep], pruned))
+    ]
     np.testing.assert_allclose(*predicted, **tolerance)
     monkeypatch.setattr(plan, "MESSAGE_BYTES", 5000)  # in several goes, on one thread: the same bits
     threads = torch.get_num_threads()
@@ -381,7 +458,9 @@ def test_rearranged_symbols_against_every_order(stored):
         symbols, lengths = case.sequences.values, [1, 4, 1, 3]
         groups = [list(permutations(part.tolist())) for part in symbols.split(lengths)]
         orders = sorted({tuple(chain.from_iterable(order)) for order in product(*groups)})
-        paths = inference.viterbi(*problem(case.initial, case.transition, case.layout, Sequences.from_list([list(order) for order in orders])))
+        paths = inference.viterbi(
+            *problem(case.initial, case.transition, case.layout, Sequences.from_list([list(order) for order in orders]))
+        )
         states, score = cloned.rearranged_viterbi(*case.problem[:2], symbols, lengths)
         best = paths.log_probability.max()
         assert score == pytest.approx(float(best), rel=1e-12)
@@ -389,7 +468,9 @@ def test_rearranged_symbols_against_every_order(stored):
             assert (states == -1).all()
             continue
         assert tuple(case.layout.symbols[states].tolist()) in orders
-        assert path_score(case.initial.numpy(), case.log_matrix, np.zeros((9, 6)), states.numpy()) == pytest.approx(score, rel=1e-12)
+        assert path_score(case.initial.numpy(), case.log_matrix, np.zeros((9, 6)), states.numpy()) == pytest.approx(
+            score, rel=1e-12
+        )
         _, few = cloned.rearranged_viterbi(*case.problem[:2], symbols, lengths, most=2)
         assert few <= score
     with pytest.raises(ValueError, match="sum to the number of symbols, 9, but sum to 5 instead"):
@@ -415,5 +496,7 @@ def test_rare_transitions_that_must_be_used_again_and_again():
     """Each step keeps more than it may lose, but the product of two is below the smallest float64."""
     probs = torch.tensor([1.0, 1e-190, 1e-190, 1.0], dtype=torch.float64)
     data = Sequences.from_list([[0, 1, 0, 1, 1], [0, 0, 1]])
-    log_likelihood = inference.log_likelihood(*problem(torch.tensor([0.5, 0.5], dtype=torch.float64).log(), probs, Layout([1, 1]), data))
+    log_likelihood = inference.log_likelihood(
+        *problem(torch.tensor([0.5, 0.5], dtype=torch.float64).log(), probs, Layout([1, 1]), data)
+    )
     np.testing.assert_allclose(log_likelihood, np.log(0.5) + np.log(1e-190) * np.array([3, 1]), rtol=1e-12)

@@ -26,7 +26,9 @@ def test_pairs_are_counted_inside_sequences_only(rng, weighted):
     sequences = Sequences(sequences.values, sequences.offsets, weights)
     expected = np.zeros((4, 4))
     for n in range(len(sequences)):
-        for first, second in itertools.pairwise(sequences.values[sequences.offsets[n] : sequences.offsets[n + 1]].tolist()):
+        for first, second in itertools.pairwise(
+            sequences.values[sequences.offsets[n] : sequences.offsets[n + 1]].tolist()
+        ):
             if first >= 0 and second >= 0:
                 expected[first, second] += 1 if weights is None else float(weights[n])
     counts = pair_counts(sequences, 4)
@@ -49,7 +51,9 @@ def test_the_stationary_distribution_is_that_of_many_steps(rng):
 
 def test_the_long_run_of_a_chain_in_two_parts_depends_on_its_start():
     transition = torch.block_diag(torch.tensor([[0.0, 1.0], [1.0, 0.0]]), torch.ones(1, 1)).double()
-    torch.testing.assert_close(long_run(torch.tensor([0.6, 0.0, 0.4]).double(), transition), torch.tensor([0.3, 0.3, 0.4]).double())
+    torch.testing.assert_close(
+        long_run(torch.tensor([0.6, 0.0, 0.4]).double(), transition), torch.tensor([0.3, 0.3, 0.4]).double()
+    )
 
 
 def test_cooccurrences_are_those_of_a_long_sample(rng):
@@ -81,9 +85,14 @@ def test_a_constant_stationary_distribution_gives_another_gradient(rng):
     scores = torch.from_numpy(rng.normal(size=(3, 3))).requires_grad_()
     emission, target = random_rows(rng, 3, 4), random_rows(rng, 1, 16).reshape(4, 4)
     through, constant = (
-        torch.autograd.grad(squared_error(scores.softmax(-1), emission, target, differentiate_stationary=flag), scores)[0] for flag in (True, False)
+        torch.autograd.grad(squared_error(scores.softmax(-1), emission, target, differentiate_stationary=flag), scores)[
+            0
+        ]
+        for flag in (True, False)
     )
     shares = stationary(scores.softmax(-1)).detach()
-    expected = torch.autograd.grad((cooccurrences(scores.softmax(-1), emission, shares) - target).square().sum(), scores)[0]
+    expected = torch.autograd.grad(
+        (cooccurrences(scores.softmax(-1), emission, shares) - target).square().sum(), scores
+    )[0]
     torch.testing.assert_close(constant, expected)
     assert (through - constant).abs().max() > 1e-3

@@ -39,7 +39,9 @@ def left_right(size: int, jump: int = 1, seed: int = 1) -> torch.Tensor:
 
 def mostly_constant(states: int, kept: int, *, low: bool = False, sparse: bool = False) -> MostlyConstant:
     """With `low`, some kept entries are far below the constant of their row, which cancels."""
-    indices = torch.stack([torch.randperm(states, generator=torch.Generator().manual_seed(n))[:kept].sort().values for n in range(states)])
+    indices = torch.stack(
+        [torch.randperm(states, generator=torch.Generator().manual_seed(n))[:kept].sort().values for n in range(states)]
+    )
     if sparse:
         return MostlyConstant(indices, log_rows(states, kept, seed=3), torch.full((states,), -INF, dtype=torch.float64))
     values = log_rows(states, kept + 1, seed=2)
@@ -55,7 +57,9 @@ OPERATORS: dict[str, Operator] = {
     "dense": Dense(log_rows(STATES, STATES)),
     "dense with zeros": Dense(left_right(STATES)),
     "time-varying": TimeVarying(log_rows(3, STATES, STATES, seed=4), torch.arange(STEPS) * 7 % 3),
-    "time-varying with zeros": TimeVarying(torch.stack([left_right(STATES, 1), left_right(STATES, 3, seed=2)]), torch.arange(STEPS) * 5 % 3 % 2),
+    "time-varying with zeros": TimeVarying(
+        torch.stack([left_right(STATES, 1), left_right(STATES, 3, seed=2)]), torch.arange(STEPS) * 5 % 3 % 2
+    ),
     "mostly constant": mostly_constant(STATES, 2),
     "mostly constant with low entries": mostly_constant(STATES, 4, low=True),
     "sparse": mostly_constant(STATES, 3, sparse=True),
@@ -86,7 +90,9 @@ def evidence(form: str, labelled: bool = False, steps: int = STEPS, states: int 
 FORMS = ("table", "quadratic", "rows")
 
 
-def check(found: EStep, expected: EStep, single: bool = False, rtol: float | None = None, atol: float | None = None) -> None:
+def check(
+    found: EStep, expected: EStep, single: bool = False, rtol: float | None = None, atol: float | None = None
+) -> None:
     """All fields that `found` has rows for."""
     tolerance = {"rtol": 1e-4 if single else 1e-10, "atol": 1e-4 if single else 1e-12}
     tolerance |= {name: value for name, value in (("rtol", rtol), ("atol", atol)) if value is not None}
@@ -130,10 +136,18 @@ def test_mostly_constant_of_tiles_of_any_size(states, sequences, low, dtype):
     Without the route by a dense matrix, which is taken for few states.
     """
     offsets = torch.tensor([0, *(1 + n * 5 % 13 for n in range(sequences))]).cumsum(0)
-    given = log_rows(states, seed=10), mostly_constant(states, 5, low=low), evidence("rows", steps=int(offsets[-1]), states=states), offsets
+    given = (
+        log_rows(states, seed=10),
+        mostly_constant(states, 5, low=low),
+        evidence("rows", steps=int(offsets[-1]), states=states),
+        offsets,
+    )
     weights = torch.linspace(0.5, 2, sequences, dtype=torch.float64)
     check(own_e_step(*given, weights, dtype=dtype), reference.e_step(*given, weights), single=dtype == torch.float32)
-    scored, forward = own_e_step(*given, weights, dtype=dtype, smooth=False), reference.e_step(*given, weights, smooth=False)
+    scored, forward = (
+        own_e_step(*given, weights, dtype=dtype, smooth=False),
+        reference.e_step(*given, weights, smooth=False),
+    )
     check(scored._replace(evidence=forward.evidence), forward, single=dtype == torch.float32)
 
 
@@ -175,7 +189,12 @@ def test_viterbi_of_many_states(states):
 @DTYPES
 def test_many_states_of_which_few_entries_are_kept(low, dtype):
     given = log_rows(70, seed=10), mostly_constant(70, 5, low=low), evidence("table", states=70), OFFSETS, WEIGHTS
-    check(cpu.e_step(*given, dtype=dtype), log_space.e_step(*given), single=dtype == torch.float32, rtol=1e-3 if dtype == torch.float32 else None)
+    check(
+        cpu.e_step(*given, dtype=dtype),
+        log_space.e_step(*given),
+        single=dtype == torch.float32,
+        rtol=1e-3 if dtype == torch.float32 else None,
+    )
     found, expected = cpu.viterbi(*given[:4]), log_space.viterbi(*given[:4])
     assert_close(found[1], expected[1], rtol=1e-12, atol=1e-12)
     assert found[0].tolist() == expected[0].tolist()
@@ -191,7 +210,9 @@ def test_equally_probable_paths_and_no_steps():
 
 def test_labels_matter():
     given = log_rows(STATES, seed=10), OPERATORS["dense"]
-    likelihoods = [cpu.e_step(*given, evidence("table", labelled), OFFSETS, WEIGHTS).log_likelihood for labelled in (False, True)]
+    likelihoods = [
+        cpu.e_step(*given, evidence("table", labelled), OFFSETS, WEIGHTS).log_likelihood for labelled in (False, True)
+    ]
     assert bool((likelihoods[1] < likelihoods[0]).any())
 
 
@@ -208,8 +229,13 @@ def test_types_of_symbols(symbol_type):
 def test_types_of_columns_and_rows(column_type):
     given = log_rows(STATES, seed=10), OPERATORS["dense"]
     quadratic, rows = evidence("quadratic"), evidence("rows")
-    for narrow in (quadratic._replace(columns=quadratic.columns.round().to(column_type)), Rows(rows.log_likelihoods.clamp(min=-9).round().to(column_type))):
-        check(cpu.e_step(*given, narrow, OFFSETS, WEIGHTS), log_space.e_step(*given, narrow, OFFSETS, WEIGHTS), rtol=1e-9)
+    for narrow in (
+        quadratic._replace(columns=quadratic.columns.round().to(column_type)),
+        Rows(rows.log_likelihoods.clamp(min=-9).round().to(column_type)),
+    ):
+        check(
+            cpu.e_step(*given, narrow, OFFSETS, WEIGHTS), log_space.e_step(*given, narrow, OFFSETS, WEIGHTS), rtol=1e-9
+        )
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -220,7 +246,12 @@ def test_weights_of_any_size(form, weight, dtype):
     one = cpu.e_step(*given, torch.ones(len(LENGTHS), dtype=torch.float64), dtype=dtype)
     many = cpu.e_step(*given, torch.full((len(LENGTHS),), weight, dtype=torch.float64), dtype=dtype)
     assert torch.equal(many.log_likelihood, one.log_likelihood)
-    for mine, theirs in ((many.initial, one.initial), (many.counts[0], one.counts[0]), (many.evidence, one.evidence), (many.smoothed, one.smoothed)):
+    for mine, theirs in (
+        (many.initial, one.initial),
+        (many.counts[0], one.counts[0]),
+        (many.evidence, one.evidence),
+        (many.smoothed, one.smoothed),
+    ):
         assert_close(mine, theirs * weight, rtol=1e-4 if dtype == torch.float32 else 1e-12, atol=1e-30 * abs(weight))
 
 
@@ -230,7 +261,13 @@ def test_one_very_long_sequence(form, dtype):
     """It is worked on alone, next to short ones; scoring it takes many chunks."""
     lengths = [5000, 3, 0, 17]
     offsets, steps = torch.tensor([0, *lengths]).cumsum(0), sum(lengths)
-    given = log_rows(3, seed=10), Dense(log_rows(3, 3)), evidence(form, steps=steps, states=3), offsets, torch.tensor([1.0, 2.0, 1.0, -1.0]).double()
+    given = (
+        log_rows(3, seed=10),
+        Dense(log_rows(3, 3)),
+        evidence(form, steps=steps, states=3),
+        offsets,
+        torch.tensor([1.0, 2.0, 1.0, -1.0]).double(),
+    )
     found, expected = cpu.e_step(*given, dtype=dtype), reference.e_step(*given)
     check(found, expected, single=dtype == torch.float32, rtol=1e-4 if dtype == torch.float32 else 1e-9)
     assert_close(cpu.e_step(*given, dtype=dtype, smooth=False).log_likelihood, found.log_likelihood, rtol=1e-12, atol=0)
@@ -252,7 +289,12 @@ def test_few_steps(form, lengths):
 def test_numbers_of_states(states, form, dtype):
     """Below, at and above the width of a vector."""
     given = log_rows(states, seed=10), Dense(log_rows(states, states)), evidence(form, states=states), OFFSETS, WEIGHTS
-    check(cpu.e_step(*given, dtype=dtype), reference.e_step(*given), single=dtype == torch.float32, rtol=2e-4 if dtype == torch.float32 else None)
+    check(
+        cpu.e_step(*given, dtype=dtype),
+        reference.e_step(*given),
+        single=dtype == torch.float32,
+        rtol=2e-4 if dtype == torch.float32 else None,
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -260,7 +302,13 @@ def test_numbers_of_states(states, form, dtype):
 def test_the_number_of_threads_does_not_change_a_bit(form, dtype):
     lengths = [int(n) for n in torch.arange(200) * 13 % 60]
     offsets = torch.tensor([0, *lengths]).cumsum(0)
-    given = log_rows(20, seed=10), Dense(log_rows(20, 20)), evidence(form, True, sum(lengths), 20), offsets, torch.ones(200, dtype=torch.float64)
+    given = (
+        log_rows(20, seed=10),
+        Dense(log_rows(20, 20)),
+        evidence(form, True, sum(lengths), 20),
+        offsets,
+        torch.ones(200, dtype=torch.float64),
+    )
     threads, results = torch.get_num_threads(), []
     try:
         for number in (1, 2):
@@ -276,18 +324,29 @@ def test_the_number_of_threads_does_not_change_a_bit(form, dtype):
 # Where the range of floats ends
 
 
-def agree_with_log_space(initial: torch.Tensor, transition: torch.Tensor, rows: list[torch.Tensor], dtype: torch.dtype) -> EStep:
+def agree_with_log_space(
+    initial: torch.Tensor, transition: torch.Tensor, rows: list[torch.Tensor], dtype: torch.dtype
+) -> EStep:
     """The E-step and the forward pass, with the sequences in one batch with ordinary ones."""
     ordinary = [normal(length, len(initial), seed=length) for length in (5, 9, 30)]
     sequences = [*rows, *ordinary]
     offsets = torch.tensor([0, *map(len, sequences)]).cumsum(0)
-    given = initial, Dense(transition), Rows(torch.cat(sequences)), offsets, torch.ones(len(sequences), dtype=torch.float64)
+    given = (
+        initial,
+        Dense(transition),
+        Rows(torch.cat(sequences)),
+        offsets,
+        torch.ones(len(sequences), dtype=torch.float64),
+    )
     exact = log_space.e_step(*given)
     found = cpu.e_step(*given, dtype=dtype)
     single = dtype == torch.float32
     check(found, exact, rtol=1e-5 if single else 1e-8, atol=1e-3 if single else 1e-8)
     assert_close(
-        cpu.e_step(*given, dtype=dtype, smooth=False).log_likelihood, exact.log_likelihood, rtol=1e-5 if single else 1e-10, atol=1e-4 if single else 1e-8
+        cpu.e_step(*given, dtype=dtype, smooth=False).log_likelihood,
+        exact.log_likelihood,
+        rtol=1e-5 if single else 1e-10,
+        atol=1e-4 if single else 1e-8,
     )
     return found
 
@@ -311,11 +370,19 @@ def test_points_many_standard_deviations_away(distance, chain, dtype):
     columns = torch.stack([values, torch.ones_like(values)], 1)
     transition = (torch.tensor([[0.9, 0.1], [0.2, 0.8]]) if chain == "full" else torch.eye(2)).double().log()
     pairs = torch.tensor([[0, 1], [0, 0], [1, 1]])
-    given = torch.tensor([0.5, 0.5]).double().log(), Dense(transition), Quadratic(columns, pairs, weights), torch.tensor([0, 6]), torch.ones(1).double()
+    given = (
+        torch.tensor([0.5, 0.5]).double().log(),
+        Dense(transition),
+        Quadratic(columns, pairs, weights),
+        torch.tensor([0, 6]),
+        torch.ones(1).double(),
+    )
     found, exact = cpu.e_step(*given, dtype=dtype), log_space.e_step(*given)
     rounding = 1e-15 * distance**2  # of a log-density in float64, which posteriors cannot be better than
     assert_close(found.log_likelihood, exact.log_likelihood, rtol=1e-6 if dtype == torch.float32 else 1e-10, atol=0)
-    assert_close(found.smoothed, exact.smoothed, rtol=max(rounding, 1e-4 if dtype == torch.float32 else 1e-10), atol=1e-5)
+    assert_close(
+        found.smoothed, exact.smoothed, rtol=max(rounding, 1e-4 if dtype == torch.float32 else 1e-10), atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("gap", [20.0, 60.0, 100.0, 400.0, 690.0, 720.0, 5000.0])
@@ -329,7 +396,9 @@ def test_a_lost_path_that_matters_later(gap, later, dtype):
     rows = torch.zeros(later + 4, 4, dtype=torch.float64)
     rows[1, 2:] = -gap
     rows[1 + later, :2] = -gap - 3
-    agree_with_log_space(torch.full((4,), 0.25, dtype=torch.float64).log(), transition, [rows, rows[:2], rows[:3]], dtype)
+    agree_with_log_space(
+        torch.full((4,), 0.25, dtype=torch.float64).log(), transition, [rows, rows[:2], rows[:3]], dtype
+    )
 
 
 @pytest.mark.parametrize("rate", [0.3, 1.0, 10.0])
@@ -410,8 +479,15 @@ def test_impossible_sequences_are_located_and_add_nothing(form, dtype):
 def test_nan_is_refused(spoiled):
     parameters = {"initial": log_rows(3), "transition": log_rows(3, 3), "emission": log_rows(3, SYMBOLS)}
     parameters[spoiled][..., 1] = torch.nan
-    given = parameters["initial"], Dense(parameters["transition"]), Table(parameters["emission"], torch.tensor([0, 1])), torch.tensor([0, 2])
-    with pytest.raises(ValueError, match=rf"^`{spoiled}` must hold numbers, but the entry at \((0, )?1,?\) is nan instead"):
+    given = (
+        parameters["initial"],
+        Dense(parameters["transition"]),
+        Table(parameters["emission"], torch.tensor([0, 1])),
+        torch.tensor([0, 2]),
+    )
+    with pytest.raises(
+        ValueError, match=rf"^`{spoiled}` must hold numbers, but the entry at \((0, )?1,?\) is nan instead"
+    ):
         cpu.e_step(*given, torch.ones(1).double())
 
 
@@ -423,7 +499,9 @@ def test_data_that_cannot_be_used_are_refused():
         (-1, None, "step 2 is -1"),
         (0, [0, 6, 0], "`labels` .* step 1 is 6"),
     ):
-        spoiled = table._replace(symbols=torch.tensor([0, 1, symbol]), labels=None if labels is None else torch.tensor(labels))
+        spoiled = table._replace(
+            symbols=torch.tensor([0, 1, symbol]), labels=None if labels is None else torch.tensor(labels)
+        )
         with pytest.raises(ValueError, match=message):
             cpu.e_step(*chain, spoiled, offsets, weights)
     for value in (torch.nan, INF):
@@ -453,7 +531,11 @@ def test_results_are_the_same_whatever_shares_the_batch():
     rows[:100, 1], rows[100:, 0] = -10.0, -10.0
     chains = torch.tensor([0.5, 0.5]).double().log(), Dense(torch.eye(2).double().log())
     alone = cpu.e_step(*chains, Rows(rows[:50]), torch.tensor([0, 50]), torch.ones(1).double())
-    both = cpu.e_step(*chains, Rows(torch.cat([rows[:50], rows, rows[:50]])), torch.tensor([0, 50, 350, 400]), torch.ones(3).double())
+    both = cpu.e_step(
+        *chains, Rows(torch.cat([rows[:50], rows, rows[:50]])), torch.tensor([0, 50, 350, 400]), torch.ones(3).double()
+    )
     assert both.log_likelihood[[0, 2]].tolist() == alone.log_likelihood.tolist() * 2
-    assert_close(both.counts[0], 2 * alone.counts[0] + torch.tensor([[0, 0], [0, 299.0]]).double(), rtol=1e-12, atol=1e-12)
+    assert_close(
+        both.counts[0], 2 * alone.counts[0] + torch.tensor([[0, 0], [0, 299.0]]).double(), rtol=1e-12, atol=1e-12
+    )
     assert len(list(itertools.chain(both.counts))) == 1

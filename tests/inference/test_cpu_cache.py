@@ -69,7 +69,10 @@ def test_every_compiled_module_of_inference_uses_this_cache():
     package = Path(lightning_hmm.inference.__file__).parent
     paths = [path for folder in ("cpu", "kernels") for path in (package / folder).rglob("*.py")]
     assert [path for path in paths if "cache=True" in path.read_text()] == []
-    assert cache._hash_of(*(path for folder in ("cpu", "kernels") for path in sorted((package / folder).rglob("*.py")))) == cache._PACKAGE_STAMP
+    assert (
+        cache._hash_of(*(path for folder in ("cpu", "kernels") for path in sorted((package / folder).rglob("*.py"))))
+        == cache._PACKAGE_STAMP
+    )
     assert isinstance(forward_backward.forward_lane._cache, cache.SourceCache)
 
 
@@ -83,4 +86,6 @@ def test_a_line_says_what_is_compiled(caplog):
     product(First(np.ones(3)))
     product(First(np.ones(3)))
     cache._file_stamps.pop(First)
-    assert [record.getMessage() for record in caplog.records] == ["Compiling product(First) for this machine. The result is kept on disk."]
+    assert [record.getMessage() for record in caplog.records] == [
+        "Compiling product(First) for this machine. The result is kept on disk."
+    ]

@@ -18,7 +18,9 @@ def log_rows(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return np.log(rng.dirichlet(np.ones(shape[-1]), shape[:-1]))
 
 
-def plain(parameters, buffers, size, symbols, offsets, weights, *, batch_size, discount, updates, data_size, priors, frozen):
+def plain(
+    parameters, buffers, size, symbols, offsets, weights, *, batch_size, discount, updates, data_size, priors, frozen
+):
     """What the pass does, by the exact E-step."""
     parameters, buffers, size = [value.copy() for value in parameters], [value.copy() for value in buffers], size.copy()
     scores = np.zeros(len(offsets) - 1)
@@ -28,7 +30,11 @@ def plain(parameters, buffers, size, symbols, offsets, weights, *, batch_size, d
         initial, transition, emission = map(torch.from_numpy, parameters)
         evidence = Table(emission, torch.from_numpy(symbols[part]))
         found = log_space.e_step(
-            initial, Dense(transition), evidence, torch.from_numpy(offsets[first : last + 1] - offsets[first]), torch.from_numpy(weights[first:last])
+            initial,
+            Dense(transition),
+            evidence,
+            torch.from_numpy(offsets[first : last + 1] - offsets[first]),
+            torch.from_numpy(weights[first:last]),
         )
         scores[first:last] = found.log_likelihood
         correction = 1 - discount**updates
@@ -36,7 +42,9 @@ def plain(parameters, buffers, size, symbols, offsets, weights, *, batch_size, d
         for n, counts in enumerate((found.initial, found.counts[0], found.evidence)):
             buffers[n] = discount * buffers[n] + (1 - discount) * counts.numpy()
             if not frozen[n]:
-                raised = np.where(parameters[n] > -np.inf, buffers[n] / correction + priors[n] * size / correction / data_size, 0)
+                raised = np.where(
+                    parameters[n] > -np.inf, buffers[n] / correction + priors[n] * size / correction / data_size, 0
+                )
                 with np.errstate(divide="ignore"):
                     parameters[n] = np.log(raised / raised.sum(-1, keepdims=True))
     return parameters, buffers, size, scores
@@ -48,7 +56,9 @@ def run(parameters, buffers, size, symbols, offsets, weights, *, batch_size, **o
     values = torch.from_numpy(np.where(symbols == parameters[2].shape[1], -1, symbols.astype(np.int64)))
     sequences = Sequences(values, torch.from_numpy(offsets), torch.from_numpy(weights))
     tensors = [torch.from_numpy(value) for value in (*parameters, *buffers, size)]
-    scores = model.fused_kernel(*tensors[:3], sequences, batch_size, buffers=tensors[3:6], size=tensors[6][0], **options)
+    scores = model.fused_kernel(
+        *tensors[:3], sequences, batch_size, buffers=tensors[3:6], size=tensors[6][0], **options
+    )
     return scores.numpy()
 
 
@@ -63,10 +73,19 @@ def test_it_is_an_e_step_and_an_update_for_each_batch(frozen, zeros):
         parameters[1][0, 2] = -np.inf
     symbols = rng.integers(0, num_symbols + 1, offsets[-1])
     buffers, size, weights = [rng.random(value.shape) for value in parameters], np.array([2.0]), rng.random(23)
-    options = {"batch_size": 4, "discount": 0.8, "updates": 3, "data_size": 50.0, "priors": (0.5, 0.1, 0.2), "frozen": frozen}
+    options = {
+        "batch_size": 4,
+        "discount": 0.8,
+        "updates": 3,
+        "data_size": 50.0,
+        "priors": (0.5, 0.1, 0.2),
+        "frozen": frozen,
+    }
     expected = plain(parameters, buffers, size, symbols, offsets, weights, **options)
     scores = run(parameters, buffers, size, symbols, offsets, weights, **options)
-    for mine, theirs in zip([*parameters, *buffers, size, scores], [*expected[0], *expected[1], *expected[2:]], strict=True):
+    for mine, theirs in zip(
+        [*parameters, *buffers, size, scores], [*expected[0], *expected[1], *expected[2:]], strict=True
+    ):
         assert_allclose(mine, theirs, rtol=1e-10, atol=1e-12)
 
 
@@ -75,7 +94,14 @@ def test_it_leaves_log_space_to_the_exact_pass_and_refuses_an_impossible_sequenc
         parameters = [np.log([0.5, 0.5]), np.log(np.eye(2)), np.log([[1 - 1e-250, 1e-250, 0], [1e-250, 1 - 1e-250, 0]])]
     buffers, size = [np.zeros_like(value) for value in parameters], np.zeros(1)
     symbols, offsets = np.array([0, 0, 1, 1, 1, 0, 2, 0]), np.array([0, 5, 6, 8])
-    options = {"batch_size": 2, "discount": 0.5, "updates": 0, "data_size": 3.0, "priors": (0.0, 0.0, 0.0), "frozen": (False, False, False)}
+    options = {
+        "batch_size": 2,
+        "discount": 0.5,
+        "updates": 0,
+        "data_size": 3.0,
+        "priors": (0.0, 0.0, 0.0),
+        "frozen": (False, False, False),
+    }
     expected = plain(parameters, buffers, size, symbols[:6], offsets[:3], np.ones(2), **options)
     with pytest.raises(ValueError, match=r"Sequence 2 .* step 0 \(2\)"):
         run(parameters, buffers, size, symbols, offsets, np.ones(3), **options)

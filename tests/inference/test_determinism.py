@@ -67,7 +67,9 @@ def test_statistics_summed_over_lanes_need_not_be_equal_by_luck(threads):
     order = torch.arange(len(model.sequences)).flip(0)
     turned = model.sequences[order]
     (there,) = inference.e_step(*model.weighted).counts
-    (back,) = inference.e_step(*model.problem[:2], model.evidence._replace(symbols=turned.symbols(4)), turned.offsets, turned.weights).counts
+    (back,) = inference.e_step(
+        *model.problem[:2], model.evidence._replace(symbols=turned.symbols(4)), turned.offsets, turned.weights
+    ).counts
     assert not torch.equal(there, back)
     torch.testing.assert_close(there, back, rtol=1e-12, atol=0)
 
@@ -98,7 +100,12 @@ def test_forked_child(threads):
 def test_concurrent_calls(threads):
     """Four threads, each with models and sizes of its own, share one pool and no workspace."""
     threads(2)
-    models = [large("table"), oracle.make("quadratic", 5, [30, 3, 0, 200], seed=1), large("rows"), oracle.make("table", 3, [9] * 40, seed=2)]
+    models = [
+        large("table"),
+        oracle.make("quadratic", 5, [30, 3, 0, 200], seed=1),
+        large("rows"),
+        oracle.make("table", 3, [9] * 40, seed=2),
+    ]
     expected = [everything(model) for model in models]
     with ThreadPoolExecutor(4) as pool:
         for _ in range(3):

@@ -18,7 +18,9 @@ EXACT = {"rtol": 1e-10, "atol": 1e-14}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 
 
-def small(kind: str, num_states: int, kept: int | None = None, zeros: float = 0.0) -> tuple[oracle.Model, list[oracle.Answer]]:
+def small(
+    kind: str, num_states: int, kept: int | None = None, zeros: float = 0.0
+) -> tuple[oracle.Model, list[oracle.Answer]]:
     model = oracle.make(kind, num_states, LENGTHS, kept=kept, seed=7 * num_states, zeros=zeros, low=zeros)
     return model, model.answers(oracle.enumerate_paths)
 
@@ -37,7 +39,9 @@ class TestAgainstAllPaths:
         assert_allclose(inference.log_likelihood(*model.problem), gathered(answers, "log_likelihood"), **EXACT)
         assert_allclose(posterior.filtered, gathered(answers, "filtered"), **EXACT)
         assert_allclose(posterior.smoothed, gathered(answers, "smoothed"), **EXACT)
-        for ours, theirs in zip(posterior.counts, oracle.counts_of(model.operator, sum(answer.pairs for answer in answers)), strict=True):
+        for ours, theirs in zip(
+            posterior.counts, oracle.counts_of(model.operator, sum(answer.pairs for answer in answers)), strict=True
+        ):
             assert_allclose(ours, theirs, **EXACT)
 
     def test_viterbi(self, kind, num_states, kept, zeros):
@@ -63,7 +67,10 @@ class TestAgainstAllPaths:
         found = inference.e_step(*model.weighted)
         assert_allclose(found.log_likelihood, gathered(answers, "log_likelihood"), **EXACT)
         check_statistics(found, model, answers, weights, **EXACT)
-        expected = [0 if weight == 0 else weight * answer.log_likelihood for weight, answer in zip(weights, answers, strict=True)]
+        expected = [
+            0 if weight == 0 else weight * answer.log_likelihood
+            for weight, answer in zip(weights, answers, strict=True)
+        ]
         assert_allclose(inference.log_likelihood(*model.weighted), expected, **EXACT)
         for ours, theirs in zip(inference.posterior(*model.weighted).counts, found.counts, strict=True):
             assert_allclose(ours, theirs, **EXACT)
@@ -110,13 +117,17 @@ def agree(model: oracle.Model, weights: np.ndarray, dtype: torch.dtype) -> None:
     if not single:
         path = inference.viterbi(*model.problem)
         assert_allclose(path.log_probability, gathered(answers, "score"), rtol=1e-11, atol=1e-13)
-        for n, states in enumerate(model.sequences.with_values(path.states)):  # any of equally probable paths, which missing steps cause
+        for n, states in enumerate(
+            model.sequences.with_values(path.states)
+        ):  # any of equally probable paths, which missing steps cause
             if likelihoods[n] == -np.inf:
                 assert set(states.tolist()) == {-1}
             else:
                 score = oracle.path_score(*model.chain, model.rows[n], states.numpy())
                 assert score == pytest.approx(float(path.log_probability[n]), rel=1e-11, abs=1e-13)
-        assert_allclose(inference.posterior(*model.problem).filtered, gathered(answers, "filtered"), rtol=1e-9, atol=1e-12)
+        assert_allclose(
+            inference.posterior(*model.problem).filtered, gathered(answers, "filtered"), rtol=1e-9, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("num_states", [1, 2, 5, 7, 8, 9, 17])
@@ -158,7 +169,10 @@ def test_very_long_sequences_are_worked_on_alone(dtype, zeros, monkeypatch):
     """They are not put into tiles with short ones, which would need as much memory as they do. Here that is more than 16 steps."""
     monkeypatch.setattr(estep, "TILE_BYTES", 32 * 100 * 16)
     model = oracle.make("table", 5, [3, 40, 0, 17, 16, 1, 200, 15, *[9] * 50], seed=8, zeros=zeros)
-    assert [(len(order), tile) for order, tile in estep.plan(model.sequences.offsets.numpy(), None, 5, 100)] == [(3, 1), (54, 32)]
+    assert [(len(order), tile) for order, tile in estep.plan(model.sequences.offsets.numpy(), None, 5, 100)] == [
+        (3, 1),
+        (54, 32),
+    ]
     agree(model, np.linspace(0, 2, 58), dtype)
 
 
@@ -170,7 +184,9 @@ def test_columns_given_in_float32():
     again = model._replace(evidence=model.evidence._replace(columns=rounded.evidence.columns.double()))
     for ours, theirs in zip(inference.e_step(*rounded.problem), inference.e_step(*again.problem), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(inference.viterbi(*rounded.problem).log_probability, inference.viterbi(*again.problem).log_probability)
+    torch.testing.assert_close(
+        inference.viterbi(*rounded.problem).log_probability, inference.viterbi(*again.problem).log_probability
+    )
 
 
 def test_wrong_steps_are_named():

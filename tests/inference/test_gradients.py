@@ -23,13 +23,21 @@ OPERATORS = pytest.mark.parametrize("kept", [None, 1], ids=["dense", "mostly con
 
 def free(model: oracle.Model) -> tuple[torch.Tensor, ...]:
     """The parameters that a gradient is for, as leaves."""
-    return tuple(tensor.clone().requires_grad_() for tensor in (model.initial, model.evidence.live, *model.operator.natural))
+    return tuple(
+        tensor.clone().requires_grad_() for tensor in (model.initial, model.evidence.live, *model.operator.natural)
+    )
 
 
 def rebuilt(model: oracle.Model, leaves: tuple[torch.Tensor, ...]) -> tuple:
     """The problem of the leaves, with the weights of the model."""
     initial, evidence, *natural = leaves
-    return initial, model.operator.with_natural(tuple(natural)), model.evidence.with_live(evidence), model.sequences.offsets, model.sequences.weights
+    return (
+        initial,
+        model.operator.with_natural(tuple(natural)),
+        model.evidence.with_live(evidence),
+        model.sequences.offsets,
+        model.sequences.weights,
+    )
 
 
 @pytest.mark.usefixtures("backend")
@@ -38,8 +46,12 @@ def rebuilt(model: oracle.Model, leaves: tuple[torch.Tensor, ...]) -> tuple:
 def test_finite_differences(kind, kept):
     """Of each sequence's log-likelihood apart (so the incoming gradients are unequal), and of the weighted sum."""
     model = oracle.make(kind, 3, LENGTHS, kept=kept, seed=21).with_weights(WEIGHTS)
-    assert torch.autograd.gradcheck(lambda *leaves: inference.log_likelihood(*rebuilt(model, leaves)[:4]), free(model), rtol=1e-6, atol=1e-7)
-    assert torch.autograd.gradcheck(lambda *leaves: inference.log_likelihood(*rebuilt(model, leaves)).sum(), free(model), rtol=1e-6, atol=1e-7)
+    assert torch.autograd.gradcheck(
+        lambda *leaves: inference.log_likelihood(*rebuilt(model, leaves)[:4]), free(model), rtol=1e-6, atol=1e-7
+    )
+    assert torch.autograd.gradcheck(
+        lambda *leaves: inference.log_likelihood(*rebuilt(model, leaves)).sum(), free(model), rtol=1e-6, atol=1e-7
+    )
 
 
 @pytest.mark.usefixtures("backend")
@@ -50,13 +62,20 @@ def test_autograd_through_plain_torch(num_states, zeros, kept):
     """Incoming gradients of both signs, and a zero: as weights they are not what a user could give."""
     model = oracle.make("rows", num_states, LENGTHS, kept=kept, seed=22)
     if kept is None:
-        model = model._replace(operator=Dense(oracle.log_rows(np.random.default_rng(1), num_states, num_states, zeros=zeros).clamp(min=-1e30)))
+        model = model._replace(
+            operator=Dense(
+                oracle.log_rows(np.random.default_rng(1), num_states, num_states, zeros=zeros).clamp(min=-1e30)
+            )
+        )
     factors = torch.tensor([-2.0, 1.0, -1.5, 0.25, 0.0], dtype=torch.float64)
     ours, theirs = free(model), free(model)
     (factors * inference.log_likelihood(*rebuilt(model, ours))).sum().backward()
     initial, operator, evidence, offsets, _ = rebuilt(model, theirs)
     matrix = operator.to_dense(offsets[:0])
-    parts = [oracle.differentiable(initial, matrix, evidence.rows()[first:last]) for first, last in itertools.pairwise(offsets.tolist())]
+    parts = [
+        oracle.differentiable(initial, matrix, evidence.rows()[first:last])
+        for first, last in itertools.pairwise(offsets.tolist())
+    ]
     (factors * torch.stack(parts)).sum().backward()
     for left, right in zip(ours, theirs, strict=True):
         assert_allclose(left.grad, right.grad, rtol=1e-10, atol=1e-13)
@@ -96,7 +115,9 @@ def test_structural_zeros(kind, zeros, kept):
     initial, counts, _ = oracle.statistics(model, model.answers(), np.ones(len(model.rows)))
     for leaf, expected in zip((leaves[0], *leaves[2:]), (initial, *counts), strict=True):
         assert_allclose(leaf.grad, expected, rtol=1e-10, atol=1e-13)
-    assert float(leaves[0].grad.sum()) == pytest.approx(int((possible & (model.sequences.lengths > 0)).sum()), rel=1e-12)
+    assert float(leaves[0].grad.sum()) == pytest.approx(
+        int((possible & (model.sequences.lengths > 0)).sum()), rel=1e-12
+    )
 
 
 @pytest.mark.usefixtures("backend")
@@ -149,7 +170,9 @@ def test_what_has_no_gradient_says_so():
     """A second derivative would otherwise be a silent zero."""
     model = oracle.make("table", 3, LENGTHS, seed=26)
     leaves = free(model)
-    (first,) = torch.autograd.grad(inference.log_likelihood(*rebuilt(model, leaves)).sum(), leaves[2], create_graph=True)
+    (first,) = torch.autograd.grad(
+        inference.log_likelihood(*rebuilt(model, leaves)).sum(), leaves[2], create_graph=True
+    )
     with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
         first.sum().backward()
 

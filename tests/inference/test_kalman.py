@@ -18,7 +18,16 @@ def random_model(rng: np.random.Generator, size: int, features: int) -> LinearGa
         return torch.from_numpy(rng.normal(size=shape))
 
     transition = 0.9 * torch.linalg.qr(normal(size, size)).Q
-    return LinearGaussian(normal(size), cov(size), transition, normal(size), cov(size), normal(features, size), normal(features), cov(features))
+    return LinearGaussian(
+        normal(size),
+        cov(size),
+        transition,
+        normal(size),
+        cov(size),
+        normal(features, size),
+        normal(features),
+        cov(features),
+    )
 
 
 def joint(model: LinearGaussian, num_steps: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,7 +44,9 @@ def joint(model: LinearGaussian, num_steps: int) -> tuple[torch.Tensor, torch.Te
         cov[now, now] = model.transition @ cov[before, before] @ model.transition.T + model.transition_cov
     emission = torch.block_diag(*[model.emission] * num_steps)
     noise = torch.block_diag(*[model.emission_cov] * num_steps)
-    full = torch.cat([torch.cat([cov, cov @ emission.T], 1), torch.cat([emission @ cov, emission @ cov @ emission.T + noise], 1)])
+    full = torch.cat(
+        [torch.cat([cov, cov @ emission.T], 1), torch.cat([emission @ cov, emission @ cov @ emission.T + noise], 1)]
+    )
     assert full.shape == (states + observations,) * 2
     return torch.cat([mean, emission @ mean + model.emission_offset.repeat(num_steps)]), full
 
@@ -72,7 +83,10 @@ def test_against_one_big_gaussian(rng, size, features):
         for t in range(num_steps):
             row = int(sequences.offsets[n]) + t
             here = torch.arange(t * size, (t + 1) * size)
-            for fields, given_now in ((("mean", "cov"), given), (("filtered_mean", "filtered_cov"), given[given < states + (t + 1) * features])):
+            for fields, given_now in (
+                (("mean", "cov"), given),
+                (("filtered_mean", "filtered_cov"), given[given < states + (t + 1) * features]),
+            ):
                 exact = condition(mean, cov, here, given_now, seen[: len(given_now)])
                 for name, value in zip(fields, exact, strict=True):
                     torch.testing.assert_close(getattr(found, name)[row], value, rtol=1e-9, atol=1e-10)
@@ -93,7 +107,9 @@ def test_gradients_flow(rng):
     noise = model.emission_cov.clone().requires_grad_()
     transition = model.transition.clone().requires_grad_()
     torch.autograd.gradcheck(
-        lambda a, r: kalman.log_likelihood(model._replace(transition=a, emission_cov=(r + r.T) / 2), sequences), (transition, noise), rtol=1e-5
+        lambda a, r: kalman.log_likelihood(model._replace(transition=a, emission_cov=(r + r.T) / 2), sequences),
+        (transition, noise),
+        rtol=1e-5,
     )
 
 
@@ -106,7 +122,10 @@ def test_nothing_at_all(rng):
 def test_wrong_shapes(rng):
     model = random_model(rng, 2, 3)
     sequences = Sequences.from_list([rng.normal(size=(4, 3))])
-    with pytest.raises(ValueError, match=r"`emission` must be \(3, 2\) for states of 2 and observations of 3 entries, but is \(2, 3\) instead"):
+    with pytest.raises(
+        ValueError,
+        match=r"`emission` must be \(3, 2\) for states of 2 and observations of 3 entries, but is \(2, 3\) instead",
+    ):
         kalman.log_likelihood(model._replace(emission=model.emission.T), sequences)
     with pytest.raises(ValueError, match="Each step must have 3 features, but has 2 instead"):
         kalman.log_likelihood(model, Sequences.from_list([rng.normal(size=(4, 2))]))

@@ -35,12 +35,16 @@ def test_both_routes_give_the_same(kind, monkeypatch):
 def test_the_full_matrix_is_used_where_it_is_faster(monkeypatch):
     operators = []
     run = estep.e_step
-    monkeypatch.setattr(estep, "e_step", lambda *given, **options: operators.append(type(given[1])) or run(*given, **options))
+    monkeypatch.setattr(
+        estep, "e_step", lambda *given, **options: operators.append(type(given[1])) or run(*given, **options)
+    )
     for num_states, kept in ((20, 5), (500, 2)):
         inference.log_likelihood(*oracle.make("table", num_states, [5], kept=kept).problem)
     assert operators == [Dense, MostlyConstant]
     operator = oracle.mostly_constant(np.random.default_rng(0), 200, 16)
-    assert cpu.prefers_dense(operator, 1, torch.float32, smooth=True, pairs=True) > cpu.prefers_dense(operator, 1, torch.float32, smooth=True)
+    assert cpu.prefers_dense(operator, 1, torch.float32, smooth=True, pairs=True) > cpu.prefers_dense(
+        operator, 1, torch.float32, smooth=True
+    )
 
 
 def test_pairs_are_the_expected_transitions():
@@ -62,11 +66,20 @@ def test_points_out_of_float_range():
     rows[20] = torch.linspace(0, -5000, 10)
     model = model._replace(evidence=Rows(rows), rows=[rows[6 * n : 6 * n + 6].numpy() for n in range(5)])
     answers = model.answers()
-    for dtype, tolerance in ((torch.float64, {"rtol": 1e-9, "atol": 1e-13}), (torch.float32, {"rtol": 1e-4, "atol": 1e-5})):
+    for dtype, tolerance in (
+        (torch.float64, {"rtol": 1e-9, "atol": 1e-13}),
+        (torch.float32, {"rtol": 1e-4, "atol": 1e-5}),
+    ):
         found = inference.e_step(*model.problem, dtype=dtype)
-        np.testing.assert_allclose(found.log_likelihood, oracle.gathered(answers, "log_likelihood"), rtol=1e-5 if dtype == torch.float32 else 1e-10)
+        np.testing.assert_allclose(
+            found.log_likelihood,
+            oracle.gathered(answers, "log_likelihood"),
+            rtol=1e-5 if dtype == torch.float32 else 1e-10,
+        )
         oracle.check_statistics(found, model, answers, np.ones(5), **tolerance)
-        torch.testing.assert_close(inference.log_likelihood(*model.problem, dtype=dtype), found.log_likelihood, rtol=1e-6, atol=1e-4)
+        torch.testing.assert_close(
+            inference.log_likelihood(*model.problem, dtype=dtype), found.log_likelihood, rtol=1e-6, atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("lengths", [[12], [2, 2, 2, 2, 2, 2]], ids=["one", "many"])
@@ -74,7 +87,10 @@ def test_points_out_of_float_range():
 def test_nothing_is_lost_where_much_is_subtracted(lengths):
     """Every row keeps state 0 at next to nothing, and the data ask for state 0: what is left is not what was rounded off."""
     num_states, tiny = 30, 1e-12
-    values, constants = torch.full((num_states, 1), tiny).double(), torch.full((num_states,), (1 - tiny) / (num_states - 1)).double()
+    values, constants = (
+        torch.full((num_states, 1), tiny).double(),
+        torch.full((num_states,), (1 - tiny) / (num_states - 1)).double(),
+    )
     operator = MostlyConstant(torch.zeros(num_states, 1, dtype=torch.int64), values.log(), constants.log())
     rows = torch.zeros(12, num_states).double()
     rows[5:, 0] = 40.0
@@ -86,7 +102,9 @@ def test_nothing_is_lost_where_much_is_subtracted(lengths):
     torch.testing.assert_close(found.log_likelihood, expected.log_likelihood, **tolerance)
     for ours, theirs in zip(found.counts, oracle.counts_of(operator, expected.counts[0].numpy()), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-9)
-    torch.testing.assert_close(inference.log_likelihood(initial, operator, *given), expected.log_likelihood, **tolerance)
+    torch.testing.assert_close(
+        inference.log_likelihood(initial, operator, *given), expected.log_likelihood, **tolerance
+    )
 
 
 @pytest.mark.parametrize("num_sequences", [1, 12])  # alone, and side by side
@@ -96,5 +114,7 @@ def test_rare_transitions_that_must_be_used_again_and_again(num_sequences):
     rare = torch.full((2,), 1e-190, dtype=torch.float64).log()
     operator = MostlyConstant(torch.tensor([[0], [1]]), torch.zeros(2, 1, dtype=torch.float64), rare)
     evidence = Table(torch.eye(2, dtype=torch.float64).log(), torch.tensor([0, 1, 0, 1, 1] * num_sequences))
-    found = inference.log_likelihood(torch.tensor([0.5, 0.5], dtype=torch.float64).log(), operator, evidence, torch.arange(num_sequences + 1) * 5)
+    found = inference.log_likelihood(
+        torch.tensor([0.5, 0.5], dtype=torch.float64).log(), operator, evidence, torch.arange(num_sequences + 1) * 5
+    )
     np.testing.assert_allclose(found, np.log(0.5) + 3 * np.log(1e-190), rtol=1e-12)

@@ -66,7 +66,9 @@ def test_a_rare_transition_that_must_be_used(dtype, probability):
     """A probability below the smallest float32 is still not zero."""
     model = given(log(1, 0), log([1, probability], [0, 1]), log([1, 0], [1, 0], [0, 1], [0, 1]).numpy())
     step = inference.e_step(*model.problem, dtype=dtype)
-    assert float(step.log_likelihood) == pytest.approx(float(model.operator.log_probs[0, 1]), rel=1e-8 if dtype == torch.float32 else 1e-13)
+    assert float(step.log_likelihood) == pytest.approx(
+        float(model.operator.log_probs[0, 1]), rel=1e-8 if dtype == torch.float32 else 1e-13
+    )
     assert_allclose(step.counts[0], [[1, 1], [0, 1]], rtol=1e-6, atol=0)
     assert inference.viterbi(*model.problem).states.tolist() == [0, 0, 1, 1]
 
@@ -105,7 +107,10 @@ def test_an_unreachable_state_that_fits_much_better(dtype, favour):
 
 
 @DTYPES
-@pytest.mark.parametrize(("first", "second", "rate"), [(1, 1, 20000.0), (1, 2, 20000.0), (30, 60, 3.0), (100, 200, 1.0), (100, 150, 10.0), (9, 10, 1000.0)])
+@pytest.mark.parametrize(
+    ("first", "second", "rate"),
+    [(1, 1, 20000.0), (1, 2, 20000.0), (30, 60, 3.0), (100, 200, 1.0), (100, 150, 10.0), (9, 10, 1000.0)],
+)
 def test_two_chains_that_cannot_reach_each_other(dtype, first, second, rate):
     """Evidence for one chain, then more for the other: what was given up for lost comes back, at once or bit by bit."""
     rows = np.zeros((first + second, 2))
@@ -131,7 +136,10 @@ def test_a_left_to_right_chain_that_seemed_to_have_moved_on(dtype, rate):
 def test_random_evidence_and_random_zeros(dtype, scale):
     """Half of the transitions are impossible; the evidence wanders over many orders of magnitude."""
     rng = np.random.default_rng(int(scale))
-    rows = [np.cumsum(rng.normal(0, scale, (40, 5)), 0) / 3 + np.where(rng.random((40, 5)) < 0.05, -INF, 0) for _ in range(40)]
+    rows = [
+        np.cumsum(rng.normal(0, scale, (40, 5)), 0) / 3 + np.where(rng.random((40, 5)) < 0.05, -INF, 0)
+        for _ in range(40)
+    ]
     model = given(oracle.log_rows(rng, 5, zeros=0.3), oracle.log_rows(rng, 5, 5, zeros=0.5), *rows)
     answers = check(model, dtype)
     assert sum(answer.log_likelihood > -INF for answer in answers) > 10
@@ -161,14 +169,22 @@ def test_points_many_standard_deviations_away(dtype, distance):
     rows = oracle.gaussian_rows(means, variances, values)
     for chain in ([0.9, 0.1], [0.2, 0.8]), ([1, 0], [0, 1]):
         initial, transition = log(0.5, 0.5), log(*chain)
-        evidence, sequences = oracle.gaussian(means, variances, np.zeros(1), np.concatenate([values, values[:2]])), Sequences.from_list([values, values[:2]])
+        evidence, sequences = (
+            oracle.gaussian(means, variances, np.zeros(1), np.concatenate([values, values[:2]])),
+            Sequences.from_list([values, values[:2]]),
+        )
         model = oracle.Model(initial, Dense(transition), evidence, sequences, [rows, rows[:2]])
         step, single = inference.e_step(*model.problem, dtype=dtype), dtype == torch.float32
         answers = model.answers()
-        assert_allclose(step.log_likelihood, oracle.gathered(answers, "log_likelihood"), rtol=1e-6 if single else 1e-10, atol=0)
+        assert_allclose(
+            step.log_likelihood, oracle.gathered(answers, "log_likelihood"), rtol=1e-6 if single else 1e-10, atol=0
+        )
         _, (counts,), sums = oracle.statistics(model, answers, np.ones(2))
         rounding = 1e-15 * distance**2  # of a log-density in float64, which posteriors cannot be better than
-        tolerance = {"rtol": max(rounding, 1e-4 if single else 1e-10), "atol": 1e-5 if single else max(1e-12, rounding / 100)}
+        tolerance = {
+            "rtol": max(rounding, 1e-4 if single else 1e-10),
+            "atol": 1e-5 if single else max(1e-12, rounding / 100),
+        }
         assert_allclose(step.counts[0], counts, **tolerance)
         scale = distance ** np.array([1, 2, 0])
         assert_allclose(step.evidence.numpy() / scale, sums / scale, **tolerance)
@@ -181,7 +197,10 @@ def test_data_far_from_zero(dtype):
     means, variances, values = rng.normal(size=(3, 2)), rng.gamma(2, size=(3, 2)), rng.normal(size=(50, 2))
     chain, offsets = (oracle.log_rows(rng, 3), Dense(oracle.log_rows(rng, 3, 3))), torch.tensor([0, 50])
     values = (values + 1e6) - 1e6  # as far as float64 holds them at 1e6
-    near, moved = oracle.gaussian(means, variances, np.zeros(2), values), oracle.gaussian(means, variances, np.full(2, 1e6), values + 1e6)
+    near, moved = (
+        oracle.gaussian(means, variances, np.zeros(2), values),
+        oracle.gaussian(means, variances, np.full(2, 1e6), values + 1e6),
+    )
     far = moved.with_live(near.weights)
     here, there = (inference.e_step(*chain, evidence, offsets, dtype=dtype) for evidence in (near, far))
     assert_allclose(there.log_likelihood, here.log_likelihood, rtol=1e-13, atol=0)
@@ -242,7 +261,9 @@ def test_impossible_evidence_is_located_and_adds_nothing(dtype, step):
     assert_allclose(rows[others].values, without.evidence, **same)
     if not single:
         posterior = inference.posterior(*mixed.problem)
-        smoothed, filtered = (mixed.sequences.with_values(values) for values in (posterior.smoothed, posterior.filtered))
+        smoothed, filtered = (
+            mixed.sequences.with_values(values) for values in (posterior.smoothed, posterior.filtered)
+        )
         assert not smoothed[2].any()
         assert not filtered[2].any()
         assert_allclose(filtered[others].values, inference.posterior(*alone.problem).filtered, **same)
@@ -295,17 +316,29 @@ def test_small_weights_beside_large_ones(dtype):
     for weights in ([1e-20, 1.0], [1.0, 1e9], [0.0, 1e-40]):
         step = inference.e_step(*model.with_weights(weights).weighted, dtype=dtype)
         _, (expected,), _ = oracle.statistics(model, answers, np.array(weights))
-        assert_allclose(step.counts[0], expected, rtol=1e-5 if single else 1e-12, atol=1e-6 * max(weights) if single else 0)
+        assert_allclose(
+            step.counts[0], expected, rtol=1e-5 if single else 1e-12, atol=1e-6 * max(weights) if single else 0
+        )
 
 
 @pytest.mark.parametrize("spoiled", ["initial", "transition", "emission"])
-@pytest.mark.parametrize("question", [inference.log_likelihood, inference.posterior, inference.viterbi], ids=lambda question: question.__name__)
+@pytest.mark.parametrize(
+    "question",
+    [inference.log_likelihood, inference.posterior, inference.viterbi],
+    ids=lambda question: question.__name__,
+)
 def test_nan_is_refused(spoiled, question, backend):
     """A comparison with NaN is false: it would count as zero."""
     if backend == "reference":
         return
-    parameters = {"initial": log(0.5, 0.5), "transition": log([0.5, 0.5], [0.5, 0.5]), "emission": log([0.5, 0.5], [0.5, 0.5])}
+    parameters = {
+        "initial": log(0.5, 0.5),
+        "transition": log([0.5, 0.5], [0.5, 0.5]),
+        "emission": log([0.5, 0.5], [0.5, 0.5]),
+    }
     parameters[spoiled][..., 1] = torch.nan
     evidence = Table(parameters["emission"], torch.tensor([0, 1]))
-    with pytest.raises(ValueError, match=rf"^`{spoiled}` must hold numbers, but the entry at \((0, )?1,?\) is nan instead"):
+    with pytest.raises(
+        ValueError, match=rf"^`{spoiled}` must hold numbers, but the entry at \((0, )?1,?\) is nan instead"
+    ):
         question(parameters["initial"], Dense(parameters["transition"]), evidence, torch.tensor([0, 2]))

@@ -32,12 +32,18 @@ class Factorial(Operator):
 
 
 def log_rows(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).mul(2).log_softmax(-1)
+    return (
+        torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).mul(2).log_softmax(-1)
+    )
 
 
 def operators() -> dict[str, Operator]:
-    zeros = log_rows(6, 6, seed=1).masked_fill(torch.arange(6) > torch.arange(6)[:, None] + 1, -torch.inf).log_softmax(-1)
-    indices = torch.stack([torch.randperm(6, generator=torch.Generator().manual_seed(n))[:2].sort().values for n in range(6)])
+    zeros = (
+        log_rows(6, 6, seed=1).masked_fill(torch.arange(6) > torch.arange(6)[:, None] + 1, -torch.inf).log_softmax(-1)
+    )
+    indices = torch.stack(
+        [torch.randperm(6, generator=torch.Generator().manual_seed(n))[:2].sort().values for n in range(6)]
+    )
     kept = log_rows(6, 3, seed=2)
     return {
         "dense": Dense(log_rows(6, 6)),
@@ -62,7 +68,9 @@ def test_predict_and_its_transpose_are_those_of_the_matrix(name):
     predicted = (messages[:, None] @ matrix).squeeze(1)
     for found in (operator.predict(messages, at), maps.predict(messages, at)):
         torch.testing.assert_close(found, predicted, rtol=1e-12, atol=1e-15)
-    torch.testing.assert_close(maps.retract(messages, at), (matrix @ messages[:, :, None]).squeeze(2), rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(
+        maps.retract(messages, at), (matrix @ messages[:, :, None]).squeeze(2), rtol=1e-12, atol=1e-15
+    )
 
 
 def summed(
@@ -96,7 +104,9 @@ def test_e_step(name, route):
     torch.testing.assert_close(found.log_likelihood, scores.detach(), **tolerance)
     for mine, theirs in zip(found.counts, counts, strict=True):
         torch.testing.assert_close(mine, theirs, **tolerance)
-    torch.testing.assert_close(found.smoothed.sum(1), weights.repeat_interleave(torch.tensor(LENGTHS)), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        found.smoothed.sum(1), weights.repeat_interleave(torch.tensor(LENGTHS)), rtol=1e-6, atol=1e-6
+    )
     torch.testing.assert_close(found.initial.sum(), torch.tensor(0.5, dtype=torch.float64), rtol=1e-6, atol=1e-6)
 
 
@@ -121,14 +131,24 @@ def test_mostly_constant_maps_lose_no_digits(num_states, num_kept):
     """Kept entries of 1e-13 beside constants near one, and messages of all sizes: every entry of the results is right to 13 digits."""
     num_kept = min(num_kept, num_states)
     generator = torch.Generator().manual_seed(num_states)
-    indices = torch.stack([torch.randperm(num_states, generator=generator)[:num_kept].sort().values for _ in range(num_states)])
+    indices = torch.stack(
+        [torch.randperm(num_states, generator=generator)[:num_kept].sort().values for _ in range(num_states)]
+    )
     constants = torch.rand(num_states, generator=generator, dtype=torch.float64)
-    operator = MostlyConstant(indices, torch.full((num_states, num_kept), 1e-13, dtype=torch.float64).log(), constants.log())
+    operator = MostlyConstant(
+        indices, torch.full((num_states, num_kept), 1e-13, dtype=torch.float64).log(), constants.log()
+    )
     messages = 10.0 ** (-40 * torch.rand(5, num_states, generator=generator, dtype=torch.float64))
-    matrix, at, maps = operator.to_dense(torch.zeros(1)).exp(), torch.zeros(5, dtype=torch.int64), operator.prepare(torch.float64)
+    matrix, at, maps = (
+        operator.to_dense(torch.zeros(1)).exp(),
+        torch.zeros(5, dtype=torch.int64),
+        operator.prepare(torch.float64),
+    )
     for found in (operator.predict(messages, at), maps.predict(messages, at)):
         torch.testing.assert_close(found, messages @ matrix, rtol=1e-13, atol=0)
     torch.testing.assert_close(maps.retract(messages, at), messages @ matrix.T, rtol=1e-13, atol=0)
     pairs = messages[:, :, None] * matrix * messages.flip(0)[:, None]
-    for found, expected in zip(operator.counts(messages, messages.flip(0), at), operator.counts_of_pairs(pairs, at), strict=True):
+    for found, expected in zip(
+        operator.counts(messages, messages.flip(0), at), operator.counts_of_pairs(pairs, at), strict=True
+    ):
         torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)

@@ -20,7 +20,9 @@ Q = torch.tensor([0.5, 0.7], dtype=torch.float64)  # standard deviations
 C = torch.tensor([[1.0, 0.3], [0.0, 1.0]], dtype=torch.float64)
 R = torch.tensor([1.0, 1.2], dtype=torch.float64)
 M0, P0 = torch.tensor([1.0, -1.0], dtype=torch.float64), torch.tensor([1.0, 1.5], dtype=torch.float64)
-EXACT = LinearGaussian(M0, P0.square().diag(), A, B, Q.square().diag(), C, torch.zeros(2, dtype=torch.float64), R.square().diag())
+EXACT = LinearGaussian(
+    M0, P0.square().diag(), A, B, Q.square().diag(), C, torch.zeros(2, dtype=torch.float64), R.square().diag()
+)
 
 
 class Linear:
@@ -88,10 +90,21 @@ WAYS = {
 }
 
 
-def run(model: Linear, lengths: torch.Tensor, num_particles: int, seed: int, *, guided: bool = False, look: bool = False, **words) -> particle.Particles:
+def run(
+    model: Linear,
+    lengths: torch.Tensor,
+    num_particles: int,
+    seed: int,
+    *,
+    guided: bool = False,
+    look: bool = False,
+    **words,
+) -> particle.Particles:
     proposal = optimal(model) if guided else None
     ahead = particle.auxiliary(model) if look else None
-    return particle.filter(model, lengths, num_particles, generator(seed, "test"), proposal=proposal, look_ahead=ahead, **words)
+    return particle.filter(
+        model, lengths, num_particles, generator(seed, "test"), proposal=proposal, look_ahead=ahead, **words
+    )
 
 
 def repeated(sequences: Sequences) -> Sequences:
@@ -99,11 +112,15 @@ def repeated(sequences: Sequences) -> Sequences:
     return sequences[[n for n in range(len(sequences)) for _ in range(RUNS)]]
 
 
-def assert_moments(cloud: particle.WeightedParticles, sequences: Sequences, mean: torch.Tensor, cov: torch.Tensor, slack: float = 0.03) -> None:
+def assert_moments(
+    cloud: particle.WeightedParticles, sequences: Sequences, mean: torch.Tensor, cov: torch.Tensor, slack: float = 0.03
+) -> None:
     """Mean and variance over the repeated runs are the exact ones within their own errors, and a bias of order 1 / N."""
     shape = (len(cloud.states), len(sequences), RUNS)
     weights = cloud.log_weights.expand(cloud.states.shape[:-1]).exp().reshape(*shape, -1, 1)
-    centre, variance = (sequences.with_values(x).padded().transpose(0, 1) for x in (mean, cov.diagonal(dim1=1, dim2=2)))  # (T, sequences, d)
+    centre, variance = (
+        sequences.with_values(x).padded().transpose(0, 1) for x in (mean, cov.diagonal(dim1=1, dim2=2))
+    )  # (T, sequences, d)
     away = cloud.states.reshape(*shape, -1, 2) - centre[:, :, None, None]
     inside = ~centre.isnan()
     for power, exact in ((1, torch.zeros_like(variance)), (2, variance)):
@@ -158,7 +175,9 @@ class TestFilter:
     def test_errors_fall_as_the_root_of_particles(self, rng):
         sequences = draw_sequences(rng, [20] * 150, missing=0.0)
         exact = kalman.log_likelihood(EXACT, sequences)
-        found = [run(Linear(sequences), sequences.lengths, num_particles, 2).log_likelihood for num_particles in (100, 1600)]
+        found = [
+            run(Linear(sequences), sequences.lengths, num_particles, 2).log_likelihood for num_particles in (100, 1600)
+        ]
         more, less = (float((estimate - exact).abs().median()) for estimate in found)
         assert 2.5 < more / less < 6.5  # 4 for sixteen times the particles
 
@@ -167,7 +186,10 @@ class TestFilter:
         narrow = 0.1 * R
         exact = kalman.log_likelihood(EXACT._replace(emission_cov=narrow.square().diag()), sequences)
         model = Linear(sequences, narrow)
-        errors = [float((run(model, sequences.lengths, 200, 3, **words).log_likelihood - exact).abs().mean()) for words in ({}, WAYS["guided"])]
+        errors = [
+            float((run(model, sequences.lengths, 200, 3, **words).log_likelihood - exact).abs().mean())
+            for words in ({}, WAYS["guided"])
+        ]
         assert errors[1] < errors[0] / 5
 
     def test_ancestors_lead_to_the_parents(self, rng):
@@ -192,10 +214,16 @@ class TestFilter:
         class Babbling(Linear):
             def log_obs(self, t, states):
                 logs = super().log_obs(t, states)
-                return torch.where((t < sequences.lengths).unsqueeze(1), logs, 100 * states[..., 0] if t % 2 else torch.nan)
+                return torch.where(
+                    (t < sequences.lengths).unsqueeze(1), logs, 100 * states[..., 0] if t % 2 else torch.nan
+                )
 
         plain, babbling = (run(kind(sequences), sequences.lengths, 50, 0, look=True) for kind in (Linear, Babbling))
-        for first, second in ((plain.states, babbling.states), (plain.log_weights, babbling.log_weights), (plain.log_increments, babbling.log_increments)):
+        for first, second in (
+            (plain.states, babbling.states),
+            (plain.log_weights, babbling.log_weights),
+            (plain.log_increments, babbling.log_increments),
+        ):
             assert torch.equal(first, second)
         assert bool((plain.log_increments[4:, 1] == 0).all())
 
@@ -220,12 +248,18 @@ class TestFilter:
                 return DiagonalGaussian(states @ A.T.float() + B.float(), Q.float())
 
             def log_obs(self, t, states):
-                logs = -0.5 * ((self.values[:, t].unsqueeze(1) - states @ C.T.float()) / self.noise).square() - self.noise.log() - 0.5 * math.log(2 * math.pi)
+                logs = (
+                    -0.5 * ((self.values[:, t].unsqueeze(1) - states @ C.T.float()) / self.noise).square()
+                    - self.noise.log()
+                    - 0.5 * math.log(2 * math.pi)
+                )
                 return torch.where(self.values[:, t].unsqueeze(1).isnan(), 0.0, logs).sum(2)
 
         found = run(Single(sequences), sequences.lengths, 5000, 0)
         assert found.states.dtype == found.log_weights.dtype == torch.float32
-        torch.testing.assert_close(found.log_likelihood.double(), kalman.log_likelihood(EXACT, sequences), rtol=0, atol=0.3)
+        torch.testing.assert_close(
+            found.log_likelihood.double(), kalman.log_likelihood(EXACT, sequences), rtol=0, atol=0.3
+        )
         assert bool(particle.backward_simulation(found, 4, generator(0)).states.isfinite().all())
 
     def test_no_sequences_and_no_steps(self):
@@ -233,7 +267,11 @@ class TestFilter:
             sequences = Sequences.from_lengths(np.zeros((0, 2)), lengths)
             found = run(Linear(sequences), sequences.lengths, 7, 0)
             assert found.log_likelihood.tolist() == [0.0] * len(lengths)
-            for cloud in (particle.genealogy(found), particle.fixed_lag(found, 2), particle.backward_simulation(found, 7, generator(0))):
+            for cloud in (
+                particle.genealogy(found),
+                particle.fixed_lag(found, 2),
+                particle.backward_simulation(found, 7, generator(0)),
+            ):
                 assert cloud.states.shape == (0, len(lengths), 7, 2)
 
 
@@ -264,9 +302,15 @@ class TestSmoothing:
         assert torch.equal(particle.fixed_lag(found, 0).states, found.states)
         whole, paths = particle.fixed_lag(found, 100), particle.genealogy(found)
         torch.testing.assert_close(steps_of(many, whole.mean), steps_of(many, paths.mean))
-        later = [kalman.posterior(EXACT, Sequences.from_list([values[: t + 3]])) for values in sequences for t in range(len(values))]
+        later = [
+            kalman.posterior(EXACT, Sequences.from_list([values[: t + 3]]))
+            for values in sequences
+            for t in range(len(values))
+        ]
         steps = [t for values in sequences for t in range(len(values))]
-        known = [torch.stack([getattr(x, field)[t] for x, t in zip(later, steps, strict=True)]) for field in ("mean", "cov")]
+        known = [
+            torch.stack([getattr(x, field)[t] for x, t in zip(later, steps, strict=True)]) for field in ("mean", "cov")
+        ]
         assert_moments(particle.fixed_lag(found, 2), sequences, *known)
         with pytest.raises(ValueError, match="`lag` must not be negative, but is -1 instead"):
             particle.fixed_lag(found, -1)
@@ -299,13 +343,19 @@ class Grid:
             return (self.log_probs.exp() * torch.arange(self.log_probs.shape[2])).sum(2, keepdim=True)
 
         def sample(self, generator):
-            return torch.multinomial(self.log_probs.exp().flatten(0, 1), 1, generator=generator).view(*self.log_probs.shape[:2], 1).double()
+            return (
+                torch.multinomial(self.log_probs.exp().flatten(0, 1), 1, generator=generator)
+                .view(*self.log_probs.shape[:2], 1)
+                .double()
+            )
 
         def log_prob(self, states):
             return self.log_probs.gather(2, states.long()).squeeze(2)
 
         def log_prob_of_each(self, states):
-            return self.log_probs.gather(2, states.long().squeeze(2).unsqueeze(1).expand(-1, self.log_probs.shape[1], -1)).mT
+            return self.log_probs.gather(
+                2, states.long().squeeze(2).unsqueeze(1).expand(-1, self.log_probs.shape[1], -1)
+            ).mT
 
         def pick(self, particles):
             return Grid.Cells(self.log_probs.gather(1, particles.unsqueeze(2).expand(-1, -1, self.log_probs.shape[2])))
@@ -336,13 +386,17 @@ def test_against_the_discrete_core_on_a_grid(rng):
     sequences = Sequences.from_lengths(evidence, lengths)
     exact = inference.posterior(initial, Dense(transition), Rows(evidence), sequences.offsets)
     many = repeated(sequences)
-    found = particle.filter(Grid(initial, transition, many.padded().nan_to_num()), many.lengths, 600, generator(0, "test"))
+    found = particle.filter(
+        Grid(initial, transition, many.padded().nan_to_num()), many.lengths, 600, generator(0, "test")
+    )
     ratio = (found.log_likelihood.view(2, RUNS) - exact.log_likelihood.unsqueeze(1)).exp()
     assert bool(((ratio.mean(1) - 1).abs() < 4 * ratio.std(1) / math.sqrt(RUNS)).all())
 
     def assert_shares(cloud: particle.WeightedParticles, posterior: torch.Tensor) -> None:
         weights = cloud.log_weights.expand(cloud.states.shape[:3]).exp()
-        shares = torch.zeros(15, 2 * RUNS, 33, dtype=torch.float64).scatter_add(2, cloud.states.long().squeeze(3), weights)
+        shares = torch.zeros(15, 2 * RUNS, 33, dtype=torch.float64).scatter_add(
+            2, cloud.states.long().squeeze(3), weights
+        )
         shares = shares.view(15, 2, RUNS, 33)
         error, spread = (steps_of(sequences, x) for x in (shares.mean(2), shares.std(2) / math.sqrt(RUNS)))
         error = (error - posterior).abs()
@@ -358,7 +412,9 @@ class TestResampling:
     def test_draws_are_in_proportion(self, method):
         weights = torch.tensor([[0.0, 0.5, 0.25, 0.0, 0.2, 0.05, 0.0]], dtype=torch.float64).expand(4000, -1)
         drawn = particle.resample(weights.log(), 10, generator(0, method), method)
-        counts = torch.zeros(4000, 7, dtype=torch.float64).scatter_add(1, drawn, torch.ones(4000, 10, dtype=torch.float64))
+        counts = torch.zeros(4000, 7, dtype=torch.float64).scatter_add(
+            1, drawn, torch.ones(4000, 10, dtype=torch.float64)
+        )
         torch.testing.assert_close(counts.mean(0), 10 * weights[0], rtol=0, atol=0.12)
         assert not bool(counts[:, [0, 3, 6]].any())
         if method == "systematic":
@@ -375,16 +431,29 @@ class TestResampling:
 
 
 def test_density_of_each_pair(rng):
-    mean, scale = torch.from_numpy(rng.normal(size=(3, 5, 2)) + 1e4), torch.from_numpy(rng.uniform(0.5, 2, size=(3, 5, 2)))
+    mean, scale = (
+        torch.from_numpy(rng.normal(size=(3, 5, 2)) + 1e4),
+        torch.from_numpy(rng.uniform(0.5, 2, size=(3, 5, 2))),
+    )
     states = torch.from_numpy(rng.normal(size=(3, 4, 2)) + 1e4)
     for spread in (scale, scale[:, :1], scale[0, 0], scale[0, 0, 0]):
         density = DiagonalGaussian(mean, spread)
-        expected = torch.distributions.Normal(mean.unsqueeze(1), spread.expand(3, 5, 2).unsqueeze(1)).log_prob(states.unsqueeze(2)).sum(3)
+        expected = (
+            torch.distributions.Normal(mean.unsqueeze(1), spread.expand(3, 5, 2).unsqueeze(1))
+            .log_prob(states.unsqueeze(2))
+            .sum(3)
+        )
         torch.testing.assert_close(density.log_prob_of_each(states), expected, rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(density.log_prob(states[:, [0, 1, 2, 3, 0]]), expected[:, [0, 1, 2, 3, 0], torch.arange(5)], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            density.log_prob(states[:, [0, 1, 2, 3, 0]]),
+            expected[:, [0, 1, 2, 3, 0], torch.arange(5)],
+            rtol=1e-9,
+            atol=1e-9,
+        )
         chosen = torch.tensor([[4, 0, 0], [1, 2, 3], [2, 2, 2]])
         torch.testing.assert_close(
-            density.pick(chosen).log_prob(mean[:, :3]), density.log_prob_of_each(mean[:, :3])[torch.arange(3)[:, None], torch.arange(3), chosen]
+            density.pick(chosen).log_prob(mean[:, :3]),
+            density.log_prob_of_each(mean[:, :3])[torch.arange(3)[:, None], torch.arange(3), chosen],
         )
 
 
@@ -399,7 +468,10 @@ class TestBadInput:
                     logs[1] = -torch.inf
                 return logs
 
-        with pytest.raises(ValueError, match=r"the weights of all 20 vanish at step 4 of sequence 1. Use more particles, or a wider emission"):
+        with pytest.raises(
+            ValueError,
+            match=r"the weights of all 20 vanish at step 4 of sequence 1. Use more particles, or a wider emission",
+        ):
             run(Blind(sequences), sequences.lengths, 20, 0)
         far = sequences.with_values(sequences.values.clone())
         far.values[2] = 1e200
@@ -423,19 +495,30 @@ class TestBadInput:
     def test_undefined_evidence(self, rng):
         sequences = draw_sequences(rng, [5, 6], missing=0.0)
         model = Linear(sequences, R * float("nan"))
-        with pytest.raises(ValueError, match="`log_obs` must be numbers below infinity, but is not at step 0 of sequence 0"):
+        with pytest.raises(
+            ValueError, match="`log_obs` must be numbers below infinity, but is not at step 0 of sequence 0"
+        ):
             run(model, sequences.lengths, 20, 0)
 
     @pytest.mark.parametrize(
         ("words", "message"),
         [
             ({"num_particles": 0}, "`num_particles` must be positive, but is 0 instead"),
-            ({"resampling": "residual"}, "`resampling` must be one of systematic, stratified, multinomial, but is 'residual' instead"),
+            (
+                {"resampling": "residual"},
+                "`resampling` must be one of systematic, stratified, multinomial, but is 'residual' instead",
+            ),
             ({"threshold": 2.0}, "`threshold` must be from 0 to 1, but is 2.0 instead"),
-            ({"lengths": torch.tensor([3])}, r"`initial` must give \(1, 5\) densities, sequences by particles, but gives \(2, 5\) instead"),
+            (
+                {"lengths": torch.tensor([3])},
+                r"`initial` must give \(1, 5\) densities, sequences by particles, but gives \(2, 5\) instead",
+            ),
         ],
     )
     def test_wrong_words(self, rng, words, message):
         sequences = draw_sequences(rng, [5, 6])
         with pytest.raises(ValueError, match=message):
-            particle.filter(Linear(sequences), **{"lengths": sequences.lengths, "num_particles": 5, "generator": generator(0), **words})
+            particle.filter(
+                Linear(sequences),
+                **{"lengths": sequences.lengths, "num_particles": 5, "generator": generator(0), **words},
+            )

@@ -58,17 +58,41 @@ class TestAgainstHmmlearn:
     def test_categorical(self, rng):
         peer = hmmlearn.hmm.CategoricalHMM(5, implementation="log")
         initial, matrix, log_probs = oracle.log_rows(rng, 5), oracle.log_rows(rng, 5, 5), oracle.log_rows(rng, 5, 6)
-        peer.startprob_, peer.transmat_, peer.emissionprob_, peer.n_features = initial.exp().numpy(), matrix.exp().numpy(), log_probs.exp().numpy(), 6
+        peer.startprob_, peer.transmat_, peer.emissionprob_, peer.n_features = (
+            initial.exp().numpy(),
+            matrix.exp().numpy(),
+            log_probs.exp().numpy(),
+            6,
+        )
         data = rng.integers(0, 6, sum(self.LENGTHS))
         offsets = torch.tensor([0, *self.LENGTHS]).cumsum(0)
-        self.same(peer, (initial, Dense(matrix), Table(log_probs, torch.from_numpy(data)), offsets), data[:, None], self.LENGTHS)
+        self.same(
+            peer,
+            (initial, Dense(matrix), Table(log_probs, torch.from_numpy(data)), offsets),
+            data[:, None],
+            self.LENGTHS,
+        )
 
     def test_diagonal_gaussian(self, rng):
         peer = hmmlearn.hmm.GaussianHMM(4, "diag", implementation="log")
-        initial, matrix, means, variances = oracle.log_rows(rng, 4), oracle.log_rows(rng, 4, 4), rng.normal(0, 2, (4, 3)), rng.gamma(2, size=(4, 3)) + 0.1
-        peer.startprob_, peer.transmat_, peer.means_, peer.covars_, peer.n_features = initial.exp().numpy(), matrix.exp().numpy(), means, variances, 3
+        initial, matrix, means, variances = (
+            oracle.log_rows(rng, 4),
+            oracle.log_rows(rng, 4, 4),
+            rng.normal(0, 2, (4, 3)),
+            rng.gamma(2, size=(4, 3)) + 0.1,
+        )
+        peer.startprob_, peer.transmat_, peer.means_, peer.covars_, peer.n_features = (
+            initial.exp().numpy(),
+            matrix.exp().numpy(),
+            means,
+            variances,
+            3,
+        )
         data = rng.normal(0, 2, (sum(self.LENGTHS), 3))
-        evidence, offsets = oracle.gaussian(means, variances, data.mean(0), data), torch.tensor([0, *self.LENGTHS]).cumsum(0)
+        evidence, offsets = (
+            oracle.gaussian(means, variances, data.mean(0), data),
+            torch.tensor([0, *self.LENGTHS]).cumsum(0),
+        )
         self.same(peer, (initial, Dense(matrix), evidence, offsets), data, self.LENGTHS)
 
     def test_wikipedia(self):
@@ -85,7 +109,13 @@ class TestHmmlearn:
         means, variances, data = np.array([[0.0], [1.0]]), np.ones((2, 1)), np.array([[0.0], [1.0], [40.0], [0.5]])
         peer = hmmlearn.hmm.GaussianHMM(2, "diag", implementation="log")
         matrix = CHAIN[1].log_probs.exp().numpy()
-        peer.startprob_, peer.transmat_, peer.means_, peer.covars_, peer.n_features = CHAIN[0].exp().numpy(), matrix, means, variances, 1
+        peer.startprob_, peer.transmat_, peer.means_, peer.covars_, peer.n_features = (
+            CHAIN[0].exp().numpy(),
+            matrix,
+            means,
+            variances,
+            1,
+        )
         ours = *CHAIN, oracle.gaussian(means, variances, np.zeros(1), data), torch.tensor([0, 4])
         for dtype, rel in ((torch.float64, 1e-12), (torch.float32, 1e-7)):
             assert float(inference.log_likelihood(*ours, dtype=dtype)) == pytest.approx(peer.score(data), rel=rel)
@@ -102,7 +132,9 @@ class TestHmmlearn:
 
         def scores(sequences: list) -> torch.Tensor:
             values, offsets = np.concatenate(sequences)[:, None], torch.tensor([0, *map(len, sequences)]).cumsum(0)
-            return inference.log_likelihood(*CHAIN, oracle.gaussian(np.array([[0.0], [3.0]]), np.ones((2, 1)), np.zeros(1), values), offsets)
+            return inference.log_likelihood(
+                *CHAIN, oracle.gaussian(np.array([[0.0], [3.0]]), np.ones((2, 1)), np.zeros(1), values), offsets
+            )
 
         first, second = scores([[np.nan, np.nan, np.nan], [0.5, np.nan, 2.0]]).tolist()
         assert first == pytest.approx(0, abs=1e-15)
@@ -208,13 +240,18 @@ class TestTorchmm:
         chain, table = model.problem[:2], model.evidence.log_probs
         alone = [inference.viterbi(*chain, *symbols(table, part)).states.tolist() for part in parts]
         assert inference.viterbi(*model.problem).states.tolist() == [*itertools.chain(*alone)]
-        assert inference.viterbi(*chain, *symbols(table, *parts[::-1])).states.tolist() == [*itertools.chain(*alone[::-1])]
+        assert inference.viterbi(*chain, *symbols(table, *parts[::-1])).states.tolist() == [
+            *itertools.chain(*alone[::-1])
+        ]
 
 
 class TestClonedCode:
     def test_ties_are_broken_the_same_way_every_time(self):
         flat = log(*[0.25] * 4), Dense(log(*[[0.25] * 4] * 4))
-        paths = {tuple(inference.viterbi(*flat, *symbols(log(*[[0.5, 0.5]] * 4), [0, 1] * 20)).states.tolist()) for _ in range(3)}
+        paths = {
+            tuple(inference.viterbi(*flat, *symbols(log(*[[0.5, 0.5]] * 4), [0, 1] * 20)).states.tolist())
+            for _ in range(3)
+        }
         assert paths == {(0,) * 40}
 
     def test_any_whole_numbers_are_symbols(self):

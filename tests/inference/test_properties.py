@@ -67,9 +67,13 @@ def test_names_of_states_mean_nothing(model, random):
     assert_allclose(full_counts(other, after.counts), full_counts(model, before.counts)[order][:, order], **CLOSE)
     axis = 1 if isinstance(model.evidence, Rows) else 0
     assert_allclose(after.evidence, before.evidence.index_select(axis, torch.from_numpy(order)), **CLOSE)
-    assert_allclose(inference.viterbi(*other.problem).log_probability, inference.viterbi(*model.problem).log_probability, **CLOSE)
+    assert_allclose(
+        inference.viterbi(*other.problem).log_probability, inference.viterbi(*model.problem).log_probability, **CLOSE
+    )
     assert_allclose(inference.predict(*other.problem), inference.predict(*model.problem)[:, order], **CLOSE)
-    assert_allclose(inference.posterior(*other.problem).filtered, inference.posterior(*model.problem).filtered[:, order], **CLOSE)
+    assert_allclose(
+        inference.posterior(*other.problem).filtered, inference.posterior(*model.problem).filtered[:, order], **CLOSE
+    )
 
 
 @laws
@@ -88,7 +92,9 @@ def test_batches_add_up(model, cut):
     for whole, first, second in zip(together.counts, apart[0].counts, apart[1].counts, strict=True):
         assert_allclose(whole, first + second, **CLOSE)
     one, other = apart[0].evidence, apart[1].evidence
-    assert_allclose(together.evidence, torch.cat([one, other]) if isinstance(model.evidence, Rows) else one + other, **CLOSE)
+    assert_allclose(
+        together.evidence, torch.cat([one, other]) if isinstance(model.evidence, Rows) else one + other, **CLOSE
+    )
 
 
 @laws
@@ -162,8 +168,13 @@ def test_a_missing_step_is_a_sum_over_its_symbols(seed, num_states, kept, length
     model = oracle.make("table", num_states, [length], kept=kept, seed=seed, missing=0)
     symbols = model.sequences.values
     filled = [torch.where(torch.arange(length) == position, v, symbols) for v in (4, 0, 1, 2, 3)]
-    without, *steps = [inference.e_step(*model.problem[:2], Table(model.evidence.log_probs, each), model.sequences.offsets) for each in filled]
-    assert_allclose(without.log_likelihood, torch.logsumexp(torch.stack([each.log_likelihood for each in steps]), 0), **CLOSE)
+    without, *steps = [
+        inference.e_step(*model.problem[:2], Table(model.evidence.log_probs, each), model.sequences.offsets)
+        for each in filled
+    ]
+    assert_allclose(
+        without.log_likelihood, torch.logsumexp(torch.stack([each.log_likelihood for each in steps]), 0), **CLOSE
+    )
     shares = [float((each.log_likelihood - without.log_likelihood).exp()) for each in steps]
     for n, counts in enumerate(without.counts):
         assert_allclose(counts, sum(share * each.counts[n] for share, each in zip(shares, steps, strict=True)), **CLOSE)
@@ -174,8 +185,12 @@ def test_a_missing_step_is_a_sum_over_its_symbols(seed, num_states, kept, length
 def test_evidence_is_relative(model, shift):
     """The same added to all states of a step changes the likelihood by it, and nothing else."""
     rows = torch.from_numpy(np.concatenate([np.zeros((0, len(model.initial))), *model.rows]))
-    before, after = (inference.posterior(*model.problem[:2], Rows(each), model.sequences.offsets) for each in (rows, rows + shift))
-    assert_allclose(after.log_likelihood, before.log_likelihood + shift * model.sequences.lengths.double(), rtol=1e-9, atol=1e-9)
+    before, after = (
+        inference.posterior(*model.problem[:2], Rows(each), model.sequences.offsets) for each in (rows, rows + shift)
+    )
+    assert_allclose(
+        after.log_likelihood, before.log_likelihood + shift * model.sequences.lengths.double(), rtol=1e-9, atol=1e-9
+    )
     assert_allclose(after.smoothed, before.smoothed, rtol=1e-9, atol=1e-11)
 
 
@@ -186,7 +201,10 @@ def test_one_em_step_does_not_lower_the_likelihood(model, dtype):
     step = inference.e_step(*model.problem, dtype=dtype)
     counts, before = full_counts(model, step.counts), torch.from_numpy(model.chain[1])
     initial, transition = (
-        torch.where(c.sum(-1, keepdim=True) > 0, c / c.sum(-1, keepdim=True), p.exp()).log() for c, p in ((step.initial, model.initial), (counts, before))
+        torch.where(c.sum(-1, keepdim=True) > 0, c / c.sum(-1, keepdim=True), p.exp()).log()
+        for c, p in ((step.initial, model.initial), (counts, before))
     )
     after = inference.log_likelihood(initial, Dense(transition), *model.problem[2:])
-    assert float(after.sum()) >= float(inference.log_likelihood(*model.problem).sum()) - (1e-3 if dtype == torch.float32 else 1e-9)
+    assert float(after.sum()) >= float(inference.log_likelihood(*model.problem).sum()) - (
+        1e-3 if dtype == torch.float32 else 1e-9
+    )

@@ -33,7 +33,11 @@ def test_chunks_change_nothing(kind, kept, monkeypatch):
     weights = torch.rand(len(LENGTHS), dtype=torch.float64)
 
     def everything() -> list:
-        return [reference.e_step(*model.problem, weights), log_space.e_step(*model.problem, weights), log_space.viterbi(*model.problem)]
+        return [
+            reference.e_step(*model.problem, weights),
+            log_space.e_step(*model.problem, weights),
+            log_space.viterbi(*model.problem),
+        ]
 
     whole = everything()
     monkeypatch.setattr(log_space, "_PAIR_ENTRIES", 3 * 16)
@@ -48,11 +52,25 @@ class HostReads(TorchDispatchMode):
         super().__init__()
         self.left = allowed
 
-    WAITS = ("_local_scalar_dense", "item", "equal", "nonzero", "is_nonzero", "masked_select", "_unique", "unique", "argwhere", "bincount", "is_same_size")
+    WAITS = (
+        "_local_scalar_dense",
+        "item",
+        "equal",
+        "nonzero",
+        "is_nonzero",
+        "masked_select",
+        "_unique",
+        "unique",
+        "argwhere",
+        "bincount",
+        "is_same_size",
+    )
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.overloadpacket.__name__
-        masks = name in ("index", "index_put", "index_put_") and any(i is not None and i.dtype == torch.bool for i in args[1])
+        masks = name in ("index", "index_put", "index_put_") and any(
+            i is not None and i.dtype == torch.bool for i in args[1]
+        )
         if masks or any(name == wait or name.startswith(wait + "_") for wait in self.WAITS):
             self.left -= 1
             if self.left < 0:
@@ -62,7 +80,13 @@ class HostReads(TorchDispatchMode):
 
 def test_the_watch_sees_host_reads():
     tensor = torch.arange(3)
-    for read in (lambda: tensor[1].item(), lambda: bool((tensor > 1).any()), lambda: tensor[tensor > 1], lambda: torch.equal(tensor, tensor), tensor.nonzero):
+    for read in (
+        lambda: tensor[1].item(),
+        lambda: bool((tensor > 1).any()),
+        lambda: tensor[tensor > 1],
+        lambda: torch.equal(tensor, tensor),
+        tensor.nonzero,
+    ):
         with HostReads(), pytest.raises(AssertionError, match="on the host"):
             read()
 
@@ -108,10 +132,19 @@ def test_a_step_takes_few_calls(smooth):
 @pytest.mark.parametrize("call", [inference.e_step, inference.viterbi], ids=["e_step", "viterbi"])
 def test_parameters_that_are_nan_are_refused_alike_by_all_backends(spoiled, form, call):
     """Even where no sequence meets them: the only one has one step, and its symbol is another."""
-    parameters = {"initial": torch.zeros(3).double(), "transition": torch.zeros(3, 3).double(), "emission": torch.zeros(3, 4).double()}
+    parameters = {
+        "initial": torch.zeros(3).double(),
+        "transition": torch.zeros(3, 3).double(),
+        "emission": torch.zeros(3, 4).double(),
+    }
     parameters[spoiled][..., 1] = torch.nan
     ones = torch.ones(1, 2).double()
-    table, quadratic = Table(parameters["emission"], torch.tensor([0])), Quadratic(ones, torch.zeros(4, 2, dtype=torch.int64), parameters["emission"])
+    table, quadratic = (
+        Table(parameters["emission"], torch.tensor([0])),
+        Quadratic(ones, torch.zeros(4, 2, dtype=torch.int64), parameters["emission"]),
+    )
     evidence = table if form == "table" else quadratic
-    with pytest.raises(ValueError, match=rf"^`{spoiled}` must hold numbers, but the entry at \((0, )?1,?\) is nan instead"):
+    with pytest.raises(
+        ValueError, match=rf"^`{spoiled}` must hold numbers, but the entry at \((0, )?1,?\) is nan instead"
+    ):
         call(parameters["initial"], Dense(parameters["transition"]), evidence, torch.tensor([0, 1]))

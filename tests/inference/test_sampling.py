@@ -43,7 +43,10 @@ def test_chains(zeros, kept):
 
 
 def test_chains_of_different_lengths():
-    initial, transition = oracle.log_rows(np.random.default_rng(52), 4), oracle.log_rows(np.random.default_rng(53), 4, 4)
+    initial, transition = (
+        oracle.log_rows(np.random.default_rng(52), 4),
+        oracle.log_rows(np.random.default_rng(53), 4, 4),
+    )
     states, offsets = inference.sample(initial, Dense(transition), torch.tensor([5, 0, 1, 30_000]), generator())
     assert offsets.tolist() == [0, 5, 5, 6, 30_006]
     path = states[6:]
@@ -80,8 +83,14 @@ def test_posterior_paths_where_floats_end():
     """The only path lies where filtered probabilities are below the smallest float."""
     rows = torch.zeros(300, 2).double()
     rows[:100, 1], rows[100:, 0] = -10.0, -10.0
-    for operator in (APART[1], MostlyConstant(torch.tensor([[0], [1]]), torch.zeros(2, 1).double(), torch.full((2,), -torch.inf).double())):
-        assert inference.sample_posterior(APART[0], operator, Rows(rows), torch.tensor([0, 300]), generator()).tolist() == [1] * 300
+    for operator in (
+        APART[1],
+        MostlyConstant(torch.tensor([[0], [1]]), torch.zeros(2, 1).double(), torch.full((2,), -torch.inf).double()),
+    ):
+        assert (
+            inference.sample_posterior(APART[0], operator, Rows(rows), torch.tensor([0, 300]), generator()).tolist()
+            == [1] * 300
+        )
 
 
 def test_impossible_sequences_are_marked():
@@ -91,8 +100,12 @@ def test_impossible_sequences_are_marked():
 
 
 def test_a_row_without_a_constant_is_never_left():
-    cycle = MostlyConstant(torch.tensor([[1], [2], [0]]), torch.zeros(3, 1).double(), torch.tensor([-torch.inf] * 3).double())
-    states, _ = inference.sample(torch.tensor([0.0, -torch.inf, -torch.inf]).double(), cycle, torch.tensor([7]), generator())
+    cycle = MostlyConstant(
+        torch.tensor([[1], [2], [0]]), torch.zeros(3, 1).double(), torch.tensor([-torch.inf] * 3).double()
+    )
+    states, _ = inference.sample(
+        torch.tensor([0.0, -torch.inf, -torch.inf]).double(), cycle, torch.tensor([7]), generator()
+    )
     assert states.tolist() == [0, 1, 2, 0, 1, 2, 0]
 
 

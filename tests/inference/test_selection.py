@@ -23,14 +23,24 @@ def row_q(row: np.ndarray, kept: tuple[int, ...]) -> float:
     probs = row / row.sum()
     rest = probs[others].sum() / len(others)
     with np.errstate(divide="ignore", invalid="ignore"):
-        return float(np.nansum(row[list(kept)] * np.log(probs[list(kept)])) + (row[others].sum() * np.log(rest) if rest > 0 else 0.0))
+        return float(
+            np.nansum(row[list(kept)] * np.log(probs[list(kept)]))
+            + (row[others].sum() * np.log(rest) if rest > 0 else 0.0)
+        )
 
 
 def random_rows(seed: int, size: int = 7) -> torch.Tensor:
     """Rows of all shapes: even, spread over magnitudes, with zeros, with equal entries, rising like 1..N."""
     rng = np.random.default_rng(seed)
-    rows = [rng.random(size), np.exp(rng.normal(0, 4, size)), rng.random(size) * (rng.random(size) < 0.6), rng.integers(1, 3, size).astype(float)]
-    return torch.from_numpy(np.stack([*rows, np.arange(1.0, size + 1), rng.gamma(0.3, size=size), rng.random(size) * 1e-9])[:size])
+    rows = [
+        rng.random(size),
+        np.exp(rng.normal(0, 4, size)),
+        rng.random(size) * (rng.random(size) < 0.6),
+        rng.integers(1, 3, size).astype(float),
+    ]
+    return torch.from_numpy(
+        np.stack([*rows, np.arange(1.0, size + 1), rng.gamma(0.3, size=size), rng.random(size) * 1e-9])[:size]
+    )
 
 
 def all_pairs(counts: torch.Tensor) -> Pairs:
@@ -93,7 +103,10 @@ def test_a_row_of_one_to_twenty_keeps_its_five_smallest():
 def test_priors_count(device_of_choice):
     """A pseudocount is added to every entry; with a large one nothing is gained by any set."""
     counts, operator = random_rows(3), mostly_constant(np.random.default_rng(3), 7, 3)
-    with_prior, by_hand = choose_gemm(sums_of(operator, all_pairs(counts)), "window", 0.7), choose_gemm(sums_of(operator, all_pairs(counts + 0.7)), "window")
+    with_prior, by_hand = (
+        choose_gemm(sums_of(operator, all_pairs(counts)), "window", 0.7),
+        choose_gemm(sums_of(operator, all_pairs(counts + 0.7)), "window"),
+    )
     assert torch.equal(with_prior.indices, by_hand.indices)
     assert torch.equal(with_prior.kept, counts.gather(1, with_prior.indices))
 
@@ -165,7 +178,17 @@ def test_threads_change_no_bit(dtype):
             found, pairs = factored(model, dtype)
             sums = sums_of(model.operator, pairs)
             lazy = choose_lazily(pairs.alpha, pairs.kappa, model.operator, *found.counts)
-            results.append([*pairs, *found[:3], *found.counts, found.evidence, sums.rows(0, 200), *choose_gemm(sums, "window"), *lazy])
+            results.append(
+                [
+                    *pairs,
+                    *found[:3],
+                    *found.counts,
+                    found.evidence,
+                    sums.rows(0, 200),
+                    *choose_gemm(sums, "window"),
+                    *lazy,
+                ]
+            )
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
@@ -177,5 +200,7 @@ def test_bad_arguments_are_named():
         choose_gemm(sums_of(operator, all_pairs(torch.ones(4, 4).double())), "best")
     rows = torch.rand(11, 4).double()
     for bad in (0, 11, -3):
-        with pytest.raises(ValueError, match=f"`bound_terms` must be from 1 to 10, the transitions in the data, but is {bad}"):
+        with pytest.raises(
+            ValueError, match=f"`bound_terms` must be from 1 to 10, the transitions in the data, but is {bad}"
+        ):
             choose_lazily(rows, rows, operator, torch.ones(4, 2), torch.ones(4), bad)

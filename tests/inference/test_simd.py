@@ -36,8 +36,18 @@ print(json.dumps([simd["_VECTOR_BYTES"], [name for name in ("ymm", "zmm") if nam
 
 
 def run(*options: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name != "LIGHTNING_HMM_SIMD" and not name.startswith("NUMBA_")}
-    return subprocess.run([sys.executable, "-c", PROGRAM, simd.__file__, *options], env=environment | variables, capture_output=True, text=True, check=False)
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name != "LIGHTNING_HMM_SIMD" and not name.startswith("NUMBA_")
+    }
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM, simd.__file__, *options],
+        env=environment | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def found(**variables: str) -> list:
@@ -83,10 +93,14 @@ def test_another_value_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("name", "features", "lacking"), [("avx512", {"avx512f": False}, "avx512f"), ("avx2", {"avx2": True, "fma": False}, "bmi, bmi2, f16c, fma")]
+    ("name", "features", "lacking"),
+    [("avx512", {"avx512f": False}, "avx512f"), ("avx2", {"avx2": True, "fma": False}, "bmi, bmi2, f16c, fma")],
 )
 def test_instructions_that_the_processor_lacks_are_refused(name, features, lacking):
-    with pytest.raises(ValueError, match=f"`LIGHTNING_HMM_SIMD` .* but is '{name}', and this processor lacks {lacking}.* Use 'generic', or unset"):
+    with pytest.raises(
+        ValueError,
+        match=f"`LIGHTNING_HMM_SIMD` .* but is '{name}', and this processor lacks {lacking}.* Use 'generic', or unset",
+    ):
         simd._forced_target(name, features)
     assert simd._forced_target("generic", features) == ("generic", "")
 
@@ -95,4 +109,7 @@ def test_too_late_a_choice_is_refused():
     """numba decides what to compile for when it is first used, once in a process."""
     if llvm.get_process_triple().startswith("x86_64"):
         done = run("early", LIGHTNING_HMM_SIMD="generic")
-        assert "numba was set up for other instructions before lightning_hmm was imported. Import lightning_hmm first." in done.stderr
+        assert (
+            "numba was set up for other instructions before lightning_hmm was imported. Import lightning_hmm first."
+            in done.stderr
+        )

@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from lightning_hmm import Sequences
-from lightning_hmm.metrics import BitsPerSymbol, LogLikelihoodPerSymbol, MatchedStateAccuracy, NormalisedNLL, PredictionError
+from lightning_hmm.metrics import (
+    BitsPerSymbol,
+    LogLikelihoodPerSymbol,
+    MatchedStateAccuracy,
+    NormalisedNLL,
+    PredictionError,
+)
 from tests.helpers import random_vectors
 
 
@@ -52,7 +58,10 @@ def test_accuracy_is_that_of_the_best_matching(rng):
     metric = MatchedStateAccuracy(4)
     for first in range(0, 300, 70):
         metric.update(decoded[first : first + 70], truth[first : first + 70])
-    best = max(np.mean([order[d] == t for d, t in zip(decoded.tolist(), truth.tolist(), strict=True)]) for order in itertools.permutations(range(4)))
+    best = max(
+        np.mean([order[d] == t for d, t in zip(decoded.tolist(), truth.tolist(), strict=True)])
+        for order in itertools.permutations(range(4))
+    )
     assert float(metric.compute()) == pytest.approx(best, rel=1e-12)
 
 

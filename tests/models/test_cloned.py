@@ -72,7 +72,13 @@ def test_a_sparse_start_carries_a_context_over_noise():
     sequences = Sequences.from_lengths(np.concatenate(runs), [420] * 10)
     bits = {}
     for concentration in (None, 0.05):
-        model = ClonedHMM(clones=[1, 1, 20, 20, 1, 1], num_symbols=6, start_concentration=concentration, discount=0.5, sequences_per_update=1)
+        model = ClonedHMM(
+            clones=[1, 1, 20, 20, 1, 1],
+            num_symbols=6,
+            start_concentration=concentration,
+            discount=0.5,
+            sequences_per_update=1,
+        )
         fit(model, sequences, 10, 0)
         bits[concentration] = -float(model.score(sequences).sum()) / sequences.num_steps / np.log(2)
         sums = torch.segment_reduce(model.transition.probs.detach()[0], "sum", lengths=model.layout.row_lengths)
@@ -86,7 +92,13 @@ def test_a_sparse_start_carries_a_context_over_noise():
 @pytest.mark.parametrize("frozen", [("initial",), ()])
 def test_many_updates_in_a_batch_equal_steps(rng, frozen, missing):
     sequences = random_symbols(rng, missing=missing)
-    options = OPTIONS | {"discount": 0.8, "transition_pseudocount": 0.01, "initial_pseudocount": 0.1, "frozen": frozen, "restarts": 2}
+    options = OPTIONS | {
+        "discount": 0.8,
+        "transition_pseudocount": 0.01,
+        "initial_pseudocount": 0.1,
+        "frozen": frozen,
+        "restarts": 2,
+    }
     steps = fit(ClonedHMM(**options), sequences, 3, 0, batch_size=2)
     at_once = fit(ClonedHMM(**options, sequences_per_update=2), sequences, 3, 0)
     assert_same_parameters(steps, at_once)
@@ -97,14 +109,18 @@ def test_a_batch_that_runs_out_of_float_range_is_done_exactly():
     matrix = [[1 - 1e-210, 0, 1e-210, 0], [0, 1 - 1e-210, 0, 1e-210], [0.5, 0, 0, 0.5], [0.5, 0, 0, 0.5]]
     models = []
     for more in ({"sequences_per_update": 1}, {}):
-        model = ClonedHMM(clones=[2, 2], num_symbols=2, pairs="all", discount=0.9, **more).set_parameters(transition=torch.tensor(matrix, dtype=torch.float64))
+        model = ClonedHMM(clones=[2, 2], num_symbols=2, pairs="all", discount=0.9, **more).set_parameters(
+            transition=torch.tensor(matrix, dtype=torch.float64)
+        )
         models.append(fit(model, sequences, 2, 0, batch_size=None if more else 1))
     assert_same_parameters(*models)
 
 
 def test_online_em_finds_what_repeats():
     sequences = runs()
-    model = fit(ClonedHMM(num_states=10, num_symbols=5, discount=0.9, sequences_per_update=1, restarts=4), sequences, 40, 0)
+    model = fit(
+        ClonedHMM(num_states=10, num_symbols=5, discount=0.9, sequences_per_update=1, restarts=4), sequences, 40, 0
+    )
     bits = -float(model.score(sequences).sum()) / sequences.num_steps / np.log(2)
     assert bits < 1 / 3 + 0.03  # a bit in three symbols, and the starts
 
@@ -134,7 +150,9 @@ def test_the_m_step_elsewhere_is_the_same(rng, monkeypatch):
 
 def test_float32_stores_in_float32_and_comes_near(rng):
     sequences = whole(rng)
-    wide, single = (fit(ClonedHMM(**OPTIONS, arithmetic=arithmetic), sequences, 5, 0) for arithmetic in ("float64", "float32"))
+    wide, single = (
+        fit(ClonedHMM(**OPTIONS, arithmetic=arithmetic), sequences, 5, 0) for arithmetic in ("float64", "float32")
+    )
     assert single.transition.probs.dtype == torch.float32
     assert single.score(sequences).dtype == torch.float64
     assert (
@@ -169,8 +187,12 @@ def test_clones_follow_the_data():
 def test_many_ngrams_are_counted_right(rng, missing, order):
     """A missing symbol is not the start of a sequence."""
     sequences = random_symbols(rng, missing=missing)
-    found = {tuple(sequence[max(0, t - order + 1) : t + 1]) for sequence in sequences.tolist() for t in range(len(sequence))}
-    assert ngram_counts(sequences, 5, order, unique=True).tolist() == [sum(gram[-1] == v for gram in found) for v in range(5)]
+    found = {
+        tuple(sequence[max(0, t - order + 1) : t + 1]) for sequence in sequences.tolist() for t in range(len(sequence))
+    }
+    assert ngram_counts(sequences, 5, order, unique=True).tolist() == [
+        sum(gram[-1] == v for gram in found) for v in range(5)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -195,7 +217,9 @@ def test_a_model_without_clones_says_so(rng):
     model = ClonedHMM(**OPTIONS)
     with pytest.raises(RuntimeError, match="no clones yet"):
         model.score(whole(rng))
-    trainer = Trainer(max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    trainer = Trainer(
+        max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False
+    )
     with pytest.raises(MisconfigurationException, match=r"model\.initialize"):
         trainer.fit(model, loader(whole(rng)))
 
@@ -205,7 +229,11 @@ def test_an_unseen_pair_has_probability_zero_and_a_reason():
     fit(model, ["abababab"], 3)
     with pytest.warns(UserWarning, match=r"step 2 .*Symbol 'b' never followed 'b' in training.*pseudocount"):
         assert model.score(["abba"]).tolist() == [-np.inf]
-    smoothed = fit(ClonedHMM(num_states=4, num_symbols=2, symbol_names=["a", "b"], pairs="all", transition_pseudocount=0.01), ["abababab"], 3)
+    smoothed = fit(
+        ClonedHMM(num_states=4, num_symbols=2, symbol_names=["a", "b"], pairs="all", transition_pseudocount=0.01),
+        ["abababab"],
+        3,
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert np.isfinite(float(smoothed.score(["abba"])))
@@ -281,12 +309,16 @@ SENTENCE = "a small reader of scrambled letters finds words "
 
 def test_scrambled_words_are_set_right():
     names = sorted({*SENTENCE})
-    model = ClonedHMM(num_states=60, allocation="frequency", num_symbols=len(names), symbol_names=names, transition_pseudocount=1e-6)
+    model = ClonedHMM(
+        num_states=60, allocation="frequency", num_symbols=len(names), symbol_names=names, transition_pseudocount=1e-6
+    )
     fit(model, [SENTENCE * 5], 30, 0)
     rows = model.scrambled_evidence("of raeders")
     letters = ["".join(model.vocabulary.names[v] for v in np.flatnonzero(row)) for row in rows]
     assert letters == ["o", "f", " ", "r", *["ader"] * 5, "s"]
-    assert {name: row for name, row in zip(names, rows[5], strict=True) if row} == pytest.approx({"a": 0.2, "d": 0.2, "e": 0.4, "r": 0.2})
+    assert {name: row for name, row in zip(names, rows[5], strict=True) if row} == pytest.approx(
+        {"a": 0.2, "d": 0.2, "e": 0.4, "r": 0.2}
+    )
     given = "a salml rdaeer of sclarbemd lretets fndis wrdos "
     assert model.unscramble(given) == model.unscramble(given, reuse=True) == SENTENCE
     assert model.unscramble("") == ""
@@ -331,11 +363,20 @@ def test_batch_em_goes_on_where_online_em_ended(rng):
 def selected(sequences: Sequences, **options) -> tuple[ClonedHMM, Retraining]:
     """20 sequences to train on, 10 to validate on."""
     callback = Retraining(patience=2)
-    how = {"val_sequences": sequences[20:], "batch_size": 6, **options, "callbacks": [callback, *options.get("callbacks", ())]}
+    how = {
+        "val_sequences": sequences[20:],
+        "batch_size": 6,
+        **options,
+        "callbacks": [callback, *options.get("callbacks", ())],
+    }
     return fit(ClonedHMM(**OPTIONS, **how.pop("model", {})), sequences[:20], how.pop("epochs", 30), 0, **how), callback
 
 
-@pytest.mark.parametrize("model", [{"allocation": "frequency"}, PHASES, PHASES | {"online_epochs": 30}], ids=["batch EM", "both", "both, as long as it helps"])
+@pytest.mark.parametrize(
+    "model",
+    [{"allocation": "frequency"}, PHASES, PHASES | {"online_epochs": 30}],
+    ids=["batch EM", "both", "both, as long as it helps"],
+)
 def test_retraining_takes_as_many_epochs_on_all_data_as_were_best(rng, model):
     sequences = whole(rng, num_sequences=30)
     found, callback = selected(sequences, model=model)
@@ -363,7 +404,13 @@ def test_retraining_resumes_in_either_part(rng, tmp_path, stop):
     saving = {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(**keep), StopAfter(epochs)]}
     with pytest.raises(RuntimeError, match="stopped"):
         selected(sequences, model=PHASES, **saving)
-    resumed, _ = selected(sequences, model=PHASES, ckpt_path=str(tmp_path / "last.ckpt"), enable_checkpointing=True, callbacks=[ModelCheckpoint(**keep)])
+    resumed, _ = selected(
+        sequences,
+        model=PHASES,
+        ckpt_path=str(tmp_path / "last.ckpt"),
+        enable_checkpointing=True,
+        callbacks=[ModelCheckpoint(**keep)],
+    )
     assert_identical_parameters(straight, resumed)
 
 
@@ -405,7 +452,9 @@ def test_a_pruned_model_says_nearly_the_same(rng):
     np.testing.assert_allclose(sums, 1, rtol=1e-12)
 
 
-@pytest.mark.parametrize("keep", [[False, True, True, True], [False, False, True, True]], ids=["only a zero", "nothing"])
+@pytest.mark.parametrize(
+    "keep", [[False, True, True, True], [False, False, True, True]], ids=["only a zero", "nothing"]
+)
 def test_a_mask_that_leaves_a_state_without_transitions_is_refused(keep):
     model = ClonedHMM(num_symbols=2, clones=[1, 1], pairs="all").set_parameters(transition=[[1, 0], [0.5, 0.5]])
     with pytest.raises(ValueError, match=r"leaves state 0 none\. `keep \| model\.above\(1\)` also keeps"):
@@ -418,7 +467,13 @@ def test_a_sequence_of_weight_zero_does_not_keep_training_from_pruning():
     sequences = Sequences.from_list([[0, 1, 2] * 10, [0, 0]], weights=[1.0, 0.0])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model = fit(ClonedHMM(num_states=6, num_symbols=3, pairs="all"), sequences, 20, 0, callbacks=[Pruning(1e-3, 0.9, every_n_epochs=20)])
+        model = fit(
+            ClonedHMM(num_states=6, num_symbols=3, pairs="all"),
+            sequences,
+            20,
+            0,
+            callbacks=[Pruning(1e-3, 0.9, every_n_epochs=20)],
+        )
     assert model.layout.is_sparse
 
 
@@ -431,7 +486,11 @@ def test_a_chain_that_ends_cannot_be_sampled_past_its_end():
         model.sample(2, 2)
 
 
-@pytest.mark.parametrize("options", [{}, {"discount": 0.8, "sequences_per_update": 2, "transition_pseudocount": 1e-6}], ids=["batch EM", "online EM"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"discount": 0.8, "sequences_per_update": 2, "transition_pseudocount": 1e-6}],
+    ids=["batch EM", "online EM"],
+)
 def test_pruning_in_training_goes_on_and_resumes(tmp_path, options):
     sequences = runs()
 
@@ -481,11 +540,15 @@ def test_backing_off_is_the_formula_and_leaves_nothing_impossible(rng):
     np.testing.assert_allclose(matrix[np.ix_(old, old)], n / (n.sum(1, keepdim=True) + c), rtol=1e-10, atol=1e-14)
     symbols = model.layout.symbols
     blocks = torch.zeros(3, 7, dtype=torch.float64).index_add_(0, symbols, n)
-    np.testing.assert_allclose(matrix[[3, 6, 9]][:, old], blocks / (blocks.sum(1, keepdim=True) + c), rtol=1e-10, atol=1e-14)
+    np.testing.assert_allclose(
+        matrix[[3, 6, 9]][:, old], blocks / (blocks.sum(1, keepdim=True) + c), rtol=1e-10, atol=1e-14
+    )
     pairs = torch.zeros(3, 3, dtype=torch.float64).index_add_(1, symbols, blocks)
     base = torch.bincount(train.values).double() + c / 3
     lower = (pairs + c * base / base.sum()) / (pairs.sum(1, keepdim=True) + c)
-    np.testing.assert_allclose(matrix[np.ix_(old, [3, 6, 9])], c * lower[symbols] / (n.sum(1, keepdim=True) + c), rtol=1e-10)
+    np.testing.assert_allclose(
+        matrix[np.ix_(old, [3, 6, 9])], c * lower[symbols] / (n.sum(1, keepdim=True) + c), rtol=1e-10
+    )
     assert bool(torch.isfinite(smoothed.score(Sequences.from_list([[2, 2, 1, 1, 0, 2]]))).all())
     np.testing.assert_allclose(smoothed.predict_next(train).sum(1), 1, rtol=1e-12)
     assert bool(torch.isfinite(fit(ClonedHMM(**OPTIONS), sequences, 5).backed_off(sequences).score(sequences)).all())
@@ -496,7 +559,9 @@ def test_backing_off_is_the_formula_and_leaves_nothing_impossible(rng):
 def test_weights_count_like_repeats_wherever_clones_count():
     lists, weights = [[0, 1, 2, 0, 1], [2, 2, 0, 1], [], [1, 2], [1, 0]], [1.0, 3.0, 2.0, 0.0, 2.0]
     weighted = Sequences.from_list(lists, weights)
-    repeated = Sequences.from_list([sequence for sequence, weight in zip(lists, weights, strict=True) for _ in range(int(weight))])
+    repeated = Sequences.from_list(
+        [sequence for sequence, weight in zip(lists, weights, strict=True) for _ in range(int(weight))]
+    )
     for allocation in ("frequency", "ngram"):
         models = [ClonedHMM(num_states=9, num_symbols=3, allocation=allocation) for _ in range(2)]
         for model, sequences in zip(models, (weighted, repeated), strict=True):
@@ -546,10 +611,22 @@ def test_the_parts_by_name_are_the_same_model(rng, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"transition": Clones(), "emission": "Categorical", "num_symbols": 3}, "Clones transitions must be .* a OneSymbol emission, but .* is a Categorical"),
-        ({"transition": "Full", "emission": OneSymbol(), "num_symbols": 3}, "A OneSymbol emission must be .* Clones transitions, but .* are Full"),
-        ({"transition": Clones(), "num_features": 2}, "A OneSymbol emission must have one column of symbols, but the columns are"),
-        ({"transition": Clones(clones=[1, 2, 1]), "num_symbols": 3}, "`num_states` must be the sum of `clones`, 4, but is 5"),
+        (
+            {"transition": Clones(), "emission": "Categorical", "num_symbols": 3},
+            "Clones transitions must be .* a OneSymbol emission, but .* is a Categorical",
+        ),
+        (
+            {"transition": "Full", "emission": OneSymbol(), "num_symbols": 3},
+            "A OneSymbol emission must be .* Clones transitions, but .* are Full",
+        ),
+        (
+            {"transition": Clones(), "num_features": 2},
+            "A OneSymbol emission must have one column of symbols, but the columns are",
+        ),
+        (
+            {"transition": Clones(clones=[1, 2, 1]), "num_symbols": 3},
+            "`num_states` must be the sum of `clones`, 4, but is 5",
+        ),
     ],
 )
 def test_parts_that_do_not_fit_together_are_refused_by_name(options, message):
@@ -574,5 +651,7 @@ def test_counts_of_another_parametrization_are_pulled_back_through_the_probabili
     logits = model.transition.probs.detach()[0].clone().requires_grad_()
     operator = model.transition.operator([logits], None)
     first = model.initial.log_probs.detach()[0]
-    inference.log_likelihood(first, operator, ClonedSymbols.of(sequences, model.transition.layout), sequences.offsets).sum().backward()
+    inference.log_likelihood(
+        first, operator, ClonedSymbols.of(sequences, model.transition.layout), sequences.offsets
+    ).sum().backward()
     torch.testing.assert_close(found, logits.grad)

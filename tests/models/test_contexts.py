@@ -47,7 +47,9 @@ def test_n_grams_are_a_cloned_hmm(texts):
     start = torch.zeros(joined.num_states, dtype=torch.float64)
     start[int(joined.layout.clones[:first].sum())] = 1.0
     joined.initial.set(start)
-    np.testing.assert_allclose(float(joined.score(test)), np.log(KneserNey(4, 3).fit(train).step_probs(test))[1:].sum(), rtol=1e-7)
+    np.testing.assert_allclose(
+        float(joined.score(test)), np.log(KneserNey(4, 3).fit(train).step_probs(test))[1:].sum(), rtol=1e-7
+    )
 
 
 @pytest.mark.filterwarnings("ignore:.*got no counts")
@@ -67,8 +69,13 @@ def test_backing_off_is_the_formula(texts, upper_order):
     of_context, of_clone = place[: len(lower)], place[len(lower) :]
     n = model.layout.expand(inference.e_step(*model.problem(encoded)).counts[0]).numpy()
     n = np.where(n > 1e-4, n, 0)
-    np.testing.assert_allclose(matrix[np.ix_(of_clone, of_clone)], n / (n.sum(1, keepdims=True) + s), rtol=1e-8, atol=1e-12)
-    probs, following = (1 - EVEN) * KneserNey(4, 3).fit(texts).predict_next(lower.strings()) + EVEN / 4, lower.following()
+    np.testing.assert_allclose(
+        matrix[np.ix_(of_clone, of_clone)], n / (n.sum(1, keepdims=True) + s), rtol=1e-8, atol=1e-12
+    )
+    probs, following = (
+        (1 - EVEN) * KneserNey(4, 3).fit(texts).predict_next(lower.strings()) + EVEN / 4,
+        lower.following(),
+    )
     to_context, to_clone = np.zeros((model.num_states, len(lower))), np.zeros((len(lower), model.num_states))
     visits, seen = np.zeros(model.num_states), np.zeros((len(lower), 4))
     pairs = list(zip(model.decode(encoded), lower.encode(texts), texts, strict=True))
@@ -107,5 +114,8 @@ def test_bad_input_is_said(texts):
 
 def test_a_model_that_rules_out_its_data_is_refused(texts):
     elsewhere = Sequences.from_list([[0, 1, 2, 3] * 10])
-    with pytest.raises(ValueError, match=r"`models` must leave their training data possible, but one does not: Sequence 0 .* prune it less"):
+    with pytest.raises(
+        ValueError,
+        match=r"`models` must leave their training data possible, but one does not: Sequence 0 .* prune it less",
+    ):
         BackOff([fit(ClonedHMM(num_states=4, num_symbols=4), elsewhere, 2, 0.0)], texts, 4)

@@ -13,7 +13,12 @@ from torch.utils.data import DataLoader
 from datamodules import SyntheticDataModule
 from lightning_hmm import HMM, DenseHMM, Sequences, StandardHMM, fit, load
 from lightning_hmm.distributions import Gaussian, Poisson
-from lightning_hmm.distributions.embedded import EmbeddedCategorical, EmbeddedInitial, EmbeddedTransition, similarity_log_probs
+from lightning_hmm.distributions.embedded import (
+    EmbeddedCategorical,
+    EmbeddedInitial,
+    EmbeddedTransition,
+    similarity_log_probs,
+)
 from lightning_hmm.inference.cooccurrence import cooccurrences, pair_counts, squared_error
 from lightning_hmm.models.dense_hmm import expected_log_likelihood, fair_num_states
 from tests.helpers import assert_same_parameters, parameters, random_symbols, random_vectors
@@ -22,7 +27,9 @@ OBJECTIVES = ["em", "cooccurrence", "likelihood"]
 
 
 def small(**options) -> DenseHMM:
-    return DenseHMM(**({"num_states": 3, "num_symbols": 5, "embedding_dim": 2, "m_steps": 3, "steps_per_epoch": 4} | options))
+    return DenseHMM(
+        **({"num_states": 3, "num_symbols": 5, "embedding_dim": 2, "m_steps": 3, "steps_per_epoch": 4} | options)
+    )
 
 
 # Probabilities from vectors
@@ -68,7 +75,9 @@ def test_a_tied_model_has_one_vector_a_state():
 
 def test_degrees_of_freedom_and_the_fair_baseline():
     assert small(num_states=4, embedding_dim=3).num_free_parameters == 3 * (3 * 4 + 5 + 1)
-    assert small(num_states=4, embedding_dim=3, objective="cooccurrence").num_free_parameters == 3 * (3 * 4 + 5)  # the start follows from A
+    assert small(num_states=4, embedding_dim=3, objective="cooccurrence").num_free_parameters == 3 * (
+        3 * 4 + 5
+    )  # the start follows from A
     assert fair_num_states(10, 20, 5) == 9
     assert fair_num_states(10, 10, 5) == 11
     data = Sequences.from_list([[0, 1, 2]])
@@ -100,7 +109,9 @@ def brute_force_q(model: DenseHMM, old: list[np.ndarray], data: list[list[int]])
         joint, logs = [], []
         for path in itertools.product(range(model.num_states), repeat=len(symbols)):
             for values, out in ((old, joint), (new, logs)):
-                log = values[0][path[0]] + sum(values[2][state, symbol] for state, symbol in zip(path, symbols, strict=True))
+                log = values[0][path[0]] + sum(
+                    values[2][state, symbol] for state, symbol in zip(path, symbols, strict=True)
+                )
                 out.append(log + sum(values[1][i, j] for i, j in itertools.pairwise(path)))
         weights = np.exp(np.array([float(log) for log in joint]))
         total = total + (torch.from_numpy(weights / weights.sum()) * torch.stack(logs)).sum()
@@ -112,7 +123,9 @@ def expected_counts(model: DenseHMM, data: list[list[int]]) -> list[torch.Tensor
 
 
 def q(model: DenseHMM, counts: list[torch.Tensor]) -> torch.Tensor:
-    return torch.stack([expected_log_likelihood(part, mine) for part, mine in zip(model.distributions.values(), counts, strict=True)]).sum(0)
+    return torch.stack(
+        [expected_log_likelihood(part, mine) for part, mine in zip(model.distributions.values(), counts, strict=True)]
+    ).sum(0)
 
 
 def test_q_and_its_gradient_equal_enumeration():
@@ -166,13 +179,19 @@ def test_training_reaches_the_likelihood_of_baum_welch(objective):
 
 def test_the_cooccurrence_objective_is_adam_on_the_error(rng):
     sequences = random_symbols(rng)
-    fitted, model = fit(small(objective="cooccurrence", restarts=2), sequences, 2, 0, batch_size=4), small(objective="cooccurrence", restarts=2)
+    fitted, model = (
+        fit(small(objective="cooccurrence", restarts=2), sequences, 2, 0, batch_size=4),
+        small(objective="cooccurrence", restarts=2),
+    )
     counts = pair_counts(sequences, 5)
     target, optimizer = counts / counts.sum(), torch.optim.Adam(model.parameters(), lr=0.001)
     for _ in range(8):
         optimizer.zero_grad()
         vectors = model.transition.Z, model.transition.U, model.emission.W, model.emission.V
-        transition, emission = similarity_log_probs("exp", *vectors[:2]).exp(), similarity_log_probs("exp", *vectors[2:]).exp()
+        transition, emission = (
+            similarity_log_probs("exp", *vectors[:2]).exp(),
+            similarity_log_probs("exp", *vectors[2:]).exp(),
+        )
         squared_error(transition, emission, target).sum().backward()
         optimizer.step()
     assert_same_parameters(fitted, model)
@@ -183,12 +202,18 @@ def test_the_cooccurrence_objective_is_adam_on_the_error(rng):
 def test_the_restart_that_fits_best_under_the_returned_parameters_is_chosen(rng, objective):
     sequences = random_symbols(rng)
     for seed in range(4):
-        model = fit(small(objective=objective, restarts=6, seed=seed, steps_per_epoch=1, learning_rate=1.0), sequences, 1, 0)
+        model = fit(
+            small(objective=objective, restarts=6, seed=seed, steps_per_epoch=1, learning_rate=1.0), sequences, 1, 0
+        )
         chosen, fits = int(model.chosen), []
         target = pair_counts(sequences, 5) / pair_counts(sequences, 5).sum()
         for restart in range(6):
             model.chosen.fill_(restart)
-            fits.append(-float((model.cooccurrences - target).square().sum()) if objective == "cooccurrence" else float(model.score(sequences).sum()))
+            fits.append(
+                -float((model.cooccurrences - target).square().sum())
+                if objective == "cooccurrence"
+                else float(model.score(sequences).sum())
+            )
         assert chosen == int(np.argmax(fits))
 
 
@@ -197,7 +222,9 @@ def test_cooccurrences_are_learnt(rng):
     target = cooccurrences(truth.transition_probs, truth.emission_probs)
     model = DenseHMM(3, 6, embedding_dim=3, objective="cooccurrence", target="truth", learning_rate=0.01, restarts=3)
     start = (model.cooccurrences - target).abs().mean()
-    trainer = Trainer(max_epochs=30, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    trainer = Trainer(
+        max_epochs=30, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False
+    )
     trainer.fit(model, datamodule=truth)
     assert (model.cooccurrences - target).abs().mean() < 0.05 * start
     assert trainer.global_step == 30
@@ -214,7 +241,9 @@ def test_no_step_reads_the_data():
 
     data = Counting([Sequences.from_list([[0, 1, 2]]), Sequences.from_list([[3, 4]]), Sequences.from_list([[1, 1]])])
     loader = DataLoader(data, batch_size=1, collate_fn=Sequences.collate)
-    trainer = Trainer(max_epochs=5, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    trainer = Trainer(
+        max_epochs=5, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False
+    )
     trainer.fit(small(objective="cooccurrence"), loader)
     assert Counting.reads <= 3 + 2 * 5  # each batch once; after that one batch an epoch, whatever their number
 
@@ -241,7 +270,15 @@ def test_gaussian_emissions_learn(rng, objective):
 
 
 @pytest.mark.parametrize(
-    "options", [{"similarity": "sigmoid"}, {"similarity": "relu"}, {"similarity": "rbf"}, {"similarity": "abs_linear"}, {"tied": True}, {"optimizer": "sgd"}]
+    "options",
+    [
+        {"similarity": "sigmoid"},
+        {"similarity": "relu"},
+        {"similarity": "rbf"},
+        {"similarity": "abs_linear"},
+        {"tied": True},
+        {"optimizer": "sgd"},
+    ],
 )
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_every_option_trains(rng, objective, options):
@@ -261,7 +298,9 @@ def test_questions_are_answered_as_by_a_standard_model_with_the_same_probabiliti
     standard = StandardHMM(3, 5).set_parameters(dense.initial_probs, dense.transition_probs, dense.emission_probs)
     torch.testing.assert_close(dense.score(sequences), standard.score(sequences))
     assert torch.equal(dense.decode(sequences).values, standard.decode(sequences).values)
-    torch.testing.assert_close(dense.posterior(sequences).smoothed.values, standard.posterior(sequences).smoothed.values)
+    torch.testing.assert_close(
+        dense.posterior(sequences).smoothed.values, standard.posterior(sequences).smoothed.values
+    )
     torch.testing.assert_close(dense.predict_next(sequences, 2), standard.predict_next(sequences, 2))
     assert torch.equal(dense.sample(4, 9, seed=2).values, standard.sample(4, 9, seed=2).values)
 
@@ -275,7 +314,10 @@ def test_questions_are_answered_as_by_a_standard_model_with_the_same_probabiliti
         ({"similarity": "cosine"}, "`similarity` must be one of exp, sigmoid, relu, rbf, abs_linear, but is 'cosine'"),
         ({"objective": "moments"}, "`objective` must be one of em, cooccurrence, likelihood"),
         ({"learning_rate": 0.0}, "`learning_rate` must be positive"),
-        ({"emission": "gaussian", "num_features": 2, "objective": "cooccurrence"}, "`objective` must be em or likelihood for EmbeddedGaussian emissions"),
+        (
+            {"emission": "gaussian", "num_features": 2, "objective": "cooccurrence"},
+            "`objective` must be em or likelihood for EmbeddedGaussian emissions",
+        ),
         ({"num_symbols": None}, "`num_symbols` must be given"),
     ],
 )

@@ -38,7 +38,9 @@ def em_steps(model: DMCHMM, sequences: Sequences, steps: int) -> list[float]:
         counts = {name: [next(flat)[None] for _ in part.parameters()] for name, part in model.distributions.items()}
         if lazy:
             kept, rest = (tensor[0] for tensor in counts["transition"])
-            choice = selection.choose_lazily(*sums.messages(), sums.operator, kept, rest, model.bound_terms, pseudocount)
+            choice = selection.choose_lazily(
+                *sums.messages(), sums.operator, kept, rest, model.bound_terms, pseudocount
+            )
         else:
             choice = selection.choose_gemm(sums, model.criterion, pseudocount)
         model.transition.take(0, choice, counts["transition"])
@@ -58,7 +60,13 @@ def test_likelihood_never_falls(seed, criterion, how, kind):
         emission = {"num_symbols": 5, "emission_pseudocount": 0.1}
         if kind == "gaussian":
             emission = {**GAUSSIAN, "initialization": "random", "variance_prior": 0.3}
-        options = {"seed": 10 * seed + run, "criterion": criterion, "selection": how, "transition_pseudocount": 0.2 * (run % 2), **emission}
+        options = {
+            "seed": 10 * seed + run,
+            "criterion": criterion,
+            "selection": how,
+            "transition_pseudocount": 0.2 * (run % 2),
+            **emission,
+        }
         model = DMCHMM(num_states, int(rng.integers(1, num_states - 1)), **options)
         model.initialize(sequences)
         objectives = em_steps(model, sequences, 10)
@@ -104,7 +112,9 @@ def test_batches_do_not_matter(rng, criterion, how, kind):
     sequences = random_symbols(rng) if kind == "categorical" else random_vectors(rng)
     options = {"num_symbols": 5} if kind == "categorical" else GAUSSIAN
     options = {"criterion": criterion, "selection": how, "transition_pseudocount": 0.1, "restarts": 2, **options}
-    whole, parts = (fit(DMCHMM(9, 3, **options), sequences, 6, 0, batch_size=size, shuffle=size is not None) for size in (None, 4))
+    whole, parts = (
+        fit(DMCHMM(9, 3, **options), sequences, 6, 0, batch_size=size, shuffle=size is not None) for size in (None, 4)
+    )
     assert torch.equal(whole.transition.indices, parts.transition.indices)
     assert_same_parameters(whole, parts)
     start = DMCHMM(9, 3, **options)
@@ -145,11 +155,17 @@ def test_all_but_one_kept_is_the_full_hmm(rng, kind):
 def test_nothing_kept_is_a_mixture(rng):
     sequences = Sequences.from_list([rng.normal(size=(50, 2)) + 4.0 * rng.integers(0, 2, (50, 1))])
     model = fit(DMCHMM(3, 0, **GAUSSIAN), sequences, 15, 0)
-    torch.testing.assert_close(model.transition_probs, torch.full((3, 3), 1 / 3, dtype=torch.float64), rtol=1e-14, atol=0)
+    torch.testing.assert_close(
+        model.transition_probs, torch.full((3, 3), 1 / 3, dtype=torch.float64), rtol=1e-14, atol=0
+    )
     values = sequences.values[:, None]
-    densities = torch.distributions.Normal(model.emission.mean, model.emission.variance.sqrt()).log_prob(values).sum(-1)  # (T, N)
+    densities = (
+        torch.distributions.Normal(model.emission.mean, model.emission.variance.sqrt()).log_prob(values).sum(-1)
+    )  # (T, N)
     first = torch.logsumexp(densities[0] + model.initial_probs.log(), 0)
-    torch.testing.assert_close(model.score(sequences)[0], first + (torch.logsumexp(densities[1:], 1) - np.log(3)).sum(), rtol=1e-10, atol=1e-9)
+    torch.testing.assert_close(
+        model.score(sequences)[0], first + (torch.logsumexp(densities[1:], 1) - np.log(3)).sum(), rtol=1e-10, atol=1e-9
+    )
     assert model.num_free_parameters == 2 + 0 + 12
     assert model.sample(2, 5).lengths.tolist() == [5, 5]
 
@@ -171,12 +187,16 @@ def test_conversions(rng, kind):
     torch.testing.assert_close(back.score(sequences), kept.score(sequences), rtol=1e-10, atol=1e-10)
     same = DMCHMM.from_standard(full, 5)
     torch.testing.assert_close(same.score(sequences), full.score(sequences), rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(same.posterior(sequences).smoothed.values, full.posterior(sequences).smoothed.values, rtol=1e-8, atol=1e-12)
+    torch.testing.assert_close(
+        same.posterior(sequences).smoothed.values, full.posterior(sequences).smoothed.values, rtol=1e-8, atol=1e-12
+    )
     fit(back, sequences, 1)  # and it can be trained on
 
 
 def test_kept_entries_can_be_given():
-    model = DMCHMM(4, 2, 3).set_parameters(indices=[[3, 0], [1, 2], [0, 1], [2, 3]], values=[[0.5, 0.1], [0.4, 0.2], [0.0, 1.0], [0.25, 0.25]])
+    model = DMCHMM(4, 2, 3).set_parameters(
+        indices=[[3, 0], [1, 2], [0, 1], [2, 3]], values=[[0.5, 0.1], [0.4, 0.2], [0.0, 1.0], [0.25, 0.25]]
+    )
     expected = [[0.1, 0.2, 0.2, 0.5], [0.2, 0.4, 0.2, 0.2], [0.0, 1.0, 0.0, 0.0], [0.25, 0.25, 0.25, 0.25]]
     torch.testing.assert_close(model.transition_probs, torch.tensor(expected).double())
     assert model.indices.tolist() == [[0, 3], [1, 2], [0, 1], [2, 3]]
@@ -185,16 +205,26 @@ def test_kept_entries_can_be_given():
 
 def test_what_is_mostly_constant_stays_what_it_is():
     model = DMCHMM(9, 3, 4)
-    torch.testing.assert_close(DMCHMM(9, 3, 4, seed=1).set_parameters(transition=model.transition_probs).transition_probs, model.transition_probs)
+    torch.testing.assert_close(
+        DMCHMM(9, 3, 4, seed=1).set_parameters(transition=model.transition_probs).transition_probs,
+        model.transition_probs,
+    )
 
 
 def test_predictions_are_those_of_the_full_matrix(rng):
     model = DMCHMM(7, 2, 5)
     sequences, full = random_symbols(rng), model.to_standard()
-    torch.testing.assert_close(model.predict_next(sequences, 2), full.predict_next(sequences, 2), rtol=1e-10, atol=1e-13)
+    torch.testing.assert_close(
+        model.predict_next(sequences, 2), full.predict_next(sequences, 2), rtol=1e-10, atol=1e-13
+    )
     assert model.decode(sequences).tolist() == full.decode(sequences).tolist()
     assert model.sample_posterior(sequences).lengths.tolist() == sequences.lengths.tolist()
-    torch.testing.assert_close(model.posterior(sequences).log_likelihood, inference.log_likelihood(*full.problem(sequences)).detach(), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        model.posterior(sequences).log_likelihood,
+        inference.log_likelihood(*full.problem(sequences)).detach(),
+        rtol=1e-10,
+        atol=1e-12,
+    )
 
 
 def test_a_frozen_chain_is_left_alone(rng):
@@ -206,9 +236,15 @@ def test_a_frozen_chain_is_left_alone(rng):
 
 def test_rows_without_counts_keep_their_values(rng):
     """A state that is never visited, with a warning."""
-    model = DMCHMM(5, 2, 5).set_parameters(initial=[0.5, 0.5, 0, 0, 0], transition=np.block([[np.full((2, 2), 0.5), np.zeros((2, 3))], [np.full((3, 5), 0.2)]]))
+    model = DMCHMM(5, 2, 5).set_parameters(
+        initial=[0.5, 0.5, 0, 0, 0],
+        transition=np.block([[np.full((2, 2), 0.5), np.zeros((2, 3))], [np.full((3, 5), 0.2)]]),
+    )
     before = model.transition_probs
-    with pytest.warns(UserWarning, match="3 rows of `transition` got no counts"), pytest.warns(UserWarning, match="3 rows of `emission`"):
+    with (
+        pytest.warns(UserWarning, match="3 rows of `transition` got no counts"),
+        pytest.warns(UserWarning, match="3 rows of `emission`"),
+    ):
         fit(model, random_symbols(rng), 2, 0)
     assert torch.equal(model.transition_probs[2:], before[2:])
     assert not torch.equal(model.transition_probs[:2], before[:2])
@@ -227,14 +263,32 @@ def test_odd_columns(rng):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_states": 4, "num_kept": 4}, "`num_kept` must be a whole number from 0 to 3, one less than there are states, but is 4"),
-        ({"num_states": 4, "num_kept": -1}, "`num_kept` must be a whole number from 0 to 3, one less than there are states, but is -1"),
+        (
+            {"num_states": 4, "num_kept": 4},
+            "`num_kept` must be a whole number from 0 to 3, one less than there are states, but is 4",
+        ),
+        (
+            {"num_states": 4, "num_kept": -1},
+            "`num_kept` must be a whole number from 0 to 3, one less than there are states, but is -1",
+        ),
         ({"num_states": 1, "num_kept": 0}, "`num_states` must be a whole number of at least 2, but is 1"),
         ({"num_states": 4, "num_kept": 1, "criterion": "best"}, "`criterion` must be window or largest, but is 'best'"),
-        ({"num_states": 4, "num_kept": 1, "selection": "fast"}, "`selection` must be auto, gemm or lazy, but is 'fast'"),
-        ({"num_states": 4, "num_kept": 1, "selection": "lazy"}, "`selection` must be gemm or auto for the criterion window"),
-        ({"num_states": 4, "num_kept": 1, "reselect_every": 0}, "`reselect_every` must be a whole number of at least 1, but is 0"),
-        ({"num_states": 4, "num_kept": 1, "criterion": "largest", "selection": "lazy", "bound_terms": 0}, "`bound_terms` must be a whole number of at least 1"),
+        (
+            {"num_states": 4, "num_kept": 1, "selection": "fast"},
+            "`selection` must be auto, gemm or lazy, but is 'fast'",
+        ),
+        (
+            {"num_states": 4, "num_kept": 1, "selection": "lazy"},
+            "`selection` must be gemm or auto for the criterion window",
+        ),
+        (
+            {"num_states": 4, "num_kept": 1, "reselect_every": 0},
+            "`reselect_every` must be a whole number of at least 1, but is 0",
+        ),
+        (
+            {"num_states": 4, "num_kept": 1, "criterion": "largest", "selection": "lazy", "bound_terms": 0},
+            "`bound_terms` must be a whole number of at least 1",
+        ),
         ({"num_states": 4, "num_kept": 1, "bound_terms": 5}, "`bound_terms` is for the selection lazy"),
     ],
 )
@@ -251,18 +305,33 @@ def test_more_bound_terms_than_transitions(rng):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"indices": [[0, 0], [1, 2], [0, 1]], "values": np.full((3, 2), 0.2)}, "`indices` must be different in a row, but row 0 holds 0 twice"),
-        ({"indices": [[0, 3], [1, 2], [0, 1]], "values": np.full((3, 2), 0.2)}, "`indices` must be from 0 to 2, but row 0 holds 3"),
-        ({"indices": [[0, 1], [1, 2], [0, 1]], "values": np.full((3, 2), 0.7)}, "`values` of a row must not sum to more than 1, but row 0 sums to 1.4"),
+        (
+            {"indices": [[0, 0], [1, 2], [0, 1]], "values": np.full((3, 2), 0.2)},
+            "`indices` must be different in a row, but row 0 holds 0 twice",
+        ),
+        (
+            {"indices": [[0, 3], [1, 2], [0, 1]], "values": np.full((3, 2), 0.2)},
+            "`indices` must be from 0 to 2, but row 0 holds 3",
+        ),
+        (
+            {"indices": [[0, 1], [1, 2], [0, 1]], "values": np.full((3, 2), 0.7)},
+            "`values` of a row must not sum to more than 1, but row 0 sums to 1.4",
+        ),
         (
             {"indices": [[0, 1], [1, 2], [0, 1]], "values": [[0.1, -0.2], [0, 0], [0, 0]]},
             "`values` must hold probabilities, but that of row 0, column 1 is -0.2",
         ),
-        ({"indices": [[0], [1], [0]], "values": np.full((3, 1), 0.7)}, r"`indices` must have shape \(3, 2\), states by kept entries, but has \(3, 1\)"),
+        (
+            {"indices": [[0], [1], [0]], "values": np.full((3, 1), 0.7)},
+            r"`indices` must have shape \(3, 2\), states by kept entries, but has \(3, 1\)",
+        ),
         ({"indices": [[0.5, 1], [1, 2], [0, 1]], "values": np.full((3, 2), 0.2)}, "`indices` must be whole numbers"),
         ({"indices": [[0, 1]] * 3}, "`indices` and `values` must be given together"),
         ({"transition": [[0.5, 0.4, 0.0]] * 3}, "`transition` rows must sum to 1, but row 0 sums to 0.9"),
-        ({"transition": [[1.5, -0.5, 0.0]] * 3}, r"`transition` must hold probabilities, but the entry at \(0, 1\) is -0.5"),
+        (
+            {"transition": [[1.5, -0.5, 0.0]] * 3},
+            r"`transition` must hold probabilities, but the entry at \(0, 1\) is -0.5",
+        ),
         ({"transition": [[0.5, 0.5]] * 2}, r"`transition` must have shape \(3, 3\), but has \(2, 2\)"),
     ],
 )

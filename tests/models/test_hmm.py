@@ -16,7 +16,21 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
 import lightning_hmm
-from lightning_hmm import HMM, Categorical, Column, Full, Gaussian, Initial, Poisson, Product, Sequences, StandardHMM, TorchEmission, fit, load
+from lightning_hmm import (
+    HMM,
+    Categorical,
+    Column,
+    Full,
+    Gaussian,
+    Initial,
+    Poisson,
+    Product,
+    Sequences,
+    StandardHMM,
+    TorchEmission,
+    fit,
+    load,
+)
 from lightning_hmm.callbacks import Convergence
 from tests.helpers import random_symbols, random_vectors
 
@@ -39,7 +53,12 @@ def test_it_equals_the_named_model(rng):
     sequences = random_symbols(rng)
     options = {"num_symbols": 5, "seed": 3, "restarts": 2}
     composed = fit(HMM(3, Categorical(0.1), Full(0.2), Initial(0.3), **options), sequences, 5, 0)
-    named = fit(StandardHMM(3, emission_pseudocount=0.1, transition_pseudocount=0.2, initial_pseudocount=0.3, **options), sequences, 5, 0)
+    named = fit(
+        StandardHMM(3, emission_pseudocount=0.1, transition_pseudocount=0.2, initial_pseudocount=0.3, **options),
+        sequences,
+        5,
+        0,
+    )
     for mine, theirs in zip(composed.parameters(), named.parameters(), strict=True):
         assert torch.equal(mine, theirs)
 
@@ -68,10 +87,14 @@ def test_values_that_are_set_survive_training(rng):
     """Frozen parts keep what was set; others start from it."""
     sequences = random_vectors(rng)
     mean = torch.tensor([[100.0, 0.0], [0.0, 100.0]], dtype=torch.float64)
-    model = HMM(2, "Gaussian", num_features=2, frozen=["emission"]).set_parameters(emission={"mean": mean, "variance": torch.ones(2, 2)})
+    model = HMM(2, "Gaussian", num_features=2, frozen=["emission"]).set_parameters(
+        emission={"mean": mean, "variance": torch.ones(2, 2)}
+    )
     fit(model, sequences, 2, 0)
     torch.testing.assert_close(model.emission.mean, mean, rtol=1e-12, atol=1e-12)
-    once = HMM(2, "Gaussian", num_features=2).set_parameters(emission={"mean": [[-1.0, -1.0], [1.0, 1.0]], "variance": np.ones((2, 2))})
+    once = HMM(2, "Gaussian", num_features=2).set_parameters(
+        emission={"mean": [[-1.0, -1.0], [1.0, 1.0]], "variance": np.ones((2, 2))}
+    )
     started = copy.deepcopy(once)
     started.initialize(sequences)
     torch.testing.assert_close(started.emission.mean, once.emission.mean, rtol=1e-9, atol=1e-9)
@@ -82,7 +105,9 @@ def test_a_copy_has_its_own_chosen_restart(rng):
     model.initialize(random_vectors(rng))
     twin = copy.deepcopy(model)
     twin.chosen.fill_(1)
-    assert torch.equal(model.emission.mean, model.emission._decode(model.emission.weights[0].detach())[0] + model.emission.center)
+    assert torch.equal(
+        model.emission.mean, model.emission._decode(model.emission.weights[0].detach())[0] + model.emission.center
+    )
     assert not torch.equal(twin.emission.mean, model.emission.mean)
 
 
@@ -115,7 +140,11 @@ def test_a_subclass_is_saved_with_its_parts(rng, tmp_path):
     assert torch.equal(loaded.score(sequences), model.score(sequences))
 
 
-@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*You defined a `validation_step`", "ignore:.*Trying to infer the `batch_size`")
+@pytest.mark.filterwarnings(
+    "ignore:.*does not have many workers",
+    "ignore:.*You defined a `validation_step`",
+    "ignore:.*Trying to infer the `batch_size`",
+)
 @pytest.mark.parametrize("sized", [True, False])
 @pytest.mark.parametrize("emission", ["Gaussian", "Categorical"])
 def test_a_plain_trainer_and_data_loader_work(rng, emission, sized, tmp_path):
@@ -126,18 +155,28 @@ def test_a_plain_trainer_and_data_loader_work(rng, emission, sized, tmp_path):
     sizes = ({"num_symbols": 5} if symbolic else {"num_features": 2}) if sized else {}
     loader = DataLoader([row for row in sequences if len(row)], batch_size=4, collate_fn=Sequences.collate)
     model = HMM(2, emission, **sizes)
-    options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu", "num_sanity_val_steps": 0}
+    options = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "accelerator": "cpu",
+        "num_sanity_val_steps": 0,
+    }
     callbacks = [EarlyStopping("val/log_likelihood", mode="max", patience=3), ModelCheckpoint(tmp_path, save_last=True)]
     Trainer(max_epochs=6, callbacks=callbacks, **options).fit(model, loader, loader)
     filled = sequences[sequences.lengths > 0]
     expected = HMM(2, emission, **sizes)
     fit(expected, filled, 6, 0, batch_size=4)
     torch.testing.assert_close(model.score(filled), expected.score(filled), rtol=1e-9, atol=1e-9)
-    assert torch.equal(HMM.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True).score(filled), model.score(filled))
+    assert torch.equal(
+        HMM.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True).score(filled), model.score(filled)
+    )
     resumed = HMM(2, emission, **sizes)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*callbacks used to create the checkpoint")
-        Trainer(max_epochs=8, enable_checkpointing=False, **options).fit(resumed, loader, ckpt_path=tmp_path / "last.ckpt", weights_only=True)
+        Trainer(max_epochs=8, enable_checkpointing=False, **options).fit(
+            resumed, loader, ckpt_path=tmp_path / "last.ckpt", weights_only=True
+        )
     longer = HMM(2, emission, **sizes)
     Trainer(max_epochs=8, enable_checkpointing=False, **options).fit(longer, loader)
     assert torch.equal(resumed.score(filled), longer.score(filled))
@@ -146,7 +185,13 @@ def test_a_plain_trainer_and_data_loader_work(rng, emission, sized, tmp_path):
 @pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*Trying to infer the `batch_size`")
 def test_symbols_are_those_of_all_batches_of_a_plain_loader():
     loader = DataLoader([[0, 1, 0], [1, 1], [2, 0], [0, 6]], batch_size=1, collate_fn=Sequences.collate)
-    options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False, "accelerator": "cpu"}
+    options = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "accelerator": "cpu",
+    }
     model = HMM(2)
     Trainer(max_epochs=2, **options).fit(model, loader)
     assert model.num_symbols == 7
@@ -194,7 +239,9 @@ def test_fit_makes_as_many_iterations_as_asked_for(rng):
     sequences = random_symbols(rng)
     for number in (1, 7, 20, 23):
         model = fit(HMM(2, num_symbols=5), sequences, number, 0)
-        plain = fit(HMM(2, num_symbols=5), sequences, number, 0, callbacks=[Convergence(0.0)])  # nothing is hidden from a callback
+        plain = fit(
+            HMM(2, num_symbols=5), sequences, number, 0, callbacks=[Convergence(0.0)]
+        )  # nothing is hidden from a callback
         torch.testing.assert_close(model.transition_probs, plain.transition_probs, rtol=1e-9, atol=1e-12)
         assert plain.trainer.current_epoch == number
         assert model.iterations_per_epoch == 1
@@ -232,15 +279,23 @@ def test_columns_of_a_data_frame_are_found_by_name(rng, tmp_path):
             assert torch.equal(same.score(data), expected)
     for data, message in (
         (frame[["x", "visits"]], "columns 'x', 'visits', 'weather', but sequence 0 has no column 'weather'"),
-        (frame.assign(y=1.0), r"but sequence 0 also has 'y'. Select the columns, as in `df\[\['x', 'visits', 'weather'\]\]`"),
-        (frame.assign(weather="snow"), "Column 'weather' must hold the categories of training, 'rain', 'sun', but sequence 0 holds 'snow'"),
+        (
+            frame.assign(y=1.0),
+            r"but sequence 0 also has 'y'. Select the columns, as in `df\[\['x', 'visits', 'weather'\]\]`",
+        ),
+        (
+            frame.assign(weather="snow"),
+            "Column 'weather' must hold the categories of training, 'rain', 'sun', but sequence 0 holds 'snow'",
+        ),
         (frame.assign(x="a"), "Column 'x' must hold numbers"),
     ):
         with pytest.raises(ValueError, match=message):
             model.score(data)
 
 
-@pytest.mark.parametrize("make", [lambda: HMM(2, Gaussian("full")), lambda: StandardHMM(2, emission="gaussian", num_features=2)])
+@pytest.mark.parametrize(
+    "make", [lambda: HMM(2, Gaussian("full")), lambda: StandardHMM(2, emission="gaussian", num_features=2)]
+)
 def test_permuted_columns_are_put_in_order(rng, make):
     frame = table(rng)[["x", "visits"]]
     model = fit(make(), frame, max_epochs=3)
@@ -261,7 +316,15 @@ def test_whole_numbers_are_counts_for_poisson(rng):
     counts = rng.poisson(3, 60)
     model = fit(HMM(2, "Poisson"), [counts], max_epochs=5)
     expected = model.score([counts.astype(float)])
-    forms = counts, counts[:, None], torch.as_tensor(counts), [counts.tolist()], [torch.as_tensor(counts)], pd.Series(counts), [pd.Series(counts)]
+    forms = (
+        counts,
+        counts[:, None],
+        torch.as_tensor(counts),
+        [counts.tolist()],
+        [torch.as_tensor(counts)],
+        pd.Series(counts),
+        [pd.Series(counts)],
+    )
     for data in (*forms, Sequences.from_list([counts]), pd.DataFrame({"count": counts})):
         assert torch.equal(model.score(data), expected)
     pairs = rng.poisson(3, (60, 2))

@@ -27,7 +27,9 @@ def reference_calls(monkeypatch):
     monkeypatch.setattr(api, "_check", lambda *problem: None)  # reads the offsets, and data on the CPU
     monkeypatch.setattr(StandardHMM, "_chunks", lambda self, batch: [batch])  # reads the offsets
     monkeypatch.setattr(Sequences, "check", lambda self, num_symbols, num_features: None)
-    monkeypatch.setattr(StandardHMM, "_watch_impossible", lambda self, batch, impossible: self._impossible.append(impossible))
+    monkeypatch.setattr(
+        StandardHMM, "_watch_impossible", lambda self, batch, impossible: self._impossible.append(impossible)
+    )
     return calls
 
 
@@ -37,7 +39,10 @@ def test_one_value_per_e_step_is_read_on_the_host(rng, emission, weighted, refer
     if emission == "categorical":
         sequences, model = random_symbols(rng), StandardHMM(3, 5, restarts=2, transition_pseudocount=1.0)
     else:
-        sequences, model = random_vectors(rng), StandardHMM(3, emission="gaussian", num_features=2, restarts=2, transition_pseudocount=1.0)
+        sequences, model = (
+            random_vectors(rng),
+            StandardHMM(3, emission="gaussian", num_features=2, restarts=2, transition_pseudocount=1.0),
+        )
         model.initialize(sequences)
     if weighted:
         sequences = Sequences(sequences.values, sequences.offsets, torch.linspace(0, 1, len(sequences)).double())

@@ -31,13 +31,28 @@ def test_the_m_step_is_a_maximum(rng, sums):
     def expected(parameters: kalman.LinearGaussian) -> torch.Tensor:
         """E[log p(x, y)] from the statistics, as a sum of Gaussian log-densities."""
         joint = torch.cat([parameters.transition, parameters.transition_offset.unsqueeze(1)], 1)
-        moved = statistics.after - joint @ statistics.across.T - statistics.across @ joint.T + joint @ statistics.before @ joint.T
+        moved = (
+            statistics.after
+            - joint @ statistics.across.T
+            - statistics.across @ joint.T
+            + joint @ statistics.before @ joint.T
+        )
         emit = torch.cat([parameters.emission, parameters.emission_offset.unsqueeze(1)], 1)
-        error = statistics.squares - 2 * (emit * statistics.products).sum(1) + torch.einsum("di,dij,dj->d", emit, statistics.emitters, emit)
+        error = (
+            statistics.squares
+            - 2 * (emit * statistics.products).sum(1)
+            + torch.einsum("di,dij,dj->d", emit, statistics.emitters, emit)
+        )
         start = torch.cat([torch.eye(2).double(), -parameters.initial_mean.unsqueeze(1)], 1)
         begun = start @ statistics.starts @ start.T
-        total = -0.5 * (torch.trace(torch.linalg.solve(parameters.transition_cov, moved)) + statistics.before[-1, -1] * parameters.transition_cov.logdet())
-        total = total - 0.5 * (torch.trace(torch.linalg.solve(parameters.initial_cov, begun)) + statistics.starts[-1, -1] * parameters.initial_cov.logdet())
+        total = -0.5 * (
+            torch.trace(torch.linalg.solve(parameters.transition_cov, moved))
+            + statistics.before[-1, -1] * parameters.transition_cov.logdet()
+        )
+        total = total - 0.5 * (
+            torch.trace(torch.linalg.solve(parameters.initial_cov, begun))
+            + statistics.starts[-1, -1] * parameters.initial_cov.logdet()
+        )
         variance = parameters.emission_cov.diagonal()
         return total - 0.5 * (error / variance + statistics.emitters[:, -1, -1] * variance.log()).sum()
 
@@ -47,7 +62,9 @@ def test_the_m_step_is_a_maximum(rng, sums):
         found[-1] = found[-1].diagonal()  # the noise of features is independent
         return found
 
-    exact = gradients(model, lambda free: kalman.log_likelihood(kalman.cumulative_sum(free, first) if sums else free, data).sum())
+    exact = gradients(
+        model, lambda free: kalman.log_likelihood(kalman.cumulative_sum(free, first) if sums else free, data).sum()
+    )
     for name, mine, fisher in zip(model._fields, gradients(model, expected), exact, strict=True):
         torch.testing.assert_close(
             (mine + mine.mT) / 2 if name.startswith(("initial_cov", "transition_cov")) else mine,
@@ -86,9 +103,16 @@ def log_likelihood_of_potentials(naturals: list[list[torch.Tensor]], sequence: t
         for feature, value in enumerate(row):
             if not bool(value.isnan()):
                 add_square(t, states[feature])
-                linear, constant = linear + value * at(t) @ products[feature, :-1], constant + value * products[feature, -1] + value**2 * squares[feature]
+                linear, constant = (
+                    linear + value * at(t) @ products[feature, :-1],
+                    constant + value * products[feature, -1] + value**2 * squares[feature],
+                )
     precision = -(quadratic + quadratic.T)
-    return constant + (linear @ torch.linalg.solve(precision, linear) + len(linear) * math.log(2 * math.pi) - precision.logdet()) / 2
+    return (
+        constant
+        + (linear @ torch.linalg.solve(precision, linear) + len(linear) * math.log(2 * math.pi) - precision.logdet())
+        / 2
+    )
 
 
 def test_the_statistics_are_gradients_in_natural_parameters(rng):
@@ -132,7 +156,10 @@ def test_the_prior_is_that_of_its_density(rng):
     model.emission.maximize([products, states, squares])
 
     def objective(change: float) -> float:
-        joint, variance = torch.cat([model.emission.matrix, model.emission.offset.unsqueeze(1)], 1).detach(), model.emission.variance.detach().clone()
+        joint, variance = (
+            torch.cat([model.emission.matrix, model.emission.offset.unsqueeze(1)], 1).detach(),
+            model.emission.variance.detach().clone(),
+        )
         variance[1] += change
         error = squares - 2 * (joint * products).sum(1) + torch.einsum("di,dij,dj->d", joint, states, joint)
         model.emission.variance.data, kept = variance, model.emission.variance.data
@@ -155,20 +182,31 @@ def test_online_em_is_the_discounted_sum(rng):
     for first in range(0, len(data), 6):
         batch, updates = data[first : min(first + 6, len(data))], updates + 1
         found = by_hand.statistics(batch, torch.ones(len(batch), dtype=torch.float64))
-        sums = {name: [0.7 * (sums[name][i] if sums else 0) + 0.3 * value for i, value in enumerate(values)] for name, values in found.items()}
+        sums = {
+            name: [0.7 * (sums[name][i] if sums else 0) + 0.3 * value for i, value in enumerate(values)]
+            for name, values in found.items()
+        }
         size = 0.7 * size + 0.3 * len(batch)
         correction = 1 - 0.7**updates
         for name, part in by_hand.distributions.items():
             part.maximize([value / correction for value in sums[name]], size / correction / len(data))
     assert_same_parameters(online, by_hand)
-    assert_same_parameters(fit(LinearGaussianHMM(2, 2, discount=0.0), data, 3, 0), fit(LinearGaussianHMM(2, 2), data, 3, 0))
+    assert_same_parameters(
+        fit(LinearGaussianHMM(2, 2, discount=0.0), data, 3, 0), fit(LinearGaussianHMM(2, 2), data, 3, 0)
+    )
 
 
 @pytest.mark.parametrize("frozen", ["initial", "transition", "emission"])
 def test_frozen_parts_keep_their_values(rng, frozen):
-    start, model = LinearGaussianHMM(2, 2), fit(LinearGaussianHMM(2, 2, frozen=[frozen]), random_vectors(rng, longest=8), 2, 0)
+    start, model = (
+        LinearGaussianHMM(2, 2),
+        fit(LinearGaussianHMM(2, 2, frozen=[frozen]), random_vectors(rng, longest=8), 2, 0),
+    )
     for name, part in model.distributions.items():
-        same = all(torch.equal(old, new) for old, new in zip(start.distributions[name].parameters(), part.parameters(), strict=True))
+        same = all(
+            torch.equal(old, new)
+            for old, new in zip(start.distributions[name].parameters(), part.parameters(), strict=True)
+        )
         assert same == (name == frozen), name
 
 
@@ -176,11 +214,16 @@ def test_parameters_without_statistics_stay(rng):
     """The second feature is never observed, and the only sequence with a transition has weight 0."""
     data = Sequences.from_list([[[1.0, np.nan], [2.0, np.nan]], [[3.0, np.nan]], [[2.5, np.nan]]])
     start, model = LinearGaussianHMM(2, 2), LinearGaussianHMM(2, 2)
-    BaumWelch(model.distributions).step(counts=model.statistics(data, torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64)))
+    BaumWelch(model.distributions).step(
+        counts=model.statistics(data, torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64))
+    )
     for old, new in zip(start.emission.parameters(), model.emission.parameters(), strict=True):
         assert torch.equal(old[1], new[1])
         assert not torch.equal(old[0], new[0])
-    assert all(torch.equal(old, new) for old, new in zip(start.transition.parameters(), model.transition.parameters(), strict=True))
+    assert all(
+        torch.equal(old, new)
+        for old, new in zip(start.transition.parameters(), model.transition.parameters(), strict=True)
+    )
     assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
 
 
@@ -201,7 +244,9 @@ def test_predictions_scores_and_draws(rng, target):
     drawn, states = model.sample(500, 3, seed=1, return_states=True)
     assert states.values.shape == (1500, 2)
     first = model.predict_next(Sequences.from_lengths(torch.zeros(0, 1, dtype=torch.float64), [0]))
-    np.testing.assert_allclose(drawn.values.view(500, 3)[:, 0].mean(), first.mean[0, 0], atol=5 * float(first.variance.max() / 500) ** 0.5)
+    np.testing.assert_allclose(
+        drawn.values.view(500, 3)[:, 0].mean(), first.mean[0, 0], atol=5 * float(first.variance.max() / 500) ** 0.5
+    )
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5])
@@ -209,13 +254,19 @@ def test_several_steps_ahead(rng, steps):
     """Positions against missing steps; increments against a model of positions whose state holds the position too."""
     data = random_vectors(rng, longest=8)
     model = fit(LinearGaussianHMM(2, 2), data, 2, 0)
-    later = Sequences.from_list([torch.cat([sequence, sequence.new_full((steps - 1, 2), torch.nan)]) for sequence in data])
+    later = Sequences.from_list(
+        [torch.cat([sequence, sequence.new_full((steps - 1, 2), torch.nan)]) for sequence in data]
+    )
     for found, expected in zip(model.predict_next(data, steps), model.predict_next(later), strict=True):
         torch.testing.assert_close(found, expected)
 
     whole = Sequences.from_list([torch.from_numpy(rng.normal(size=(length, 2)).cumsum(0)) for length in (4, 7, 2)])
     model = fit(LinearGaussianHMM(2, 2, "increments"), whole, 2, 0)
-    inner, unit, none = model.parameters_in_units, torch.eye(2, dtype=torch.float64), torch.zeros(2, 2, dtype=torch.float64)
+    inner, unit, none = (
+        model.parameters_in_units,
+        torch.eye(2, dtype=torch.float64),
+        torch.zeros(2, 2, dtype=torch.float64),
+    )
     spread = model.data_variance.sqrt().diag()
     emission, offset = spread @ inner.emission, spread @ inner.emission_offset + model.center
     across = inner.transition_cov @ emission.T
@@ -223,14 +274,18 @@ def test_several_steps_ahead(rng, steps):
     joint = kalman.LinearGaussian(
         initial_mean=torch.cat([inner.initial_mean, torch.zeros(2, dtype=torch.float64)]),
         initial_cov=torch.block_diag(inner.initial_cov, 1e4 * unit),
-        transition=torch.cat([torch.cat([inner.transition, none], 1), torch.cat([emission @ inner.transition, unit], 1)]),
+        transition=torch.cat(
+            [torch.cat([inner.transition, none], 1), torch.cat([emission @ inner.transition, unit], 1)]
+        ),
         transition_offset=torch.cat([inner.transition_offset, emission @ inner.transition_offset + offset]),
         transition_cov=torch.cat([torch.cat([inner.transition_cov, across], 1), torch.cat([across.T, noise], 1)]),
         emission=torch.cat([none, unit], 1),
         emission_offset=torch.zeros(2, dtype=torch.float64),
         emission_cov=1e-9 * unit,
     )
-    later = Sequences.from_list([torch.cat([sequence, sequence.new_full((steps - 1, 2), torch.nan)]) for sequence in whole])
+    later = Sequences.from_list(
+        [torch.cat([sequence, sequence.new_full((steps - 1, 2), torch.nan)]) for sequence in whole]
+    )
     mean, cov = (moment[later.offsets[1:] - 1] for moment in kalman.predict_next(joint, later))
     found = model.predict_next(whole, steps)
     torch.testing.assert_close(found.mean, mean, rtol=1e-5, atol=1e-5)
@@ -260,7 +315,9 @@ def joint_gaussian(model: LinearGaussianHMM, num_steps: int) -> tuple[np.ndarray
         if model.target == "positions":
             values.append(emitted(t, state))
         elif t == 0:
-            values.append(affine(model.first_center, model.first_data_variance.sqrt().numpy()[:, None] * noise[0, size:]))
+            values.append(
+                affine(model.first_center, model.first_data_variance.sqrt().numpy()[:, None] * noise[0, size:])
+            )
         else:
             values.append(values[-1] + emitted(t, state))
     factors = np.concatenate(values)
@@ -277,7 +334,12 @@ def given(values: np.ndarray, mean: np.ndarray, cov: np.ndarray, wanted: slice) 
 @pytest.mark.parametrize("target", ["positions", "increments"])
 def test_gaps_agree_with_the_joint_gaussian(rng, target):
     """Scores, predictions of each step and predictions of later steps are those of one Gaussian, whatever is missing, an empty sequence included."""
-    model = fit(LinearGaussianHMM(2, 2, target), [rng.normal(size=(length, 2)).cumsum(0) + 0.7 * np.arange(length)[:, None] for length in (9, 6, 12, 3)], 3, 0)
+    model = fit(
+        LinearGaussianHMM(2, 2, target),
+        [rng.normal(size=(length, 2)).cumsum(0) + 0.7 * np.arange(length)[:, None] for length in (9, 6, 12, 3)],
+        3,
+        0,
+    )
     parts = [rng.normal(size=(length, 2)).cumsum(0) for length in (7, 5, 6, 1)]
     parts[0][3:5], parts[0][5, 0] = np.nan, np.nan  # a gap, longer in one feature
     parts[1][:2, 1], parts[1][3:] = np.nan, np.nan  # nothing at first in one feature, nothing at the end in both
@@ -289,10 +351,14 @@ def test_gaps_agree_with_the_joint_gaussian(rng, target):
         mean, cov = joint_gaussian(model, len(sequence) + 3)
         values = sequence.reshape(-1)
         seen = np.flatnonzero(~np.isnan(values))
-        exact = stats.multivariate_normal(mean[seen], cov[np.ix_(seen, seen)]).logpdf(values[seen]) if len(seen) else 0.0
+        exact = (
+            stats.multivariate_normal(mean[seen], cov[np.ix_(seen, seen)]).logpdf(values[seen]) if len(seen) else 0.0
+        )
         assert float(scores[n]) == pytest.approx(exact, rel=1e-9)
         for t in range(len(sequence)):
-            np.testing.assert_allclose(each[n][t], given(values[: 2 * t], mean, cov, slice(2 * t, 2 * t + 2))[0], rtol=1e-9, atol=1e-9)
+            np.testing.assert_allclose(
+                each[n][t], given(values[: 2 * t], mean, cov, slice(2 * t, 2 * t + 2))[0], rtol=1e-9, atol=1e-9
+            )
         for steps, found in ahead.items():
             last = len(sequence) + steps - 1
             wanted = given(values, mean, cov, slice(2 * last, 2 * last + 2))

@@ -47,7 +47,11 @@ class NegativeBinomial(ExponentialFamily):
         return [values]
 
     def log_base(self, values: Tensor) -> Tensor:
-        return torch.lgamma(values + self.failures) - torch.lgamma(values + 1) - torch.lgamma(torch.full_like(values, self.failures))
+        return (
+            torch.lgamma(values + self.failures)
+            - torch.lgamma(values + 1)
+            - torch.lgamma(torch.full_like(values, self.failures))
+        )
 
     def estimate(self, sums: Tensor, visits: Tensor, weight: Tensor | float) -> tuple[tuple[Tensor, ...], Tensor]:
         added = self.prior["strength"] * weight
@@ -65,7 +69,9 @@ class NegativeBinomial(ExponentialFamily):
 
     def sample(self, states: Tensor, generator: torch.Generator) -> Tensor:
         random = np.random.default_rng(int(torch.randint(2**62, (), generator=generator)))
-        return torch.from_numpy(random.negative_binomial(self.failures, (self.failures / (self.failures + self.mean))[states]).astype(float))
+        return torch.from_numpy(
+            random.negative_binomial(self.failures, (self.failures / (self.failures + self.mean))[states]).astype(float)
+        )
 
     def log_prior(self) -> Tensor:
         return self.prior["strength"] * self.weights.detach().flatten(1).sum(1)
@@ -99,7 +105,9 @@ class TwoChains(Transition):
 
     def allocate(self, restarts: int, num_states: int) -> None:
         self._begin_allocation()
-        self.first, self.second = (nn.Parameter(torch.zeros(restarts, size, size, dtype=torch.float64)) for size in self.sizes)
+        self.first, self.second = (
+            nn.Parameter(torch.zeros(restarts, size, size, dtype=torch.float64)) for size in self.sizes
+        )
 
     def operator(self, natural: Sequence[Tensor], batch: Sequences | None) -> Pairs:
         return Pairs(*natural)
@@ -136,7 +144,9 @@ def assert_em_never_decreases(model: HMM, sequences: Sequences, steps: int = 25)
     optimizer, objectives = BaumWelch(model.distributions), []
     for _ in range(steps):
         optimizer.zero_grad()
-        totals = torch.stack([inference.log_likelihood(*model.problem(sequences, r)).sum() for r in range(model.restarts)])
+        totals = torch.stack(
+            [inference.log_likelihood(*model.problem(sequences, r)).sum() for r in range(model.restarts)]
+        )
         objectives.append(totals.detach() + optimizer.log_prior())
         totals.sum().neg().backward()
         optimizer.step()
@@ -184,14 +194,18 @@ def test_the_emission_learns_samples_decodes_saves_and_loads(counts, tmp_path):
     saving = {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(tmp_path, save_last=True)]}
     model = fit(HMM(2, NegativeBinomial(), restarts=2), sequences, 30, **saving)
     order = model.emission.mean[:, 0].argsort()
-    torch.testing.assert_close(model.emission.mean[order], torch.tensor([[1.0, 4.0], [40.0, 60.0]]).double(), rtol=0.15, atol=0)
+    torch.testing.assert_close(
+        model.emission.mean[order], torch.tensor([[1.0, 4.0], [40.0, 60.0]]).double(), rtol=0.15, atol=0
+    )
     assert (model.decode(sequences).values == order[states.values]).double().mean() > 0.98
     assert model.num_free_parameters == 1 + 2 + 4
     prediction = model.predict_next(sequences[:1], steps=1000)
     assert (prediction.mean > model.emission.mean.amin(0)).all()
     assert (prediction.mean < model.emission.mean.amax(0)).all()
     drawn, path = model.sample(40, 100, seed=3, return_states=True)
-    torch.testing.assert_close(drawn.values[path.values == order[1]].mean(0), model.emission.mean[order[1]], rtol=0.15, atol=0)
+    torch.testing.assert_close(
+        drawn.values[path.values == order[1]].mean(0), model.emission.mean[order[1]], rtol=0.15, atol=0
+    )
     loaded = lightning_hmm.load(tmp_path / "last.ckpt")
     assert type(loaded.emission) is NegativeBinomial
     assert torch.equal(loaded.score(sequences), model.score(sequences))
@@ -200,7 +214,15 @@ def test_the_emission_learns_samples_decodes_saves_and_loads(counts, tmp_path):
 def test_resuming_with_the_emission_equals_never_stopping(counts, tmp_path):
     def run(**options: Any) -> HMM:
         saving = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
-        return fit(HMM(2, NegativeBinomial(), restarts=2), counts[0], 4, 0, enable_checkpointing=True, callbacks=[saving], **options)
+        return fit(
+            HMM(2, NegativeBinomial(), restarts=2),
+            counts[0],
+            4,
+            0,
+            enable_checkpointing=True,
+            callbacks=[saving],
+            **options,
+        )
 
     whole = run()
     for epoch in (2, 3):
@@ -213,7 +235,9 @@ def test_resuming_with_the_emission_equals_never_stopping(counts, tmp_path):
 def test_figures_of_the_emission_are_drawn(counts, tmp_path):
     fit(HMM(2, NegativeBinomial()), counts[0], 1, logger=TensorBoardLogger(tmp_path, ""), callbacks=[Figures()])
     events = EventAccumulator(str(next(tmp_path.rglob("events*")).parent)).Reload()
-    assert sorted(events.Tags()["images"]) == [f"figures/{name}" for name in ("convergence", "emissions", "state_usage", "transition_matrix")]
+    assert sorted(events.Tags()["images"]) == [
+        f"figures/{name}" for name in ("convergence", "emissions", "state_usage", "transition_matrix")
+    ]
 
 
 # A transition
@@ -239,11 +263,17 @@ def test_em_of_two_chains_never_decreases(rng):
 def test_two_chains_are_the_full_model_with_their_matrix(rng, tmp_path):
     """Likelihood, posterior, the best path and prediction; and a checkpoint."""
     sequences = Sequences.from_list([rng.integers(-1, 5, n) for n in (30, 1, 12, 0)])
-    model = fit(two_chains(), sequences, 5, 0, enable_checkpointing=True, callbacks=[ModelCheckpoint(tmp_path, save_last=True)])
+    model = fit(
+        two_chains(), sequences, 5, 0, enable_checkpointing=True, callbacks=[ModelCheckpoint(tmp_path, save_last=True)]
+    )
     full = HMM(6, num_symbols=5).set_parameters(model.initial_probs, model.transition_probs, model.emission_probs)
     torch.testing.assert_close(model.score(sequences), full.score(sequences), rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(model.posterior(sequences).smoothed.values, full.posterior(sequences).smoothed.values, rtol=1e-8, atol=1e-12)
-    torch.testing.assert_close(model.predict_next(sequences, 3), full.predict_next(sequences, 3), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        model.posterior(sequences).smoothed.values, full.posterior(sequences).smoothed.values, rtol=1e-8, atol=1e-12
+    )
+    torch.testing.assert_close(
+        model.predict_next(sequences, 3), full.predict_next(sequences, 3), rtol=1e-10, atol=1e-12
+    )
     assert model.decode(sequences).tolist() == full.decode(sequences).tolist()
     assert model.sample(3, 7).lengths.tolist() == [7, 7, 7]
     assert model.sample_posterior(sequences).lengths.tolist() == sequences.lengths.tolist()

@@ -56,8 +56,12 @@ def test_posterior_fields(clinic, rng):
     peer = hmmlearn.hmm.CategoricalHMM(2, n_features=3)
     peer.startprob_, peer.transmat_, peer.emissionprob_ = (np.array(value) for value in CLINIC.values())
     complete = Sequences.from_list([[0, 1, 2, 0]])
-    np.testing.assert_allclose(clinic.posterior(complete).smoothed[0], peer.predict_proba([[0], [1], [2], [0]]), rtol=1e-10)
-    assert float(posterior.transition_counts.sum()) == pytest.approx(int((sequences.lengths - 1).clamp(min=0).sum()), rel=1e-10)
+    np.testing.assert_allclose(
+        clinic.posterior(complete).smoothed[0], peer.predict_proba([[0], [1], [2], [0]]), rtol=1e-10
+    )
+    assert float(posterior.transition_counts.sum()) == pytest.approx(
+        int((sequences.lengths - 1).clamp(min=0).sum()), rel=1e-10
+    )
     torch.testing.assert_close(posterior.log_likelihood, clinic.score(sequences), rtol=1e-12, atol=1e-12)
     for n in torch.nonzero(sequences.lengths).flatten().tolist():
         torch.testing.assert_close(posterior.filtered[n][-1], posterior.smoothed[n][-1], rtol=1e-10, atol=1e-14)
@@ -68,7 +72,9 @@ def test_predict_next_is_the_ratio_of_likelihoods(clinic):
     context = [0, 2, 1]
     for steps, gap in ((1, []), (2, [-1]), (3, [-1, -1])):
         joint = clinic.score([[*context, *gap, symbol] for symbol in range(3)])
-        torch.testing.assert_close(clinic.predict_next([context], steps)[0], (joint - clinic.score([context])).exp(), rtol=1e-10, atol=0)
+        torch.testing.assert_close(
+            clinic.predict_next([context], steps)[0], (joint - clinic.score([context])).exp(), rtol=1e-10, atol=0
+        )
     torch.testing.assert_close(clinic.predict_next([[]])[0], clinic.score([[0], [1], [2]]).exp(), rtol=1e-10, atol=0)
 
 
@@ -79,7 +85,12 @@ def test_gaussian_prediction_is_the_mixtures_moments(gaussian):
     states = gaussian.posterior(sequences).smoothed[0][-1] @ gaussian.transition_probs @ gaussian.transition_probs
     mean = states @ gaussian.emission.mean
     torch.testing.assert_close(prediction.mean[0], mean, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(prediction.variance[0], states @ (gaussian.emission.variance + (gaussian.emission.mean - mean) ** 2), rtol=1e-10, atol=0)
+    torch.testing.assert_close(
+        prediction.variance[0],
+        states @ (gaussian.emission.variance + (gaussian.emission.mean - mean) ** 2),
+        rtol=1e-10,
+        atol=0,
+    )
 
 
 def test_samples_have_the_models_statistics(clinic, gaussian):
@@ -88,7 +99,9 @@ def test_samples_have_the_models_statistics(clinic, gaussian):
     for path in states:
         counts.index_put_((path[:-1], path[1:]), torch.ones(49, dtype=torch.float64), accumulate=True)
     frequencies = counts / counts.sum(1, keepdim=True)
-    assert (frequencies - clinic.transition_probs).abs().max() < 5 * 0.5 / math.sqrt(counts.sum(1).min())  # five standard errors
+    assert (frequencies - clinic.transition_probs).abs().max() < 5 * 0.5 / math.sqrt(
+        counts.sum(1).min()
+    )  # five standard errors
     for state in range(2):
         symbols = observations.values[states.values == state]
         shares = torch.bincount(symbols, minlength=3) / len(symbols)
@@ -97,7 +110,10 @@ def test_samples_have_the_models_statistics(clinic, gaussian):
     for state in range(3):
         values = vectors.values[states.values == state]
         torch.testing.assert_close(
-            values.mean(0), gaussian.emission.mean[state], rtol=0, atol=5 * float(gaussian.emission.variance.max()) ** 0.5 / math.sqrt(len(values))
+            values.mean(0),
+            gaussian.emission.mean[state],
+            rtol=0,
+            atol=5 * float(gaussian.emission.variance.max()) ** 0.5 / math.sqrt(len(values)),
         )
 
 
@@ -128,7 +144,9 @@ def test_criteria_count_degrees_of_freedom(clinic, gaussian, rng):
     left_right = StandardHMM(num_states=2, num_symbols=3).set_parameters(transition=[[0.5, 0.5], [0.0, 1.0]])
     assert left_right.num_free_parameters == 1 + 1 + 4
     assert StandardHMM(num_states=3, num_symbols=4, frozen=("emission",)).num_free_parameters == 2 + 6
-    two = StandardHMM(num_states=2, num_symbols=2, restarts=2).set_parameters(transition=[[[0.5, 0.5], [0.5, 0.5]], [[0.5, 0.5], [0.0, 1.0]]])
+    two = StandardHMM(num_states=2, num_symbols=2, restarts=2).set_parameters(
+        transition=[[[0.5, 0.5], [0.5, 0.5]], [[0.5, 0.5], [0.0, 1.0]]]
+    )
     assert two.num_free_parameters == 1 + 2 + 2
     two.chosen.fill_(1)
     assert two.num_free_parameters == 1 + 1 + 2
@@ -147,14 +165,18 @@ def means_of_restarts(model: StandardHMM) -> torch.Tensor:
 @pytest.mark.parametrize("initialization", ["kmeans", "random"])
 def test_gaussian_starts_lie_in_the_data_and_differ_between_restarts(rng, initialization):
     sequences = random_vectors(rng)
-    model = StandardHMM(num_states=3, emission="gaussian", num_features=2, restarts=3, initialization=initialization, seed=2)
+    model = StandardHMM(
+        num_states=3, emission="gaussian", num_features=2, restarts=3, initialization=initialization, seed=2
+    )
     model.initialize(sequences)
     complete = sequences.values[~sequences.values.isnan().any(1)]
     means = means_of_restarts(model)
     assert (means >= complete.min(0).values - 1e-9).all()
     assert (means <= complete.max(0).values + 1e-9).all()
     assert not torch.equal(means[0], means[1])
-    again = StandardHMM(num_states=3, emission="gaussian", num_features=2, restarts=3, initialization=initialization, seed=2)
+    again = StandardHMM(
+        num_states=3, emission="gaussian", num_features=2, restarts=3, initialization=initialization, seed=2
+    )
     again.initialize(sequences)
     assert torch.equal(means, means_of_restarts(again))
     model.initialize(sequences)  # only ever once
@@ -176,13 +198,19 @@ def test_a_constant_that_is_not_a_binary_fraction_has_no_scale():
 
 def test_predicted_variance_keeps_its_digits():
     model = StandardHMM(num_states=2, emission="gaussian", num_features=1)
-    model.set_parameters(initial=[1.0, 0.0], transition=[[1.0, 0.0], [0.0, 1.0]], emission={"mean": [[0.0], [3e8]], "variance": [[1.0], [1.0]]})
+    model.set_parameters(
+        initial=[1.0, 0.0],
+        transition=[[1.0, 0.0], [0.0, 1.0]],
+        emission={"mean": [[0.0], [3e8]], "variance": [[1.0], [1.0]]},
+    )
     assert float(model.predict_next([[[0.0]]]).variance) == pytest.approx(1.0)
 
 
 def test_impossible_evidence_is_minus_infinity_and_named():
     model = StandardHMM(num_states=2, num_symbols=3).set_parameters(emission=[[0.5, 0.5, 0.0], [0.5, 0.5, 0.0]])
-    with pytest.warns(UserWarning, match=r"Sequence 1 has probability zero under the model: step 2 \(2\).*2 sequences in all"):
+    with pytest.warns(
+        UserWarning, match=r"Sequence 1 has probability zero under the model: step 2 \(2\).*2 sequences in all"
+    ):
         scores = model.score([[0, 1], [0, 1, 2, 0], [2]])
     assert scores.tolist()[1:] == [-math.inf, -math.inf]
     assert math.isfinite(float(scores[0]))
@@ -196,10 +224,19 @@ def test_impossible_evidence_is_minus_infinity_and_named():
         ({"num_states": 0, "num_symbols": 3}, "`num_states` must be a whole number of at least 1, but is 0"),
         ({"num_states": 2}, "`num_symbols` must be given for categorical emissions"),
         ({"num_states": 2, "emission": "gaussian"}, "`num_features` must be given for Gaussian emissions"),
-        ({"num_states": 2, "num_symbols": 3, "emission": "poisson"}, "`emission` must be categorical, gaussian or an Emission, but is 'poisson'"),
+        (
+            {"num_states": 2, "num_symbols": 3, "emission": "poisson"},
+            "`emission` must be categorical, gaussian or an Emission, but is 'poisson'",
+        ),
         ({"num_states": 2, "num_symbols": 3, "restarts": 0}, "`restarts` must be a whole number"),
-        ({"num_states": 2, "num_symbols": 3, "frozen": ["emissions"]}, "`frozen` must name initial, transition or emission"),
-        ({"num_states": 2, "num_symbols": 3, "sequences_per_update": 4}, "`sequences_per_update` is for online EM: give `discount`"),
+        (
+            {"num_states": 2, "num_symbols": 3, "frozen": ["emissions"]},
+            "`frozen` must name initial, transition or emission",
+        ),
+        (
+            {"num_states": 2, "num_symbols": 3, "sequences_per_update": 4},
+            "`sequences_per_update` is for online EM: give `discount`",
+        ),
         ({"num_states": 2, "num_symbols": 3, "symbol_names": ["a"]}, "`symbol_names` must name 3 symbols, but names 1"),
         ({"num_states": 2, "num_symbols": 3, "arithmetic": "float16"}, "`arithmetic` must be float64 or float32"),
     ],
@@ -213,7 +250,10 @@ def test_bad_options_are_named(options, message):
     ("values", "message"),
     [
         ({"transition": [[0.5, 0.47], [0.5, 0.5]]}, r"`transition` rows must sum to 1, but row 0 sums to 0.97"),
-        ({"transition": [[1.5, -0.5], [0.5, 0.5]]}, r"`transition` must hold probabilities, but the entry at \(0, 1\) is -0.5"),
+        (
+            {"transition": [[1.5, -0.5], [0.5, 0.5]]},
+            r"`transition` must hold probabilities, but the entry at \(0, 1\) is -0.5",
+        ),
         ({"initial": [0.5, float("nan")]}, "`initial` must hold probabilities"),
         ({"emission": [[1.0, 0.0]]}, r"`emission` must have shape \(2, 3\), but has \(1, 2\)"),
     ],

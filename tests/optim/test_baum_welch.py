@@ -23,7 +23,9 @@ def backward(model: StandardHMM, sequences: Sequences) -> float:
 
 def log_likelihoods(model: StandardHMM, sequences: Sequences) -> torch.Tensor:
     """(restarts,) weighted, differentiable."""
-    return torch.stack([inference.log_likelihood(*model.problem(sequences, r), sequences.weights).sum() for r in range(model.restarts)])
+    return torch.stack(
+        [inference.log_likelihood(*model.problem(sequences, r), sequences.weights).sum() for r in range(model.restarts)]
+    )
 
 
 def categorical(**options) -> StandardHMM:
@@ -37,8 +39,12 @@ def test_step_normalizes_the_counts(rng):
     torch.testing.assert_close(-model.transition.log_probs.grad[0], counts.counts[0], rtol=1e-12, atol=0)
     BaumWelch(model.distributions).step()
     torch.testing.assert_close(model.initial_probs, counts.initial / counts.initial.sum(), rtol=1e-12, atol=0)
-    torch.testing.assert_close(model.transition_probs, counts.counts[0] / counts.counts[0].sum(1, keepdim=True), rtol=1e-12, atol=0)
-    torch.testing.assert_close(model.emission_probs, counts.evidence / counts.evidence.sum(1, keepdim=True), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        model.transition_probs, counts.counts[0] / counts.counts[0].sum(1, keepdim=True), rtol=1e-12, atol=0
+    )
+    torch.testing.assert_close(
+        model.emission_probs, counts.evidence / counts.evidence.sum(1, keepdim=True), rtol=1e-12, atol=0
+    )
 
 
 def test_pseudocounts_are_added_to_the_counts(rng):
@@ -55,11 +61,16 @@ def test_pseudocounts_are_added_to_the_counts(rng):
 def test_objective_never_falls(rng, kind):
     """Log-likelihood plus log prior, at every step and for every restart."""
     if kind == "categorical":
-        sequences, model = random_symbols(rng), categorical(restarts=3, transition_pseudocount=0.5, emission_pseudocount=0.1)
+        sequences, model = (
+            random_symbols(rng),
+            categorical(restarts=3, transition_pseudocount=0.5, emission_pseudocount=0.1),
+        )
     else:
         sequences = random_vectors(rng)
         priors = {"transition_pseudocount": 0.5, "variance_prior": 0.3}
-        model = StandardHMM(num_states=3, emission="gaussian", num_features=2, restarts=3, initialization="random", **priors)
+        model = StandardHMM(
+            num_states=3, emission="gaussian", num_features=2, restarts=3, initialization="random", **priors
+        )
         model.initialize(sequences)
     optimizer = BaumWelch(model.distributions)
     objectives = []
@@ -106,7 +117,9 @@ def test_a_far_offset_costs_no_digits(rng):
             backward(model, sequences)
             optimizer.step()
         models.append(model)
-    torch.testing.assert_close(models[1].emission.mean - 1e6, models[0].emission.mean, rtol=1e-7, atol=1e-8)  # 1e6 itself leaves 1e-10
+    torch.testing.assert_close(
+        models[1].emission.mean - 1e6, models[0].emission.mean, rtol=1e-7, atol=1e-8
+    )  # 1e6 itself leaves 1e-10
     torch.testing.assert_close(models[1].emission.variance, models[0].emission.variance, rtol=1e-7, atol=0)
 
 
@@ -119,7 +132,9 @@ def test_variance_prior_keeps_a_lone_point_from_collapsing():
         optimizer.zero_grad()
         backward(model, sequences)
         optimizer.step()
-    torch.testing.assert_close(model.emission.variance[1, 0], torch.tensor(1e-3, dtype=torch.float64), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        model.emission.variance[1, 0], torch.tensor(1e-3, dtype=torch.float64), rtol=1e-6, atol=0
+    )
 
 
 def test_structural_zeros_stay_even_with_a_prior(rng):
@@ -152,7 +167,9 @@ def test_a_row_without_counts_keeps_its_values():
     backward(model, Sequences.from_list([[0, 1, 2, 3, 4]]))
     optimizer = BaumWelch(model.distributions)
     optimizer.step()
-    torch.testing.assert_close(model.transition_probs[2], torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64), rtol=1e-15, atol=0)
+    torch.testing.assert_close(
+        model.transition_probs[2], torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64), rtol=1e-15, atol=0
+    )
     assert int(optimizer.kept_rows["transition"]) == 1
     assert int(optimizer.kept_rows["initial"]) == 0
 
@@ -176,7 +193,9 @@ def test_an_empty_batch_is_connected_to_every_parameter():
 # Online EM
 
 
-def online_by_hand(model: StandardHMM, batches: list[Sequences], discount: float, pseudocount: float, total: float) -> torch.Tensor:
+def online_by_hand(
+    model: StandardHMM, batches: list[Sequences], discount: float, pseudocount: float, total: float
+) -> torch.Tensor:
     """The transition matrix after online EM, written out."""
     buffer, size = torch.zeros(3, 3, dtype=torch.float64), 0.0
     buffers = {"initial": torch.zeros(3, dtype=torch.float64), "emission": torch.zeros(3, 5, dtype=torch.float64)}
@@ -206,7 +225,9 @@ def test_online_em_is_the_discounted_buffer(rng, discount, pseudocount):
         optimizer.zero_grad()
         backward(model, batch)
         optimizer.step()
-    torch.testing.assert_close(model.transition_probs, online_by_hand(categorical(), batches, discount, pseudocount, 17), rtol=1e-10, atol=0)
+    torch.testing.assert_close(
+        model.transition_probs, online_by_hand(categorical(), batches, discount, pseudocount, 17), rtol=1e-10, atol=0
+    )
 
 
 @pytest.mark.parametrize("restarts", [1, 3])
@@ -298,7 +319,10 @@ def test_bad_options_are_named(options, message):
         BaumWelch(categorical(transition_pseudocount=1.0).distributions, **options)
 
 
-@pytest.mark.parametrize(("part", "prior"), [(Full, {"pseudocount": -1.0}), (Categorical, {"pseudocount": float("nan")}), (Gaussian, {"variance_prior": -1.0})])
+@pytest.mark.parametrize(
+    ("part", "prior"),
+    [(Full, {"pseudocount": -1.0}), (Categorical, {"pseudocount": float("nan")}), (Gaussian, {"variance_prior": -1.0})],
+)
 def test_bad_priors_are_named(part, prior):
     (name,) = prior
     with pytest.raises(ValueError, match=f"`{name}` must (not be negative|be a finite number), but is {prior[name]}"):

@@ -67,7 +67,9 @@ class Clones(Transition):
         super().__init__()
         check_not_negative(pseudocount=pseudocount, sparsity=sparsity)
         if allocation not in get_args(Allocation):
-            raise ValueError(f"`allocation` must be one of {', '.join(get_args(Allocation))}, but is {allocation!r} instead.")
+            raise ValueError(
+                f"`allocation` must be one of {', '.join(get_args(Allocation))}, but is {allocation!r} instead."
+            )
         if pairs not in ("seen", "all"):
             raise ValueError(f"`pairs` must be seen or all, but is {pairs!r} instead.")
         if ngram_order < 1:
@@ -84,11 +86,17 @@ class Clones(Transition):
     def allocate(self, restarts: int, num_states: int) -> None:
         num_symbols = self.num_symbols
         if self.given_clones is not None and len(self.given_clones) != num_symbols:
-            raise ValueError(f"`clones` must give a number for each of the {num_symbols} symbols, but gives {len(self.given_clones)} instead.")
+            raise ValueError(
+                f"`clones` must give a number for each of the {num_symbols} symbols, but gives {len(self.given_clones)} instead."
+            )
         if self.given_clones is not None and sum(self.given_clones) != num_states:
-            raise ValueError(f"`num_states` must be the sum of `clones`, {sum(self.given_clones)}, but is {num_states} instead.")
+            raise ValueError(
+                f"`num_states` must be the sum of `clones`, {sum(self.given_clones)}, but is {num_states} instead."
+            )
         if num_states < num_symbols:
-            raise ValueError(f"`num_states` must be at least {num_symbols}, a clone for each symbol, but is {num_states} instead.")
+            raise ValueError(
+                f"`num_states` must be at least {num_symbols}, a clone for each symbol, but is {num_states} instead."
+            )
         self._begin_allocation()
         self.num_states = num_states
         dtype = torch.float32 if self._owner[0].arithmetic == "float32" else torch.float64
@@ -108,7 +116,9 @@ class Clones(Transition):
     def layout(self) -> Layout:
         """Which states are clones of which symbol, and which transitions are stored."""
         if self._layout is None:
-            raise RuntimeError("The model has no clones yet: they are allocated from the training data, by `fit` or `initialize(sequences)`.")
+            raise RuntimeError(
+                "The model has no clones yet: they are allocated from the training data, by `fit` or `initialize(sequences)`."
+            )
         return self._layout
 
     @property
@@ -120,14 +130,18 @@ class Clones(Transition):
         """Takes a layout, and (restarts, entries) probabilities for it, whose zeros become structural; without them, all are zero until `randomize`."""
         if (layout.num_states, layout.num_symbols) != (self.num_states, self.num_symbols):
             mine, theirs = (self.num_states, self.num_symbols), (layout.num_states, layout.num_symbols)
-            raise ValueError(f"`layout` must have {mine[0]} clones of {mine[1]} symbols, but has {theirs[0]} of {theirs[1]} instead.")
+            raise ValueError(
+                f"`layout` must have {mine[0]} clones of {mine[1]} symbols, but has {theirs[0]} of {theirs[1]} instead."
+            )
         self._layout = layout
         for name, tensor in zip(_TENSORS, layout.tensors, strict=True):
             setattr(self, name, tensor.to(self.probs.device))
         if probs is None:
             shape = self.probs.shape[0], layout.num_entries
             # numpy asks the system for large pages, which torch does not; walking through blocks is a tenth faster in them.
-            probs = torch.from_numpy(np.empty(shape, np.float32 if self.probs.dtype == torch.float32 else np.float64)).zero_()
+            probs = torch.from_numpy(
+                np.empty(shape, np.float32 if self.probs.dtype == torch.float32 else np.float64)
+            ).zero_()
         self.probs.data, self.probs.grad = probs.to(self.probs), None  # the same object: an optimizer keeps it
         self._count_zeros()
 
@@ -139,7 +153,9 @@ class Clones(Transition):
     def start(self, sequences: Sequences, generator: torch.Generator) -> None:
         """Allocates clones to symbols, and blocks to the pairs that occur, and draws starting values."""
         if not sequences.is_discrete:
-            raise ValueError("Clones must be allocated from sequences of symbols, but the sequences hold real vectors instead.")
+            raise ValueError(
+                "Clones must be allocated from sequences of symbols, but the sequences hold real vectors instead."
+            )
         self._start(generator, sequences)
 
     def start_over(self, sequences: Sequences, generator: torch.Generator) -> None:
@@ -155,8 +171,12 @@ class Clones(Transition):
         else:
             assert sequences is not None
             order = 1 if self.allocation == "frequency" else self.ngram_order
-            clones = allocate_clones(self.num_states, ngram_counts(sequences, self.num_symbols, order, unique=self.allocation == "ngram"))
-        self.set_layout(Layout(clones, None if self.which_pairs == "all" or sequences is None else seen_pairs(sequences)))
+            clones = allocate_clones(
+                self.num_states, ngram_counts(sequences, self.num_symbols, order, unique=self.allocation == "ngram")
+            )
+        self.set_layout(
+            Layout(clones, None if self.which_pairs == "all" or sequences is None else seen_pairs(sequences))
+        )
         self.randomize(generator)
 
     def copy_from(self, other: Distribution, restart: int) -> None:
@@ -175,14 +195,18 @@ class Clones(Transition):
         concentration = self.start_concentration
         if concentration is None:
             for row in self.probs.detach():
-                drawn = row if row.is_cpu else torch.empty(row.shape, dtype=row.dtype)  # in place where possible: there may be a billion
+                drawn = (
+                    row if row.is_cpu else torch.empty(row.shape, dtype=row.dtype)
+                )  # in place where possible: there may be a billion
                 row.copy_(torch.rand(row.shape, generator=generator, out=drawn).neg_().add_(1))
         else:
             # torch draws no Gamma numbers from a generator of ours: numpy's does, seeded from it.
             random = np.random.default_rng(int(torch.randint(2**62, (), generator=generator)))
             for row in self.probs:
                 for piece in row.split(_PIECE):
-                    piece.copy_(torch.from_numpy(np.maximum(random.gamma(concentration, size=len(piece)), 1e-12)))  # zero would stay zero
+                    piece.copy_(
+                        torch.from_numpy(np.maximum(random.gamma(concentration, size=len(piece)), 1e-12))
+                    )  # zero would stay zero
         self._set_from_counts(self.probs.detach(), 0.0, 0.0)
         self._count_zeros()
         self.is_set.fill_(True)
@@ -196,16 +220,22 @@ class Clones(Transition):
             raise ValueError(f"`transition` must have shape {(size, size)}, but has {tuple(matrix.shape)} instead.")
         if not bool((matrix >= 0).all()):
             where = tuple(torch.nonzero(~(matrix >= 0))[0].tolist())
-            raise ValueError(f"`transition` must hold probabilities, but the entry at {where} is {float(matrix[where])} instead.")
+            raise ValueError(
+                f"`transition` must hold probabilities, but the entry at {where} is {float(matrix[where])} instead."
+            )
         sums = matrix.sum(1)
         if not bool(((sums - 1).abs() < 1e-6).all()):
             row = int(torch.nonzero((sums - 1).abs() >= 1e-6)[0, 0])
-            raise ValueError(f"`transition` rows must sum to 1, but row {row} sums to {float(sums[row]):.6g} instead. Normalize it.")
+            raise ValueError(
+                f"`transition` rows must sum to 1, but row {row} sums to {float(sums[row]):.6g} instead. Normalize it."
+            )
         values = self.layout.collect(matrix)
         lost = sums - torch.segment_reduce(values, "sum", lengths=self.layout.row_lengths.to(values.device))
         if bool((lost > 1e-12).any()):
             row = int(lost.argmax())
-            raise ValueError(f"`transition` must be zero where nothing is stored, but row {row} has {float(lost[row]):.6g} there. Give the model those pairs.")
+            raise ValueError(
+                f"`transition` must be zero where nothing is stored, but row {row} has {float(lost[row]):.6g} there. Give the model those pairs."
+            )
         self.probs.copy_(values.expand_as(self.probs))
         self._count_zeros()
         self.is_set.fill_(True)
@@ -237,7 +267,12 @@ class Clones(Transition):
         if self.probs.is_cpu:
             row_first = self.layout.row_first
             pairs = zip(self.probs.detach().numpy(), counts.to(self.probs.dtype).contiguous().numpy(), strict=True)
-            return torch.tensor(sum(sum(over_rows(row_first, normalize_rows, row, counted, 1.0, float(added - taken), False)) for row, counted in pairs))
+            return torch.tensor(
+                sum(
+                    sum(over_rows(row_first, normalize_rows, row, counted, 1.0, float(added - taken), False))
+                    for row, counted in pairs
+                )
+            )
         lengths = self.layout.row_lengths.to(self.probs.device)
         kept = torch.zeros((), dtype=torch.int64, device=self.probs.device)
         for row, counted in zip(self.probs, counts, strict=True):
@@ -253,7 +288,9 @@ class Clones(Transition):
         probs = self.probs.detach()
         if pseudocount == sparsity:
             return probs.new_zeros(len(probs), dtype=torch.float64)
-        return (pseudocount - sparsity) * torch.where(probs > 0, probs, torch.ones_like(probs)).log().sum(1, dtype=torch.float64)
+        return (pseudocount - sparsity) * torch.where(probs > 0, probs, torch.ones_like(probs)).log().sum(
+            1, dtype=torch.float64
+        )
 
     def num_free_parameters(self, restart: int) -> int:
         if self._layout is None:
@@ -339,7 +376,11 @@ def ngram_counts(sequences: Sequences, num_symbols: int, order: int, *, unique: 
     offsets = sequences.offsets.numpy()
     position = np.arange(symbols.shape[0]) - np.repeat(offsets[:-1], np.diff(offsets))
     if not unique:
-        weights = None if sequences.weights is None else sequences.repeat_interleave(sequences.weights).cpu().numpy()[symbols >= 0]
+        weights = (
+            None
+            if sequences.weights is None
+            else sequences.repeat_interleave(sequences.weights).cpu().numpy()[symbols >= 0]
+        )
         return np.bincount(symbols[symbols >= 0], weights, minlength=num_symbols)
     # The number of an n-gram is that of the pair (number of its first n - 1 symbols, last symbol), found again for each n. 0 stands for the start of
     # the sequence, 1 for a missing symbol.

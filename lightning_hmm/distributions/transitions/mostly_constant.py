@@ -70,7 +70,9 @@ class DenseMostlyConstant(Transition):
         values = as_numbers("values", values, self.indices.device)
         for what, given in (("indices", indices), ("values", values)):
             if given.shape != shape:
-                raise ValueError(f"`{what}` must have shape {shape}, states by kept entries, but has {tuple(given.shape)} instead.")
+                raise ValueError(
+                    f"`{what}` must have shape {shape}, states by kept entries, but has {tuple(given.shape)} instead."
+                )
         if indices.is_floating_point() and indices.numel():
             raise ValueError(f"`indices` must be whole numbers, but are {indices.dtype} instead.")
         indices, order = indices.long().sort(dim=1)
@@ -78,18 +80,26 @@ class DenseMostlyConstant(Transition):
         wrong = (indices < 0) | (indices >= self.num_states)
         if bool(wrong.any()):
             i, k = wrong.nonzero()[0].tolist()
-            raise ValueError(f"`indices` must be from 0 to {self.num_states - 1}, but row {i} holds {int(indices[i, k])}.")
+            raise ValueError(
+                f"`indices` must be from 0 to {self.num_states - 1}, but row {i} holds {int(indices[i, k])}."
+            )
         repeated = (indices.diff(dim=1) == 0).any(1)
         if bool(repeated.any()):
             i = int(repeated.nonzero()[0, 0])
-            raise ValueError(f"`indices` must be different in a row, but row {i} holds {_first_repeated(indices[i])} twice.")
+            raise ValueError(
+                f"`indices` must be different in a row, but row {i} holds {_first_repeated(indices[i])} twice."
+            )
         if not bool((values >= 0).all()):  # also where NaN
             i, k = (~(values >= 0)).nonzero()[0].tolist()
-            raise ValueError(f"`values` must hold probabilities, but that of row {i}, column {int(indices[i, k])} is {float(values[i, k])} instead.")
+            raise ValueError(
+                f"`values` must hold probabilities, but that of row {i}, column {int(indices[i, k])} is {float(values[i, k])} instead."
+            )
         mass = values.sum(1)
         if bool((mass > 1 + 1e-6).any()):
             i = int((mass > 1 + 1e-6).nonzero()[0, 0])
-            raise ValueError(f"`values` of a row must not sum to more than 1, but row {i} sums to {float(mass[i]):.6g}.")
+            raise ValueError(
+                f"`values` of a row must not sum to more than 1, but row {i} sums to {float(mass[i]):.6g}."
+            )
         over = mass.clamp(min=1)  # above one by rounding only
         constants = (1 - mass / over) / (self.num_states - self.num_kept)
         self._store(slice(None), slice(None), indices, (values / over[:, None]).log(), constants.log())
@@ -104,14 +114,20 @@ class DenseMostlyConstant(Transition):
         """Takes a full matrix, for all restarts alike: the K largest entries of each row are kept, the others averaged."""
         probs = as_numbers("transition", probs, self.indices.device)
         if probs.shape != (self.num_states, self.num_states):
-            raise ValueError(f"`transition` must have shape {(self.num_states, self.num_states)}, but has {tuple(probs.shape)} instead.")
+            raise ValueError(
+                f"`transition` must have shape {(self.num_states, self.num_states)}, but has {tuple(probs.shape)} instead."
+            )
         if not bool((probs >= 0).all()):
             where = tuple(torch.nonzero(~(probs >= 0))[0].tolist())
-            raise ValueError(f"`transition` must hold probabilities, but the entry at {where} is {float(probs[where])} instead.")
+            raise ValueError(
+                f"`transition` must hold probabilities, but the entry at {where} is {float(probs[where])} instead."
+            )
         sums = probs.sum(1)
         if not bool(((sums - 1).abs() < 1e-6).all()):
             row = int(((sums - 1).abs() >= 1e-6).nonzero()[0, 0])
-            raise ValueError(f"`transition` rows must sum to 1, but row {row} sums to {float(sums[row]):.6g} instead. Normalize it.")
+            raise ValueError(
+                f"`transition` rows must sum to 1, but row {row} sums to {float(sums[row]):.6g} instead. Normalize it."
+            )
         self._store(slice(None), slice(None), *keep_largest(probs / sums[:, None], self.num_kept))
         self.is_set.fill_(True)
 
@@ -126,7 +142,9 @@ class DenseMostlyConstant(Transition):
             for first in range(0, self.num_states, rows):
                 last = min(first + rows, self.num_states)
                 weights = torch.from_numpy(np.maximum(draws.gamma(1.0, size=(last - first, self.num_states)), 1e-12))
-                self._store(restart, slice(first, last), *keep_largest(weights / weights.sum(1, keepdim=True), self.num_kept))
+                self._store(
+                    restart, slice(first, last), *keep_largest(weights / weights.sum(1, keepdim=True), self.num_kept)
+                )
 
     @torch.no_grad()
     def take(self, restart: int, choice: Choice, counts: Sequence[Tensor]) -> None:
@@ -152,7 +170,10 @@ class DenseMostlyConstant(Transition):
 
     def log_prior(self) -> Tensor:
         others = self.num_states - self.num_kept
-        values, constants = (torch.where(logs > -torch.inf, logs, torch.zeros_like(logs)).detach() for logs in (self.log_values, self.log_constants))
+        values, constants = (
+            torch.where(logs > -torch.inf, logs, torch.zeros_like(logs)).detach()
+            for logs in (self.log_values, self.log_constants)
+        )
         return self.prior["pseudocount"] * (values.flatten(1).sum(1) + others * constants.sum(1))
 
     def num_free_parameters(self, restart: int) -> int:

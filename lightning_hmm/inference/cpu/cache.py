@@ -65,14 +65,24 @@ class SourceCache(FunctionCache):
         """As numba's. Where nothing is found, the compilation follows, which may take some seconds."""
         found = super().load_overload(sig, target_context)
         if found is None and self.announces:
-            operators = [argument.instance_class.__name__ for argument in sig if getattr(argument, "instance_class", None) in _file_stamps]
-            _log.warning("Compiling %s(%s) for this machine. The result is kept on disk.", self._py_func.__name__, ", ".join(operators))
+            operators = [
+                argument.instance_class.__name__
+                for argument in sig
+                if getattr(argument, "instance_class", None) in _file_stamps
+            ]
+            _log.warning(
+                "Compiling %s(%s) for this machine. The result is kept on disk.",
+                self._py_func.__name__,
+                ", ".join(operators),
+            )
         return found
 
     def _index_key(self, sig: Any, codegen: Any) -> tuple[Any, ...]:
         # Strings only: an index that contains classes cannot be read where one of them cannot be imported.
         _, *rest = super()._index_key(sig, codegen)
-        classes = [argument.instance_class for argument in sig if isinstance(argument, types.NamedTuple | types.NamedUniTuple)]
+        classes = [
+            argument.instance_class for argument in sig if isinstance(argument, types.NamedTuple | types.NamedUniTuple)
+        ]
         names = tuple(f"{cls.__module__}.{cls.__qualname__}" for cls in classes)
         stamps = tuple(sorted(stamp for cls in classes for stamp in _file_stamps.get(cls, ())))
         return str(sig), names, stamps, *rest

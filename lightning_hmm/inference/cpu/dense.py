@@ -39,14 +39,36 @@ class DenseSums(NamedTuple):
 def _predict(op, starts, t, active, rows, messages, slot):
     tile, padded = messages.shape[1], messages.shape[2]
     before, size = messages.ctypes.data + slot * tile * padded * messages.itemsize, tile * padded * messages.itemsize
-    multiply(messages.dtype.type(0), before + size, before, padded, 1, op.matrix.ctypes.data, padded, rows, padded, op.num_states)
+    multiply(
+        messages.dtype.type(0),
+        before + size,
+        before,
+        padded,
+        1,
+        op.matrix.ctypes.data,
+        padded,
+        rows,
+        padded,
+        op.num_states,
+    )
 
 
 @implements(DenseArrays, retract)
 def _retract(op, sums, starts, t, active, rows, alpha, kappa, slot, beta):
     padded = beta.shape[1]
     here = kappa.ctypes.data + slot * beta.size * beta.itemsize
-    multiply(beta.dtype.type(0), beta.ctypes.data, here, padded, 1, op.transposed.ctypes.data, padded, rows, padded, op.num_states)
+    multiply(
+        beta.dtype.type(0),
+        beta.ctypes.data,
+        here,
+        padded,
+        1,
+        op.transposed.ctypes.data,
+        padded,
+        rows,
+        padded,
+        op.num_states,
+    )
 
 
 @inner
@@ -64,7 +86,9 @@ def _count(op, sums, alpha, kappa, t, steps, last):
     tile, padded = alpha.shape[1], alpha.shape[2]
     depth, first = steps * tile, alpha.ctypes.data + t * tile * padded * alpha.itemsize
     quads = min(padded, 4 * ((op.num_states + 3) // 4))  # whole blocks of rows are cheaper than single ones
-    multiply_add(alpha.dtype.type(0), sums.partial.ctypes.data, first, 1, padded, kappa.ctypes.data, padded, quads, padded, depth)
+    multiply_add(
+        alpha.dtype.type(0), sums.partial.ctypes.data, first, 1, padded, kappa.ctypes.data, padded, quads, padded, depth
+    )
     sums.summed[0] += depth
     if last or sums.summed[0] >= _SUMMED:
         _add_pairs(op, sums)
@@ -73,8 +97,12 @@ def _count(op, sums, alpha, kappa, t, steps, last):
 @implements(DenseArrays, step)
 def _step(op, watch, like, now, before, emissions, flush, tiny, collapse, scales, products):
     if watch:
-        return watched_step_four(like, now, before, op.matrix.ctypes.data, op.num_states, emissions, flush, tiny, collapse, scales, products)
-    return step_four(like, now, before, op.matrix.ctypes.data, op.num_states, emissions, flush, tiny, collapse, scales, products)
+        return watched_step_four(
+            like, now, before, op.matrix.ctypes.data, op.num_states, emissions, flush, tiny, collapse, scales, products
+        )
+    return step_four(
+        like, now, before, op.matrix.ctypes.data, op.num_states, emissions, flush, tiny, collapse, scales, products
+    )
 
 
 class DenseScores(NamedTuple):

@@ -29,11 +29,36 @@ import numpy as np
 from numba.extending import overload
 
 from lightning_hmm.inference.cpu.cache import OPTIONS, inner, kernel, record_source
-from lightning_hmm.inference.cpu.fill import TABLE, consume, fill_from_table, fill_rows, make_buffers, running, whole_blocks
-from lightning_hmm.inference.cpu.vectors import filter_four, filter_one, posterior_four, posterior_one, watched_filter_four, watched_filter_one
-from lightning_hmm.inference.kernels.simd import accumulate_row, lanes_of, scale_row, smooth_four, smooth_one, smooth_row
+from lightning_hmm.inference.cpu.fill import (
+    TABLE,
+    consume,
+    fill_from_table,
+    fill_rows,
+    make_buffers,
+    running,
+    whole_blocks,
+)
+from lightning_hmm.inference.cpu.vectors import (
+    filter_four,
+    filter_one,
+    posterior_four,
+    posterior_one,
+    watched_filter_four,
+    watched_filter_one,
+)
+from lightning_hmm.inference.kernels.simd import (
+    accumulate_row,
+    lanes_of,
+    scale_row,
+    smooth_four,
+    smooth_one,
+    smooth_row,
+)
 
-_CHUNK, _CHUNK_BYTES = 64, 1 << 18  # steps of a tile that a forward pass without a backward pass works on at once, and the size of their messages
+_CHUNK, _CHUNK_BYTES = (
+    64,
+    1 << 18,
+)  # steps of a tile that a forward pass without a backward pass works on at once, and the size of their messages
 
 
 class Limits(NamedTuple):
@@ -166,7 +191,8 @@ def _fuses(op):
 @overload(step, jit_options=OPTIONS)
 def _step(op, watch, like, now, before, emissions, flush, tiny, collapse, scales, products):
     return _implementations.get(
-        (op.instance_class, "step"), lambda op, watch, like, now, before, emissions, flush, tiny, collapse, scales, products: np.int64(0)
+        (op.instance_class, "step"),
+        lambda op, watch, like, now, before, emissions, flush, tiny, collapse, scales, products: np.int64(0),
     )
 
 
@@ -190,19 +216,28 @@ def _report(code, size, b, scales, slot, state):
         n = b + i
         product = state.products[n]
         if code & 1 and (product < 1e-100 or product > 1e100):
-            state.sums[n] = state.sums[n] + np.log(product) if 0 < product < np.inf else np.nan  # zero: the step collapsed
+            state.sums[n] = (
+                state.sums[n] + np.log(product) if 0 < product < np.inf else np.nan
+            )  # zero: the step collapsed
             state.products[n] = 1.0
         if code & (2 << i) and state.lost[n] == -np.inf:  # later losses are smaller beside the likelihood at the end
             state.lost[n] = state.sums[n] + np.log(state.products[n]) + np.log(np.float64(scales[slot, n]))
 
 
 @inner
-def forward(op, limits, leak, first, last, members, lengths, starts, num_states, initial, places, alpha, scales, state, ends):
+def forward(
+    op, limits, leak, first, last, members, lengths, starts, num_states, initial, places, alpha, scales, state, ends
+):
     """Filters the steps `first` to `last` of a tile. alpha[1 + t - first, b] ~ p(z_t | y_1:t), scaled by scales[t - first, b] to a sum of one; alpha[0]
     holds the messages before `first`. Where there is room, `ends` takes the last messages of sequences."""
     tile, padded = alpha.shape[1], alpha.shape[2]
     zero, tiny = alpha.dtype.type(0.0), alpha.dtype.type(0.0) if leak > 0 else limits.tiny
-    alpha_at, places_at, scales_at, products_at = alpha.ctypes.data, places.ctypes.data, scales.ctypes.data, state.products.ctypes.data
+    alpha_at, places_at, scales_at, products_at = (
+        alpha.ctypes.data,
+        places.ctypes.data,
+        scales.ctypes.data,
+        state.products.ctypes.data,
+    )
     row_bytes, watch = padded * alpha.itemsize, not limits.fed and leak == 0
     active = running(first, members, lengths)
     for t in range(first, last):
@@ -232,15 +267,35 @@ def forward(op, limits, leak, first, last, members, lengths, starts, num_states,
             here, there = b * row_bytes, slot * tile + b
             emissions, scale, product = places_at + 8 * there, scales_at + there * alpha.itemsize, products_at + 8 * b
             if fused:
-                code = step(op, watch, zero, now_at + here, before_at + here, emissions, limits.flush, tiny, limits.collapse, scale, product)
+                code = step(
+                    op,
+                    watch,
+                    zero,
+                    now_at + here,
+                    before_at + here,
+                    emissions,
+                    limits.flush,
+                    tiny,
+                    limits.collapse,
+                    scale,
+                    product,
+                )
             elif size == 4 and watch:
-                code = watched_filter_four(zero, padded, now_at + here, emissions, limits.flush, tiny, limits.collapse, scale, product)
+                code = watched_filter_four(
+                    zero, padded, now_at + here, emissions, limits.flush, tiny, limits.collapse, scale, product
+                )
             elif size == 4:
-                code = filter_four(zero, padded, now_at + here, emissions, limits.flush, tiny, limits.collapse, scale, product)
+                code = filter_four(
+                    zero, padded, now_at + here, emissions, limits.flush, tiny, limits.collapse, scale, product
+                )
             elif watch:
-                code = watched_filter_one(zero, padded, now_at + here, emissions, limits.flush, tiny, limits.collapse, scale, product)
+                code = watched_filter_one(
+                    zero, padded, now_at + here, emissions, limits.flush, tiny, limits.collapse, scale, product
+                )
             else:
-                code = filter_one(zero, padded, now_at + here, emissions, limits.flush, tiny, limits.collapse, scale, product)
+                code = filter_one(
+                    zero, padded, now_at + here, emissions, limits.flush, tiny, limits.collapse, scale, product
+                )
             if code != 0:
                 _report(code, size, b, scales, slot, state)
             b += size
@@ -264,7 +319,26 @@ def _settled(limits, length, gap):
 
 
 @inner
-def backward(op, seen, sums, members, lengths, starts, weights, by_rows, places, counted, alpha, scales, beta, gamma, kappa, posteriors, buffers, out):
+def backward(
+    op,
+    seen,
+    sums,
+    members,
+    lengths,
+    starts,
+    weights,
+    by_rows,
+    places,
+    counted,
+    alpha,
+    scales,
+    beta,
+    gamma,
+    kappa,
+    posteriors,
+    buffers,
+    out,
+):
     """Smooths a tile and adds its counts. The posterior probabilities, times weight, are added to the float64 rows at the addresses `counted`, or with
     `by_rows` are consumed from `posteriors`.
 
@@ -274,7 +348,12 @@ def backward(op, seen, sums, members, lengths, starts, weights, by_rows, places,
     tile, padded, window = alpha.shape[1], alpha.shape[2], kappa.shape[0]
     zero, lanes, num_states = alpha.dtype.type(0.0), lanes_of(alpha.dtype.type(0.0)), seen.one_hot.shape[0] - 1
     alpha_at, beta_at, gamma_at, kappa_at = alpha.ctypes.data, beta.ctypes.data, gamma.ctypes.data, kappa.ctypes.data
-    places_at, counted_at, scales_at, initial_at = places.ctypes.data, counted.ctypes.data, scales.ctypes.data, out.initial.ctypes.data
+    places_at, counted_at, scales_at, initial_at = (
+        places.ctypes.data,
+        counted.ctypes.data,
+        scales.ctypes.data,
+        out.initial.ctypes.data,
+    )
     row_bytes, posteriors_at = padded * alpha.itemsize, posteriors.ctypes.data
     beta[:] = zero
     active, end = 0, lengths[0]
@@ -293,12 +372,22 @@ def backward(op, seen, sums, members, lengths, starts, weights, by_rows, places,
                     accumulate_row(zero, padded, initial_at, gamma_at, 1.0)
                 else:
                     # Zero if the sequence takes no part; negative if the weight is, which an incoming gradient may be.
-                    scale_row(zero, padded, beta_at + b * row_bytes, alpha.dtype.type(weights[b]) / total if total != zero else zero)
+                    scale_row(
+                        zero,
+                        padded,
+                        beta_at + b * row_bytes,
+                        alpha.dtype.type(weights[b]) / total if total != zero else zero,
+                    )
         b = 0
         while b < rows:
             here, there = b * row_bytes, t * tile + b
             scale, place, counts = scales_at + there * alpha.itemsize, places_at + 8 * there, counted_at + 8 * there
-            kappa_to, gamma_to, alpha_from, beta_from = kappa_at + slot_bytes + here, posteriors_at + slot_bytes + here, step_at + here, beta_at + here
+            kappa_to, gamma_to, alpha_from, beta_from = (
+                kappa_at + slot_bytes + here,
+                posteriors_at + slot_bytes + here,
+                step_at + here,
+                beta_at + here,
+            )
             if by_rows:
                 if b + 4 <= rows:
                     posterior_four(zero, padded, kappa_to, gamma_to, alpha_from, beta_from, scale, place)
@@ -326,12 +415,42 @@ def backward(op, seen, sums, members, lengths, starts, weights, by_rows, places,
             if t > 0:
                 count(op, sums, alpha, kappa, t, end - t, t == 1)
             if by_rows:
-                consume(seen, t, end - t, members, lengths, starts, num_states, posteriors, buffers, out.evidence, out.smoothed)
+                consume(
+                    seen,
+                    t,
+                    end - t,
+                    members,
+                    lengths,
+                    starts,
+                    num_states,
+                    posteriors,
+                    buffers,
+                    out.evidence,
+                    out.smoothed,
+                )
             end = t
 
 
 @kernel
-def run_lane(lane, lanes, tile, order, offsets, weights, smooth, seen, op, sums, limits, initial, num_states, chunk, window, work, out):
+def run_lane(
+    lane,
+    lanes,
+    tile,
+    order,
+    offsets,
+    weights,
+    smooth,
+    seen,
+    op,
+    sums,
+    limits,
+    initial,
+    num_states,
+    chunk,
+    window,
+    work,
+    out,
+):
     """Forward-backward, or without `smooth` the forward pass, over the tiles of one lane. With `smooth`, `chunk` is the length of its longest sequence;
     without, the number of steps to work on at once."""
     padded, size = initial.shape[0], tile * initial.shape[0]
@@ -376,9 +495,23 @@ def run_lane(lane, lanes, tile, order, offsets, weights, smooth, seen, op, sums,
                 if attempt == 0 or not keeps:
                     target = shifts if attempt == 0 else unused
                     if computed:
-                        fill_rows(seen, first, last, members, lengths, starts, rows[here:], buffers, target, out.problem)
+                        fill_rows(
+                            seen, first, last, members, lengths, starts, rows[here:], buffers, target, out.problem
+                        )
                     else:
-                        fill_from_table(seen, first, last, members, lengths, starts, places[here:], counted[here:], counts_at, target, out.problem)
+                        fill_from_table(
+                            seen,
+                            first,
+                            last,
+                            members,
+                            lengths,
+                            starts,
+                            places[here:],
+                            counted[here:],
+                            counts_at,
+                            target,
+                            out.problem,
+                        )
                 forward(
                     op, limits, leak, first, last, members, lengths, starts, num_states, initial, places[here:], messages[there:], factors[there:], state,
                     finals,
@@ -394,7 +527,10 @@ def run_lane(lane, lanes, tile, order, offsets, weights, smooth, seen, op, sums,
                 elif settled[b] == 0 and not state.found[b] - found[b] <= limits.negligible:
                     found[b] = np.nan
             if attempt == 0 and doubtful and spare.shape[0] == 0:
-                spare, spare_scales = np.zeros((taken + 1, tile, padded), initial.dtype), np.zeros((taken, tile), initial.dtype)
+                spare, spare_scales = (
+                    np.zeros((taken + 1, tile, padded), initial.dtype),
+                    np.zeros((taken, tile), initial.dtype),
+                )
             attempt += 1
         for b in range(members):
             out.log_likelihood[ids[b]] = found[b] + shifts[b]

@@ -69,18 +69,33 @@ def _retract(op, sums, starts, t, active, rows, alpha, kappa, slot, beta):
 def prepare(operator: Duration, dtype: np.dtype) -> Prepared:
     log_jumps, log_durations = operator.log_jumps.numpy(), operator.log_durations.numpy()
     jumps, durations = np.exp(log_jumps), np.exp(log_durations)
-    least_nonzero = np.exp(log_jumps[log_jumps > -np.inf].min(initial=0.0) + log_durations[log_durations > -np.inf].min(initial=0.0))
+    least_nonzero = np.exp(
+        log_jumps[log_jumps > -np.inf].min(initial=0.0) + log_durations[log_durations > -np.inf].min(initial=0.0)
+    )
     growth = max(1.0, float((jumps @ durations.sum(1)).max(initial=0.0)))
     largest = max(1.0, float(jumps.max(initial=0.0) * durations.max(initial=0.0)))
-    facts = Facts(0.0 if durations.size > 1 else float(jumps.min() * durations.min()), float(least_nonzero), largest, growth)
+    facts = Facts(
+        0.0 if durations.size > 1 else float(jumps.min() * durations.min()), float(least_nonzero), largest, growth
+    )
 
     def sums(lanes: int) -> list[DurationSums]:
-        return [DurationSums(np.zeros(jumps.shape), np.zeros(durations.shape), np.zeros(len(jumps))) for _ in range(lanes)]
+        return [
+            DurationSums(np.zeros(jumps.shape), np.zeros(durations.shape), np.zeros(len(jumps))) for _ in range(lanes)
+        ]
 
     def counts(sums: list[DurationSums]) -> tuple[np.ndarray, ...]:
-        return np.sum([part.jumps for part in sums], 0) * jumps, np.sum([part.durations for part in sums], 0) * durations
+        return np.sum([part.jumps for part in sums], 0) * jumps, np.sum(
+            [part.durations for part in sums], 0
+        ) * durations
 
-    return Prepared(DurationArrays(jumps.astype(dtype), durations.astype(dtype)), facts, 1, 8 * (jumps.size + durations.size), sums, counts)
+    return Prepared(
+        DurationArrays(jumps.astype(dtype), durations.astype(dtype)),
+        facts,
+        1,
+        8 * (jumps.size + durations.size),
+        sums,
+        counts,
+    )
 
 
 class DurationScores(NamedTuple):

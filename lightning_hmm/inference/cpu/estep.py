@@ -98,7 +98,12 @@ def wide(tensor: Tensor) -> np.ndarray:
     return tensor.detach().double().contiguous().numpy()
 
 
-_NO_LABELS, _NO_PAIRS, _NO_TABLE, NO_CENTER = np.zeros(0, np.int64), np.zeros((0, 2), np.int64), np.zeros((0, 0)), np.zeros(0)
+_NO_LABELS, _NO_PAIRS, _NO_TABLE, NO_CENTER = (
+    np.zeros(0, np.int64),
+    np.zeros((0, 2), np.int64),
+    np.zeros((0, 0)),
+    np.zeros(0),
+)
 
 
 def seen_by(evidence: Evidence, dtype: np.dtype, num_states: int, padded: int) -> tuple[Seen, np.ndarray]:
@@ -125,11 +130,28 @@ def seen_by(evidence: Evidence, dtype: np.dtype, num_states: int, padded: int) -
         center = aligned_zeros(np.float64, padded_size(width, 8))
         if evidence.center is not None:
             center[:width] = wide(evidence.center)
-        linear = len(pairs) >= width and bool((pairs[:width, 0] == np.arange(width)).all() and (pairs[:width, 1] == width).all())
+        linear = len(pairs) >= width and bool(
+            (pairs[:width, 0] == np.arange(width)).all() and (pairs[:width, 1] == width).all()
+        )
     else:
         form, width, data = ROWS, num_states, _floating(evidence.log_likelihoods)
     where = data.ctypes.data
-    return Seen(form, where, where + data.nbytes, data.itemsize, width, table, shifts, one_hot, log_probs, labels, pairs, weights, center, linear), data
+    return Seen(
+        form,
+        where,
+        where + data.nbytes,
+        data.itemsize,
+        width,
+        table,
+        shifts,
+        one_hot,
+        log_probs,
+        labels,
+        pairs,
+        weights,
+        center,
+        linear,
+    ), data
 
 
 @inner
@@ -168,12 +190,16 @@ def refuse_problem(problem: np.ndarray, evidence: Evidence, num_states: int) -> 
         step = int(problem[0])
         if isinstance(evidence, Table):
             largest = evidence.log_probs.shape[1]
-            raise ValueError(f"`symbols` must be from 0 to {largest} ({largest} for a missing one), but that of step {step} is {int(evidence.symbols[step])}.")
+            raise ValueError(
+                f"`symbols` must be from 0 to {largest} ({largest} for a missing one), but that of step {step} is {int(evidence.symbols[step])}."
+            )
         raise ValueError(f"`log_likelihoods` must be numbers below infinity, but those of step {step} are not.")
     if problem[1] >= 0:
         step = int(problem[1])
         assert evidence.labels is not None
-        raise ValueError(f"`labels` must be from -1 to {num_states - 1}, but that of step {step} is {int(evidence.labels[step])}.")
+        raise ValueError(
+            f"`labels` must be from -1 to {num_states - 1}, but that of step {step} is {int(evidence.labels[step])}."
+        )
 
 
 def most_steps(row_bytes: int) -> int:
@@ -181,7 +207,9 @@ def most_steps(row_bytes: int) -> int:
     return TILE_BYTES // (TILE * row_bytes)
 
 
-def plan(offsets: np.ndarray, which: np.ndarray | None, num_states: int, row_bytes: int, at_least: int = 1) -> list[tuple[np.ndarray, int]]:
+def plan(
+    offsets: np.ndarray, which: np.ndarray | None, num_states: int, row_bytes: int, at_least: int = 1
+) -> list[tuple[np.ndarray, int]]:
     """The non-empty sequences, longest first, with the size of the tiles they go in, if there are many at least `at_least`; from shapes alone, never from
     threads.
 
@@ -189,7 +217,9 @@ def plan(offsets: np.ndarray, which: np.ndarray | None, num_states: int, row_byt
     """
     lengths = offsets[1:] - offsets[:-1]
     if which is None:
-        order = np.argsort(-lengths, kind="stable") if (lengths[1:] != lengths[:-1]).any() else np.arange(lengths.shape[0])
+        order = (
+            np.argsort(-lengths, kind="stable") if (lengths[1:] != lengths[:-1]).any() else np.arange(lengths.shape[0])
+        )
     else:
         order = which[np.argsort(-lengths[which], kind="stable")]
     order = order[: np.count_nonzero(lengths[order])]
@@ -212,7 +242,16 @@ def plan(offsets: np.ndarray, which: np.ndarray | None, num_states: int, row_byt
 class _Totals:
     """The results of all passes, in float64."""
 
-    def __init__(self, operator: Operator, evidence: Evidence, num_sequences: int, num_steps: int, num_states: int, smooth: bool, per_step: bool) -> None:
+    def __init__(
+        self,
+        operator: Operator,
+        evidence: Evidence,
+        num_sequences: int,
+        num_steps: int,
+        num_states: int,
+        smooth: bool,
+        per_step: bool,
+    ) -> None:
         self.log_likelihood, self.impossible_step = np.zeros(num_sequences), np.full(num_sequences, -1)
         self.initial = np.zeros(num_states)
         self.counts = tuple(np.zeros(value.shape) for value in operator.natural)
@@ -248,12 +287,22 @@ def _pass(
     initial = np.zeros(padded, dtype)
     initial[:num_states] = np.exp(log_initial)
     computed, by_rows = seen.form != TABLE, smooth and (seen.form != TABLE or totals.smoothed.shape[0] > 0)
-    groups = plan(offsets, which, num_states, padded * dtype.itemsize * (2 if smooth and computed else 1), 1 if smooth else prepared.rows_scored)
+    groups = plan(
+        offsets,
+        which,
+        num_states,
+        padded * dtype.itemsize * (2 if smooth and computed else 1),
+        1 if smooth else prepared.rows_scored,
+    )
     longest_of_all = max((int(offsets[order[0] + 1] - offsets[order[0]]) for order, _ in groups), default=0)
     limits = limits_of.py_func(RANGES[dtype], prepared.facts, float(initial.max()), num_states, longest_of_all)
     if dtype == _SINGLE:
-        limits = limits._replace(**{name: np.float32(getattr(limits, name)) for name in ("flush", "tiny", "collapse", "leak")})
-    statistics = (seen.table.shape[0] if seen.form == TABLE else feature_rows.py_func(seen.weights.shape[0])) if smooth else 0
+        limits = limits._replace(
+            **{name: np.float32(getattr(limits, name)) for name in ("flush", "tiny", "collapse", "leak")}
+        )
+    statistics = (
+        (seen.table.shape[0] if seen.form == TABLE else feature_rows.py_func(seen.weights.shape[0])) if smooth else 0
+    )
     lane_bytes = prepared.lane_bytes + 8 * padded * statistics if smooth else 0
     lanes = max((num_lanes(-(-order.shape[0] // tile), lane_bytes) for order, tile in groups), default=1)
     scale = _power_of_two(weights) if smooth else 1.0  # messages are multiplied by the weights in the working precision
@@ -273,9 +322,33 @@ def _pass(
             steps = longest if smooth else min(longest, chunk_steps.py_func(tile * padded * dtype.itemsize))
             kept = steps + 1 + (steps if computed else 0) + (2 * window if by_rows else window)
             memory = workspace(dtype, ((kept + 1) * tile + 1) * padded)
-            out = Result(totals.log_likelihood, totals.last, totals.smoothed, totals.filtered, starts[lane], gradients[lane], problem[lane])
+            out = Result(
+                totals.log_likelihood,
+                totals.last,
+                totals.smoothed,
+                totals.filtered,
+                starts[lane],
+                gradients[lane],
+                problem[lane],
+            )
             run_lane(
-                lane, lanes, tile, order, offsets, scaled, smooth, seen, prepared.arrays, sums[lane], limits, initial, num_states, steps, window, memory, out
+                lane,
+                lanes,
+                tile,
+                order,
+                offsets,
+                scaled,
+                smooth,
+                seen,
+                prepared.arrays,
+                sums[lane],
+                limits,
+                initial,
+                num_states,
+                steps,
+                window,
+                memory,
+                out,
             )
 
         run_lanes(lanes, work)
@@ -290,7 +363,9 @@ def _pass(
         _scale_rows(totals.smoothed, offsets, which, scale)
     if seen.form != ROWS:
         gradient = gradients.sum(0)
-        totals.evidence += scale * (gradient[:-1] if seen.form == TABLE else gradient[: seen.weights.shape[0]])[:, :num_states].T
+        totals.evidence += (
+            scale * (gradient[:-1] if seen.form == TABLE else gradient[: seen.weights.shape[0]])[:, :num_states].T
+        )
 
 
 def _scale_rows(rows: np.ndarray, offsets: np.ndarray, which: np.ndarray | None, scale: float) -> None:
@@ -302,7 +377,14 @@ def _scale_rows(rows: np.ndarray, offsets: np.ndarray, which: np.ndarray | None,
 
 
 def _exact(
-    totals: _Totals, lost: np.ndarray, log_initial: np.ndarray, operator: Operator, evidence: Evidence, offsets: np.ndarray, weights: np.ndarray, smooth: bool
+    totals: _Totals,
+    lost: np.ndarray,
+    log_initial: np.ndarray,
+    operator: Operator,
+    evidence: Evidence,
+    offsets: np.ndarray,
+    weights: np.ndarray,
+    smooth: bool,
 ) -> None:
     """Log space, for the sequences `lost`."""
     matrix = operator.to_dense(torch.zeros(1, dtype=torch.int64)).contiguous()
@@ -311,7 +393,16 @@ def _exact(
         at = torch.arange(int(offsets[n]), int(offsets[n + 1]))
         theirs = evidence.at(at)
         smoothed, filtered = (np.zeros((len(at), log_initial.shape[0])) for _ in range(2))
-        found = exact_sequence(log_initial, matrix.numpy(), theirs.rows().double().contiguous().numpy(), weights[n], smooth, smoothed, filtered, pairs)
+        found = exact_sequence(
+            log_initial,
+            matrix.numpy(),
+            theirs.rows().double().contiguous().numpy(),
+            weights[n],
+            smooth,
+            smoothed,
+            filtered,
+            pairs,
+        )
         totals.log_likelihood[n], totals.impossible_step[n] = found
         here = slice(int(offsets[n]), int(offsets[n + 1]))
         if not smooth:
@@ -325,12 +416,18 @@ def _exact(
         if not isinstance(evidence, Rows):
             totals.evidence += theirs.pull(torch.from_numpy(smoothed)).numpy()
     if smooth:
-        for mine, found in zip(totals.counts, operator.counts_of_pairs(torch.from_numpy(pairs)[None], torch.zeros(1, dtype=torch.int64)), strict=True):
+        for mine, found in zip(
+            totals.counts,
+            operator.counts_of_pairs(torch.from_numpy(pairs)[None], torch.zeros(1, dtype=torch.int64)),
+            strict=True,
+        ):
             mine += found.numpy()
 
 
 def detached(operator: Operator, evidence: Evidence) -> tuple[Operator, Evidence]:
-    if any(value.dtype != torch.float64 or value.requires_grad or not value.is_contiguous() for value in operator.natural):
+    if any(
+        value.dtype != torch.float64 or value.requires_grad or not value.is_contiguous() for value in operator.natural
+    ):
         operator = operator.with_natural(tuple(value.detach().double().contiguous() for value in operator.natural))
     return operator, evidence.with_live(evidence.live.detach())
 
@@ -362,7 +459,9 @@ def e_step(
         tables = [wide(evidence.live)]
         refuse_nan("emission", tables[0])
     working = _working_dtype(dtype, log_initial, *natural, *(tables if isinstance(evidence, Table) else []))
-    totals = _Totals(operator, evidence, boundaries.shape[0] - 1, int(boundaries[-1]), log_initial.shape[0], smooth, per_step)
+    totals = _Totals(
+        operator, evidence, boundaries.shape[0] - 1, int(boundaries[-1]), log_initial.shape[0], smooth, per_step
+    )
     if largest > _LARGEST_LOG:
         lost = np.flatnonzero(np.diff(boundaries))
         totals.log_likelihood[lost] = np.nan
@@ -377,6 +476,8 @@ def e_step(
     if isinstance(evidence, Quadratic):
         refuse_nan("columns", _floating(evidence.columns))
     if operator.to_dense(torch.zeros(1, dtype=torch.int64)).dim() == 3:  # a matrix for each step
-        return reference.with_lost_sequences(totals.result(per_step), initial.double(), operator, evidence, offsets, weights.double(), smooth)
+        return reference.with_lost_sequences(
+            totals.result(per_step), initial.double(), operator, evidence, offsets, weights.double(), smooth
+        )
     _exact(totals, lost, log_initial, operator, evidence, boundaries, shares, smooth)
     return totals.result(per_step)

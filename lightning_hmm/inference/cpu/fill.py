@@ -86,7 +86,12 @@ def whole_blocks(active, tile):
 def _look_up(like, seen, first, last, members, lengths, starts, places, counted, counts_at, sums):
     """The addresses for symbols of the type of `like`; returns whether all symbols can be used."""
     num_symbols, tile, padded, size = seen.table.shape[0] - 1, places.shape[1], seen.table.shape[1], seen.itemsize
-    table_at, shifts, row_bytes, total_bytes = seen.table.ctypes.data, seen.shifts, padded * seen.table.itemsize, padded * 8
+    table_at, shifts, row_bytes, total_bytes = (
+        seen.table.ctypes.data,
+        seen.shifts,
+        padded * seen.table.itemsize,
+        padded * 8,
+    )
     active, usable = members, True
     for t in range(first, last):
         while lengths[active - 1] <= t:
@@ -101,7 +106,10 @@ def _look_up(like, seen, first, last, members, lengths, starts, places, counted,
             if counts_at != 0:
                 counted[slot, b] = counts_at + row * total_bytes
         for b in range(active, tile):
-            places[slot, b], counted[slot, b] = table_at + num_symbols * row_bytes, counts_at + num_symbols * total_bytes
+            places[slot, b], counted[slot, b] = (
+                table_at + num_symbols * row_bytes,
+                counts_at + num_symbols * total_bytes,
+            )
     return usable
 
 
@@ -184,7 +192,13 @@ def feature_rows(num_features):
 def _gather(like, seen, t, steps, width, whole, active, lengths, starts, buffers):
     """The columns of the steps t, t + 1, ... of `width` sequences, numbers of the type of `like`, with the center subtracted; zeros where a sequence has
     ended, which none has if the block is `whole`."""
-    size, num_columns, center, gathered, present = seen.itemsize, seen.width, seen.center, buffers.gathered, buffers.present[0]
+    size, num_columns, center, gathered, present = (
+        seen.itemsize,
+        seen.width,
+        seen.center,
+        buffers.gathered,
+        buffers.present[0],
+    )
     padded, center_at, row_bytes = center.shape[0], center.ctypes.data, 8 * center.shape[0]
     present[:] = 1.0
     out_at = gathered.ctypes.data
@@ -205,16 +219,33 @@ def _gather(like, seen, t, steps, width, whole, active, lengths, starts, buffers
 @inner
 def _features(seen, t, steps, width, active, lengths, starts, buffers):
     """products[f, r] of the steps t, t + 1, ... of `width` sequences, r = s * width + b; zero where a sequence has ended."""
-    whole, num_columns, padded, lanes = active >= width and t + steps <= lengths[width - 1], seen.width, seen.center.shape[0], lanes_of(0.0)
+    whole, num_columns, padded, lanes = (
+        active >= width and t + steps <= lengths[width - 1],
+        seen.width,
+        seen.center.shape[0],
+        lanes_of(0.0),
+    )
     if seen.itemsize == 8:
         _gather(np.float64(0), seen, t, steps, width, whole, active, lengths, starts, buffers)
     else:
         _gather(np.float32(0), seen, t, steps, width, whole, active, lengths, starts, buffers)
-    gathered_at, columns_at, products_at = buffers.gathered.ctypes.data, buffers.columns.ctypes.data, buffers.products.ctypes.data
+    gathered_at, columns_at, products_at = (
+        buffers.gathered.ctypes.data,
+        buffers.columns.ctypes.data,
+        buffers.products.ctypes.data,
+    )
     present_at, row_bytes = buffers.present.ctypes.data, 8 * BLOCK
     for r in range(0, steps * width, lanes):
         for c in range(0, padded, lanes):
-            transpose_block(0.0, columns_at + c * row_bytes + 8 * r, row_bytes, lanes, gathered_at + 8 * (r * padded + c), 8 * padded, lanes)
+            transpose_block(
+                0.0,
+                columns_at + c * row_bytes + 8 * r,
+                row_bytes,
+                lanes,
+                gathered_at + 8 * (r * padded + c),
+                8 * padded,
+                lanes,
+            )
     for f in range(num_columns if seen.linear else 0, seen.pairs.shape[0]):
         left, right = seen.pairs[f, 0], seen.pairs[f, 1]
         left_at = present_at if left == num_columns else columns_at + left * row_bytes
@@ -256,7 +287,18 @@ def log_block(seen, t, steps, width, active, lengths, starts, padded, buffers, p
     if seen.form == QUADRATIC:
         _features(seen, t, steps, width, active, lengths, starts, buffers)
         count, products_at = min(BLOCK, 4 * ((steps * width + 3) // 4)), buffers.products.ctypes.data
-        multiply(0.0, scratch.ctypes.data, products_at, 1, BLOCK, seen.weights.ctypes.data, padded, count, padded, seen.pairs.shape[0])
+        multiply(
+            0.0,
+            scratch.ctypes.data,
+            products_at,
+            1,
+            BLOCK,
+            seen.weights.ctypes.data,
+            padded,
+            count,
+            padded,
+            seen.pairs.shape[0],
+        )
     labelled = seen.labels.shape[0] > 0
     if seen.form == QUADRATIC and not labelled:  # the features of a sequence that has ended are zero
         return
@@ -267,7 +309,11 @@ def log_block(seen, t, steps, width, active, lengths, starts, padded, buffers, p
                 scratch[r] = 0.0
                 continue
             if seen.form == ROWS:
-                usable = _copy_rows(np.float64(0), seen, step, scratch[r]) if seen.itemsize == 8 else _copy_rows(np.float32(0), seen, step, scratch[r])
+                usable = (
+                    _copy_rows(np.float64(0), seen, step, scratch[r])
+                    if seen.itemsize == 8
+                    else _copy_rows(np.float32(0), seen, step, scratch[r])
+                )
                 if not usable:
                     problem[0] = step
             elif seen.form == TABLE:
@@ -297,10 +343,14 @@ def fill_rows(seen, first, last, members, lengths, starts, rows, buffers, sums, 
             while b < width:
                 r = s * width + b
                 if b + 4 <= width:
-                    relative_four(like, padded, logs_at + 8 * r * padded, out_at + b * padded * rows.itemsize, largest_at + 8 * r)
+                    relative_four(
+                        like, padded, logs_at + 8 * r * padded, out_at + b * padded * rows.itemsize, largest_at + 8 * r
+                    )
                     b += 4
                 else:
-                    relative_one(like, padded, logs_at + 8 * r * padded, out_at + b * padded * rows.itemsize, largest_at + 8 * r)
+                    relative_one(
+                        like, padded, logs_at + 8 * r * padded, out_at + b * padded * rows.itemsize, largest_at + 8 * r
+                    )
                     b += 1
             for b in range(running(t + s, active, lengths)):
                 sums[b] += largest[s * width + b]
@@ -324,7 +374,18 @@ def consume(seen, first, steps, members, lengths, starts, num_states, posteriors
                 for b in range(tile):
                     for k in range(padded):
                         buffers.scratch[s * tile + b, k] = posteriors[t - first + s, b, k]
-        multiply_add(0.0, sums.ctypes.data, buffers.products.ctypes.data, BLOCK, 1, rows_at, padded, sums.shape[0], padded, together * tile)
+        multiply_add(
+            0.0,
+            sums.ctypes.data,
+            buffers.products.ctypes.data,
+            BLOCK,
+            1,
+            rows_at,
+            padded,
+            sums.shape[0],
+            padded,
+            together * tile,
+        )
         t += together
     if seen.form == QUADRATIC and smoothed.shape[0] == 0:
         return

@@ -34,7 +34,9 @@ from lightning_hmm.inference.operators import MostlyConstant
 
 # What is left of a sum after a subtraction, if less than this share, is added up again without one.
 _CANCELLED = {np.dtype(np.float32): 1e-2, np.dtype(np.float64): 1e-4}
-_SCATTERED = 8  # how many times as long a kept entry of a single row takes, compared with one in the lists of all columns
+_SCATTERED = (
+    8  # how many times as long a kept entry of a single row takes, compared with one in the lists of all columns
+)
 _SEARCHED = 64  # numbers of which the largest is found at once
 _SUMMED = 256  # messages whose counts are added up in the working precision
 
@@ -84,12 +86,21 @@ def interleave(lanes, starts, sources, positions, numbers, order, slice_starts, 
 
 def _column_lists(indices: np.ndarray, numbers: np.ndarray, neutral: float) -> ColumnLists:
     num_states, lanes = indices.shape[0], vector_lanes(numbers.itemsize)
-    starts, sources, positions = np.zeros(num_states + 1, np.int64), np.empty(indices.size, np.int32), np.empty(indices.size, np.int64)
+    starts, sources, positions = (
+        np.zeros(num_states + 1, np.int64),
+        np.empty(indices.size, np.int32),
+        np.empty(indices.size, np.int64),
+    )
     find_columns(indices, starts, sources, positions)
     lengths = np.diff(starts)
     order = np.argsort(-lengths, kind="stable")
-    slice_starts = np.concatenate([[0], np.cumsum(lengths[order[::lanes]])])  # the first of each slice has the longest list
-    slice_sources, weights = np.zeros((slice_starts[-1], lanes), np.int32), aligned_zeros(numbers.dtype, int(slice_starts[-1]), lanes)
+    slice_starts = np.concatenate(
+        [[0], np.cumsum(lengths[order[::lanes]])]
+    )  # the first of each slice has the longest list
+    slice_sources, weights = (
+        np.zeros((slice_starts[-1], lanes), np.int32),
+        aligned_zeros(numbers.dtype, int(slice_starts[-1]), lanes),
+    )
     weights[:] = neutral
     interleave(lanes, starts, sources, positions, numbers.reshape(-1), order, slice_starts, slice_sources, weights)
     return ColumnLists(starts, sources, positions, order, slice_starts, slice_sources, weights)
@@ -159,12 +170,24 @@ def _gather_columns(op, messages, slot, b, shared):
     """messages[slot + 1, b] = shared + messages[slot, b] times the weights, for one sequence."""
     size, tile, padded, columns = messages.itemsize, messages.shape[1], messages.shape[2], op.columns
     lanes, gathered = columns.slice_sources.shape[1], np.empty(columns.slice_sources.shape[1], messages.dtype)
-    sources_at, weights_at, gathered_at = columns.slice_sources.ctypes.data, columns.weights.ctypes.data, gathered.ctypes.data
+    sources_at, weights_at, gathered_at = (
+        columns.slice_sources.ctypes.data,
+        columns.weights.ctypes.data,
+        gathered.ctypes.data,
+    )
     source_at = messages.ctypes.data + (slot * tile + b) * padded * size
     for s in range(columns.slice_starts.shape[0] - 1):
         begin = columns.slice_starts[s]
         count = columns.slice_starts[s + 1] - begin
-        gather_sum(shared, gathered_at, shared, weights_at + begin * lanes * size, sources_at + begin * lanes * 4, source_at, count)
+        gather_sum(
+            shared,
+            gathered_at,
+            shared,
+            weights_at + begin * lanes * size,
+            sources_at + begin * lanes * 4,
+            source_at,
+            count,
+        )
         for lane in range(min(lanes, op.indices.shape[0] - s * lanes)):
             messages[slot + 1, b, columns.order[s * lanes + lane]] = gathered[lane]
 
@@ -180,23 +203,42 @@ def _tile_columns(op, messages, slot, first, vectors, shared_at, work_at):
     for v in range(vectors):
         rows_at, rows_last = before_at + v * lanes * row_bytes, last - v * lanes
         for k in range(0, padded, lanes):
-            transpose_block(zero, work_at + k * width_bytes + v * vector_bytes, width_bytes, lanes, rows_at + k * size, row_bytes, rows_last)
+            transpose_block(
+                zero,
+                work_at + k * width_bytes + v * vector_bytes,
+                width_bytes,
+                lanes,
+                rows_at + k * size,
+                row_bytes,
+                rows_last,
+            )
     for k in range(0, padded, lanes):
         for j in range(k, min(k + lanes, num_states)):
             begin, out_at = pairs.starts[j], block_at + (j - k) * width_bytes
-            entries_at, places_at, count = weights_at + 2 * begin * size, sources_at + 8 * begin, pairs.starts[j + 1] - begin
+            entries_at, places_at, count = (
+                weights_at + 2 * begin * size,
+                sources_at + 8 * begin,
+                pairs.starts[j + 1] - begin,
+            )
             if vectors == 1:
                 tile_column_one(zero, out_at, shared_at, entries_at, places_at, work_at, count)
             else:
                 tile_column_two(zero, out_at, shared_at, entries_at, places_at, work_at, count)
         for v in range(vectors):
             rows_at, rows_last = before_at + (tile + v * lanes) * row_bytes, last - v * lanes
-            transpose_block(zero, rows_at + k * size, row_bytes, rows_last, block_at + v * vector_bytes, width_bytes, lanes)
+            transpose_block(
+                zero, rows_at + k * size, row_bytes, rows_last, block_at + v * vector_bytes, width_bytes, lanes
+            )
 
 
 @implements(ConstantArrays, predict)
 def _predict(op, starts, t, active, rows, messages, slot):
-    zero, tile, padded, lanes = messages.dtype.type(0), messages.shape[1], messages.shape[2], op.columns.slice_sources.shape[1]
+    zero, tile, padded, lanes = (
+        messages.dtype.type(0),
+        messages.shape[1],
+        messages.shape[2],
+        op.columns.slice_sources.shape[1],
+    )
     shared = np.empty(tile + 2 * lanes, messages.dtype)
     for b in range(rows):
         total = zero
@@ -254,7 +296,10 @@ def _retract(op, sums, starts, t, active, rows, alpha, kappa, slot, beta):
         everything = zero
         for k in range(padded):
             everything += kappa[slot, b, k]
-        kappa_at, alpha_at = kappa.ctypes.data + (slot * tile + b) * padded * size, alpha.ctypes.data + (t * tile + b) * padded * size
+        kappa_at, alpha_at = (
+            kappa.ctypes.data + (slot * tile + b) * padded * size,
+            alpha.ctypes.data + (t * tile + b) * padded * size,
+        )
         beta_at = beta.ctypes.data + b * padded * size
         for s in range(slices):
             begin, here = s * num_kept * lanes, s * lanes * size
@@ -292,7 +337,10 @@ def prepare(operator: MostlyConstant, dtype: np.dtype) -> Prepared:
     constants[:num_states] = plain
     weights = (values - plain[:, None]).astype(dtype)
     low, columns = log_values < log_constants[:, None], _column_lists(indices, weights, 0.0)
-    targets, target_weights = np.zeros((slices, num_kept, lanes), np.int32), aligned_zeros(dtype, slices, num_kept, lanes)
+    targets, target_weights = (
+        np.zeros((slices, num_kept, lanes), np.int32),
+        aligned_zeros(dtype, slices, num_kept, lanes),
+    )
     by_row = np.zeros((slices * lanes, num_kept), np.int32)
     by_row[:num_states] = indices
     targets[:] = by_row.reshape(slices, lanes, num_kept).transpose(0, 2, 1)
@@ -306,15 +354,33 @@ def prepare(operator: MostlyConstant, dtype: np.dtype) -> Prepared:
     entries = np.concatenate([log_values.reshape(-1), log_constants if num_kept < num_states else log_constants[:0]])
     probs, possible = np.exp(entries), np.exp(entries[entries > -np.inf])
     growth = values.sum(1) + plain * (num_states - num_kept)
-    facts = Facts(float(probs.min(initial=np.inf)), float(possible.min(initial=np.inf)), float(probs.max(initial=0.0)), float(growth.max(initial=0.0)))
+    facts = Facts(
+        float(probs.min(initial=np.inf)),
+        float(possible.min(initial=np.inf)),
+        float(probs.max(initial=0.0)),
+        float(growth.max(initial=0.0)),
+    )
     size = slices * num_kept * lanes
 
     def sums(lanes: int) -> list[ConstantSums]:
-        partial, counts, rest, kept = aligned_zeros(dtype, lanes, size), np.zeros((lanes, size)), np.zeros((lanes, padded)), aligned_zeros(dtype, lanes, padded)
-        return [ConstantSums(partial[lane], counts[lane], rest[lane], np.zeros(1, np.int64), kept[lane]) for lane in range(lanes)]
+        partial, counts, rest, kept = (
+            aligned_zeros(dtype, lanes, size),
+            np.zeros((lanes, size)),
+            np.zeros((lanes, padded)),
+            aligned_zeros(dtype, lanes, padded),
+        )
+        return [
+            ConstantSums(partial[lane], counts[lane], rest[lane], np.zeros(1, np.int64), kept[lane])
+            for lane in range(lanes)
+        ]
 
     def counts(sums: list[ConstantSums]) -> tuple[np.ndarray, ...]:
-        kept = np.sum([part.counts for part in sums], 0).reshape(slices, num_kept, lanes).transpose(0, 2, 1).reshape(slices * lanes, num_kept)
+        kept = (
+            np.sum([part.counts for part in sums], 0)
+            .reshape(slices, num_kept, lanes)
+            .transpose(0, 2, 1)
+            .reshape(slices * lanes, num_kept)
+        )
         return kept[:num_states] * values, np.sum([part.rest for part in sums], 0)[:num_states] * plain
 
     return Prepared(arrays, facts, 1, 8 * (size + padded), sums, counts, 2 * lanes)
@@ -333,7 +399,13 @@ class ConstantScores(NamedTuple):
 @inner
 def _best_constant(op, message):
     """The state i, the lowest of equals, with the largest message[i] + log c_i, and that sum."""
-    size, message_at, constants_at, found, largest = message.shape[0], message.ctypes.data, op.constants.ctypes.data, 0, -np.inf
+    size, message_at, constants_at, found, largest = (
+        message.shape[0],
+        message.ctypes.data,
+        op.constants.ctypes.data,
+        0,
+        -np.inf,
+    )
     for first in range(0, size, _SEARCHED):
         here = largest_sum(0.0, min(_SEARCHED, size - first), message_at + 8 * first, constants_at + 8 * first)
         if here > largest:
@@ -380,8 +452,19 @@ def _best(op, starts, t, active, rows, messages, slot):
         else:
             for s in range(columns.slice_starts.shape[0] - 1):
                 begin = columns.slice_starts[s]
-                sources_at, weights_at = columns.slice_sources.ctypes.data + begin * lanes * 4, columns.weights.ctypes.data + begin * lanes * 8
-                gather_max(0.0, gathered.ctypes.data, shared, weights_at, sources_at, before.ctypes.data, columns.slice_starts[s + 1] - begin)
+                sources_at, weights_at = (
+                    columns.slice_sources.ctypes.data + begin * lanes * 4,
+                    columns.weights.ctypes.data + begin * lanes * 8,
+                )
+                gather_max(
+                    0.0,
+                    gathered.ctypes.data,
+                    shared,
+                    weights_at,
+                    sources_at,
+                    before.ctypes.data,
+                    columns.slice_starts[s + 1] - begin,
+                )
                 for lane in range(min(lanes, num_states - s * lanes)):
                     after[columns.order[s * lanes + lane]] = gathered[lane]
         for m in range(num_kept):  # columns that the best of all constants is not for
@@ -411,5 +494,8 @@ def prepare_scores(operator: MostlyConstant) -> ConstantScores:
     log_values, indices = operator.log_values.numpy(), np.ascontiguousarray(operator.indices.numpy(), np.int32)
     constants, row_best = aligned_zeros(np.dtype(np.float64), 2, padded_size(indices.shape[0], 8))
     constants[:], row_best[:] = -np.inf, -np.inf
-    constants[: indices.shape[0]], row_best[: indices.shape[0]] = operator.log_constants.numpy(), log_values.max(1, initial=-np.inf)
+    constants[: indices.shape[0]], row_best[: indices.shape[0]] = (
+        operator.log_constants.numpy(),
+        log_values.max(1, initial=-np.inf),
+    )
     return ConstantScores(constants, indices, log_values, _column_lists(indices, log_values, -np.inf), row_best)

@@ -43,7 +43,25 @@ def online_updates(batch, batch_offsets, order, offsets, weights, tile, most, bo
                 longest = offsets[members[0] + 1] - offsets[members[0]]
                 limits = limits_of(bounds, Facts(least, least_nonzero, largest, growth), first, num_states, longest)
                 window = max(1, _ROWS_COUNTED // size)
-                run_lane(0, 1, size, members, offsets, weights, True, seen, chain, sums, limits, initial, num_states, longest, window, work, out)
+                run_lane(
+                    0,
+                    1,
+                    size,
+                    members,
+                    offsets,
+                    weights,
+                    True,
+                    seen,
+                    chain,
+                    sums,
+                    limits,
+                    initial,
+                    num_states,
+                    longest,
+                    window,
+                    work,
+                    out,
+                )
         if out.problem[0] >= 0:
             return batch
         for n in ids:
@@ -71,7 +89,13 @@ class DensePass:
     """
 
     def __init__(
-        self, log_transition: np.ndarray, log_emission: np.ndarray, symbols: np.ndarray, offsets: np.ndarray, weights: np.ndarray, batch_size: int
+        self,
+        log_transition: np.ndarray,
+        log_emission: np.ndarray,
+        symbols: np.ndarray,
+        offsets: np.ndarray,
+        weights: np.ndarray,
+        batch_size: int,
     ) -> None:
         lengths = offsets[1:] - offsets[:-1]
         num_sequences, longest = lengths.shape[0], int(lengths.max(initial=0))
@@ -85,7 +109,11 @@ class DensePass:
         (num_states, num_symbols), bounds = log_emission.shape, RANGES[DOUBLE]
         padded = padded_size(num_states, 8)
         symbols = np.ascontiguousarray(symbols)
-        table, shifts, none = aligned_zeros(DOUBLE, num_symbols + 1, padded), np.zeros(num_symbols + 1), np.zeros((0, 0))
+        table, shifts, none = (
+            aligned_zeros(DOUBLE, num_symbols + 1, padded),
+            np.zeros(num_symbols + 1),
+            np.zeros((0, 0)),
+        )
         one_hot, no_pairs = aligned_zeros(DOUBLE, num_states + 1, 0), np.zeros((0, 2), np.int64)
         no_weights, where = aligned_zeros(DOUBLE, 0, padded), symbols.ctypes.data
         seen = Seen(
@@ -93,9 +121,19 @@ class DensePass:
             NO_CENTER, False,
         )  # fmt: skip
         chain = DenseArrays(aligned_zeros(DOUBLE, padded, padded), aligned_zeros(DOUBLE, padded, padded), num_states)
-        sums = DenseSums(aligned_zeros(DOUBLE, padded, padded), np.zeros((num_states, num_states)), np.zeros(1, np.int64))
+        sums = DenseSums(
+            aligned_zeros(DOUBLE, padded, padded), np.zeros((num_states, num_states)), np.zeros(1, np.int64)
+        )
         rows = np.zeros((0, num_states))
-        out = Result(np.zeros(num_sequences), rows, rows, rows, np.zeros(padded), aligned_zeros(DOUBLE, num_symbols + 1, padded), np.full(2, -1))
+        out = Result(
+            np.zeros(num_sequences),
+            rows,
+            rows,
+            rows,
+            np.zeros(padded),
+            aligned_zeros(DOUBLE, num_symbols + 1, padded),
+            np.full(2, -1),
+        )
         tile, most = min(TILE, 4 * -(-min(batch_size, num_sequences) // 4)), most_steps(padded * 8)
         needed = ((min(longest, most) + 2 + max(1, _ROWS_COUNTED // max(tile, 1))) * tile + 1) * padded
         if longest > most:
@@ -104,9 +142,21 @@ class DensePass:
         self.counts = [np.zeros(num_states), sums.counts.reshape(-1), emission_counts.reshape(-1)]
         self.scores = out.log_likelihood
         self._data = batch_offsets, order, offsets, weights, tile, most, bounds
-        self._work = log_transition, log_emission, seen, chain, sums, aligned_zeros(DOUBLE, padded), emission_counts, workspace(DOUBLE, needed), out
+        self._work = (
+            log_transition,
+            log_emission,
+            seen,
+            chain,
+            sums,
+            aligned_zeros(DOUBLE, padded),
+            emission_counts,
+            workspace(DOUBLE, needed),
+            out,
+        )
         self._symbols = symbols  # `seen` holds its address only
 
-    def __call__(self, batch: int, parts: tuple[Part, ...], discount: float, step: int, sizes: np.ndarray, data_size: float) -> int:
+    def __call__(
+        self, batch: int, parts: tuple[Part, ...], discount: float, step: int, sizes: np.ndarray, data_size: float
+    ) -> int:
         """Updates from batch number `batch` on; returns the number of the first that it did not do. `step` updates have gone before."""
         return int(online_updates(batch, *self._data, discount, step, sizes, data_size, parts, *self._work))

@@ -25,7 +25,9 @@ _MANY = 8  # sequences from which on they are worked on together
 _PAIR_COST = (0.026, 0.052)  # of an entry of alpha^T kappa, which the E-step of the full matrix computes in any case
 
 
-def prefers_dense(operator: MostlyConstant, num_sequences: int, dtype: torch.dtype | None, *, smooth: bool, pairs: bool = False) -> bool:
+def prefers_dense(
+    operator: MostlyConstant, num_sequences: int, dtype: torch.dtype | None, *, smooth: bool, pairs: bool = False
+) -> bool:
     """Whether the full matrix is expected to be faster, by measured costs; with `pairs`, all expected transitions are wanted too."""
     precision = 0 if dtype == torch.float32 else 1
     num_states, num_kept = operator.log_values.shape
@@ -50,7 +52,9 @@ def e_step(
 ) -> EStep:
     """As `estep.e_step`, by the full matrix where that is faster."""
     if isinstance(operator, MostlyConstant) and prefers_dense(operator, len(offsets) - 1, dtype, smooth=smooth):
-        found = estep.e_step(initial, _full_matrix(operator), evidence, offsets, weights, dtype=dtype, smooth=smooth, **options)
+        found = estep.e_step(
+            initial, _full_matrix(operator), evidence, offsets, weights, dtype=dtype, smooth=smooth, **options
+        )
         return found._replace(counts=operator.counts_of_pairs(found.counts[0].unsqueeze(0), offsets[:0]))
     return estep.e_step(initial, operator, evidence, offsets, weights, dtype=dtype, smooth=smooth, **options)
 

@@ -32,7 +32,18 @@ def _predict(op, starts, t, active, rows, messages, slot):
     for b in range(rows):
         m = op.which[starts[b] + t] if b < active else 0
         matrix = op.matrices.ctypes.data + m * padded * row_bytes
-        multiply(messages.dtype.type(0), now + b * row_bytes, before + b * row_bytes, padded, 1, matrix, padded, 1, padded, op.num_states)
+        multiply(
+            messages.dtype.type(0),
+            now + b * row_bytes,
+            before + b * row_bytes,
+            padded,
+            1,
+            matrix,
+            padded,
+            1,
+            padded,
+            op.num_states,
+        )
 
 
 @implements(VaryingArrays, retract)
@@ -43,7 +54,18 @@ def _retract(op, sums, starts, t, active, rows, alpha, kappa, slot, beta):
     for b in range(active):
         m = op.which[starts[b] + t]
         matrix = op.transposed.ctypes.data + m * padded * row_bytes
-        multiply(beta.dtype.type(0), beta.ctypes.data + b * row_bytes, here + b * row_bytes, padded, 1, matrix, padded, 1, padded, op.num_states)
+        multiply(
+            beta.dtype.type(0),
+            beta.ctypes.data + b * row_bytes,
+            here + b * row_bytes,
+            padded,
+            1,
+            matrix,
+            padded,
+            1,
+            padded,
+            op.num_states,
+        )
         for i in range(op.num_states):
             message = np.float64(alpha[t, b, i])
             for j in range(padded):
@@ -64,7 +86,12 @@ def prepare(operator: TimeVarying, dtype: np.dtype) -> Prepared:
     matrices, transposed = aligned_zeros(dtype, 2, num_matrices, padded, padded)
     matrices[:, :num_states, :num_states], transposed[:, :num_states, :num_states] = probs, probs.transpose(0, 2, 1)
     possible = probs[operator.log_probs.numpy() > -np.inf]
-    facts = Facts(float(probs.min(initial=np.inf)), float(possible.min(initial=np.inf)), float(probs.max(initial=0.0)), float(probs.sum(2).max(initial=0.0)))
+    facts = Facts(
+        float(probs.min(initial=np.inf)),
+        float(possible.min(initial=np.inf)),
+        float(probs.max(initial=0.0)),
+        float(probs.sum(2).max(initial=0.0)),
+    )
     index = operator.index.long().contiguous().numpy()
     if index.size and not 0 <= index.min() <= index.max() < num_matrices:
         raise ValueError(f"`index` must be from 0 to {num_matrices - 1}, but is from {index.min()} to {index.max()}.")
@@ -76,7 +103,14 @@ def prepare(operator: TimeVarying, dtype: np.dtype) -> Prepared:
     def counts(sums: list[VaryingSums]) -> tuple[np.ndarray, ...]:
         return (np.sum([part.counts for part in sums], 0)[:, :num_states, :num_states] * probs,)
 
-    return Prepared(VaryingArrays(matrices, transposed, index, num_states), facts, 1, 8 * num_matrices * padded * padded, sums, counts)
+    return Prepared(
+        VaryingArrays(matrices, transposed, index, num_states),
+        facts,
+        1,
+        8 * num_matrices * padded * padded,
+        sums,
+        counts,
+    )
 
 
 class VaryingScores(NamedTuple):

@@ -62,7 +62,10 @@ def _make_filter(rows: int, watch: bool):
         total = total if emit.size == wide.size else builder.fpext(total, wide.vector)
         product = builder.select(kept, builder.fmul(wide.load(products, wide.vector), total), wide.constant(0.0))
         wide.store(product, products)
-        leaving = builder.or_(builder.fcmp_ordered("<", product, wide.constant(1e-100)), builder.fcmp_ordered(">", product, wide.constant(1e100)))
+        leaving = builder.or_(
+            builder.fcmp_ordered("<", product, wide.constant(1e-100)),
+            builder.fcmp_ordered(">", product, wide.constant(1e100)),
+        )
         return [emit.pick(scale, scale, [r] * emit.lanes) for r in range(rows)], _any(builder, leaving)
 
     def weigh(emit, message, emission, tiny):
@@ -102,7 +105,9 @@ def _make_filter(rows: int, watch: bool):
         builder.position_at_end(some)
         rows_lost = result
         for r, mask in enumerate(lost):
-            rows_lost = builder.or_(rows_lost, builder.shl(builder.zext(_any(builder, mask), _LONG), ir.Constant(_LONG, 1 + r)))
+            rows_lost = builder.or_(
+                rows_lost, builder.shl(builder.zext(_any(builder, mask), _LONG), ir.Constant(_LONG, 1 + r))
+            )
         builder.branch(after)
         builder.position_at_end(after)
         phi = builder.phi(_LONG)
@@ -149,7 +154,9 @@ def _make_filter(rows: int, watch: bool):
         return signature, codegen
 
     @intrinsic
-    def step_rows(typing_context, like, messages, before, transition, depth, emissions, flush, tiny, collapse, scales, products):
+    def step_rows(
+        typing_context, like, messages, before, transition, depth, emissions, flush, tiny, collapse, scales, products
+    ):
         is_double = like == types.float64
         scalar = types.float64 if is_double else types.float32
         signature = types.int64(like, *[types.intp] * 5, scalar, scalar, scalar, *[types.intp] * 2)
@@ -160,7 +167,9 @@ def _make_filter(rows: int, watch: bool):
             flush, tiny, width = emit.splat(flush), emit.splat(tiny), emit.word(emit.lanes)
             start = {(r, 0): emit.constant(0.0) for r in range(rows)}
             predicted = _multiply_block(emit, rows, 1, start, before, width, emit.word(1), transition, width, depth)
-            joints, first = zip(*[weigh(emit, predicted[r, 0], emit.load_word(emissions, r), tiny) for r in range(rows)], strict=True)
+            joints, first = zip(
+                *[weigh(emit, predicted[r, 0], emit.load_word(emissions, r), tiny) for r in range(rows)], strict=True
+            )
             factors, leaving = normalize(emit, emit.sum_lanes(list(joints)), collapse, scales, products)
             lost = []
             for r in range(rows):
@@ -260,7 +269,11 @@ def _exponential(emit, x):
     builder, is_double = emit.builder, emit.size == 8
     mantissa, series = (52, _DOUBLE_SERIES) if is_double else (23, _SINGLE_SERIES)
     # log 2 in two parts, the first with so few digits that its product with n is exact.
-    high, low = (6.93147180369123816490e-01, 1.90821492927058770002e-10) if is_double else (0.693145751953125, 1.428606765330187e-06)
+    high, low = (
+        (6.93147180369123816490e-01, 1.90821492927058770002e-10)
+        if is_double
+        else (0.693145751953125, 1.428606765330187e-06)
+    )
     whole = ir.VectorType(ir.IntType(8 * emit.size), emit.lanes)
     magic = 1.5 * 2.0**mantissa  # added to a number, it leaves the nearest whole number in the lowest bits
     shifted = emit.multiply_add(x, emit.constant(1.0 / math.log(2.0)), emit.constant(magic))
@@ -292,15 +305,23 @@ def _make_relative(rows: int):
             wide = emit.wide(emit.lanes)
             _, length, logs, out, largest = args
             apart = [builder.mul(length, emit.word(r)) for r in range(rows)]
-            lowest = emit.constant(-708.39 if is_double else -87.33)  # the exponential is between the smallest normal number and `tiny`
+            lowest = emit.constant(
+                -708.39 if is_double else -87.33
+            )  # the exponential is between the smallest normal number and `tiny`
 
             def log_at(r, k):
                 return wide.load(wide.address(logs, apart[r], k), wide.vector)
 
-            tops = emit.loop(length, [wide.constant(-1e308)] * rows, lambda k, tops: [wide.larger(log_at(r, k), tops[r]) for r in range(rows)])
+            tops = emit.loop(
+                length,
+                [wide.constant(-1e308)] * rows,
+                lambda k, tops: [wide.larger(log_at(r, k), tops[r]) for r in range(rows)],
+            )
             tops = [wide.max_vector(top) for top in tops]
             for r, top in enumerate(tops):
-                builder.store(top, builder.inttoptr(wide.address(largest, emit.word(r)), ir.DoubleType().as_pointer()), align=8)
+                builder.store(
+                    top, builder.inttoptr(wide.address(largest, emit.word(r)), ir.DoubleType().as_pointer()), align=8
+                )
             tops = [wide.splat(top) for top in tops]
 
             def exponentials(k, _):

@@ -19,7 +19,9 @@ from lightning_hmm.inference.results import refuse_nan
 
 
 @kernel
-def viterbi_lane(lane, lanes, tile, order, offsets, seen, op, initial, num_states, longest, work, log_probability, path, problem):
+def viterbi_lane(
+    lane, lanes, tile, order, offsets, seen, op, initial, num_states, longest, work, log_probability, path, problem
+):
     padded = initial.shape[0]
     delta = work[: (longest + 1) * tile * padded].reshape(longest + 1, tile, padded)
     buffers = make_buffers(seen, padded)
@@ -86,7 +88,11 @@ def viterbi(initial: Tensor, operator: Operator, evidence: Evidence, offsets: Te
     arrays = prepare_scores(operator)
     groups = plan(boundaries, None, num_states, padded * 8)
     lanes = max((num_lanes(-(-order.shape[0] // tile), 0) for order, tile in groups), default=1)
-    log_probability, path, problem = np.zeros(boundaries.shape[0] - 1), np.zeros(int(boundaries[-1]), np.int64), np.full((lanes, 2), -1)
+    log_probability, path, problem = (
+        np.zeros(boundaries.shape[0] - 1),
+        np.zeros(int(boundaries[-1]), np.int64),
+        np.full((lanes, 2), -1),
+    )
 
     for order, tile in groups:
 
@@ -96,7 +102,22 @@ def viterbi(initial: Tensor, operator: Operator, evidence: Evidence, offsets: Te
             first = order[lane * tile]
             longest = int(boundaries[first + 1] - boundaries[first])
             memory = workspace(np.dtype(np.float64), (longest + 1) * tile * padded)
-            viterbi_lane(lane, lanes, tile, order, boundaries, seen, arrays, log_initial, num_states, longest, memory, log_probability, path, problem[lane])
+            viterbi_lane(
+                lane,
+                lanes,
+                tile,
+                order,
+                boundaries,
+                seen,
+                arrays,
+                log_initial,
+                num_states,
+                longest,
+                memory,
+                log_probability,
+                path,
+                problem[lane],
+            )
 
         run_lanes(lanes, work)
     del data

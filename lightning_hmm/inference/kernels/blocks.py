@@ -24,7 +24,9 @@ def prefetch(typing_context, address):
         pointer, word = ir.IntType(8).as_pointer(), ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [pointer, word, word, word])
         ask = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        builder.call(ask, [builder.inttoptr(args[0], pointer), ir.Constant(word, 0), ir.Constant(word, 3), ir.Constant(word, 1)])
+        builder.call(
+            ask, [builder.inttoptr(args[0], pointer), ir.Constant(word, 0), ir.Constant(word, 3), ir.Constant(word, 1)]
+        )
         return context.get_dummy_value()
 
     return types.void(types.intp), codegen
@@ -48,23 +50,35 @@ def make_message(vectors: int):
             emit = _Emitter(builder, is_double)
             _, c, x, y, depth, flush = args
             places = [(part, v) for part in range(parts) for v in range(vectors)]
-            before, loop, after = builder.block, builder.append_basic_block("rows"), builder.append_basic_block("rows_done")
+            before, loop, after = (
+                builder.block,
+                builder.append_basic_block("rows"),
+                builder.append_basic_block("rows_done"),
+            )
             builder.branch(loop)
             builder.position_at_end(loop)
             k, totals = builder.phi(ir.IntType(64)), {place: builder.phi(emit.vector) for place in places}
             row = builder.mul(k, emit.word(vectors * emit.lanes))
-            x_values = [emit.splat(emit.load(emit.address(x, builder.add(k, emit.word(part))), emit.scalar)) for part in range(parts)]
+            x_values = [
+                emit.splat(emit.load(emit.address(x, builder.add(k, emit.word(part))), emit.scalar))
+                for part in range(parts)
+            ]
             sums = {}
             for part, v in places:
                 y_value = emit.load(emit.address(y, row, emit.word((part * vectors + v) * emit.lanes)), emit.vector)
                 sums[part, v] = emit.multiply_add(x_values[part], y_value, totals[part, v])
             k_next = builder.add(k, emit.word(parts))
-            for phi, first, following in [(k, emit.word(0), k_next), *((totals[place], emit.constant(0.0), sums[place]) for place in places)]:
+            for phi, first, following in [
+                (k, emit.word(0), k_next),
+                *((totals[place], emit.constant(0.0), sums[place]) for place in places),
+            ]:
                 phi.add_incoming(first, before)
                 phi.add_incoming(following, loop)
             builder.cbranch(builder.icmp_signed("<", k_next, depth), loop, after)
             builder.position_at_end(after)
-            products = [functools.reduce(builder.fadd, [sums[part, v] for part in range(parts)]) for v in range(vectors)]
+            products = [
+                functools.reduce(builder.fadd, [sums[part, v] for part in range(parts)]) for v in range(vectors)
+            ]
             total = emit.sum_vector(functools.reduce(builder.fadd, products))
             scale, flush = emit.splat(builder.fdiv(ir.Constant(emit.scalar, 1.0), total)), emit.splat(flush)
             for v, product in enumerate(products):
@@ -94,7 +108,11 @@ def _over_vectors(emit: _Emitter, length: ir.Value, carried: list[ir.Value], bod
     """Runs ``body(offset, mask, carried) -> carried`` over whole vectors (`mask` None) and, where `length` leaves a rest, once for that."""
     builder = emit.builder
     whole = builder.and_(length, emit.word(-emit.lanes))
-    before, loop, between = builder.block, builder.append_basic_block("vectors"), builder.append_basic_block("rest_or_not")
+    before, loop, between = (
+        builder.block,
+        builder.append_basic_block("vectors"),
+        builder.append_basic_block("rest_or_not"),
+    )
     rest, after = builder.append_basic_block("rest"), builder.append_basic_block("vectors_done")
     builder.cbranch(builder.icmp_signed(">", whole, emit.word(0)), loop, between)
     builder.position_at_end(loop)
@@ -115,8 +133,12 @@ def _over_vectors(emit: _Emitter, length: ir.Value, carried: list[ir.Value], bod
 
     builder.position_at_end(rest)
     words = ir.VectorType(ir.IntType(64), emit.lanes)
-    left = builder.insert_element(ir.Constant(words, ir.Undefined), builder.sub(length, whole), ir.Constant(ir.IntType(32), 0))
-    left = builder.shuffle_vector(left, ir.Constant(words, ir.Undefined), ir.Constant(ir.VectorType(ir.IntType(32), emit.lanes), [0] * emit.lanes))
+    left = builder.insert_element(
+        ir.Constant(words, ir.Undefined), builder.sub(length, whole), ir.Constant(ir.IntType(32), 0)
+    )
+    left = builder.shuffle_vector(
+        left, ir.Constant(words, ir.Undefined), ir.Constant(ir.VectorType(ir.IntType(32), emit.lanes), [0] * emit.lanes)
+    )
     mask = builder.icmp_signed("<", ir.Constant(words, list(range(emit.lanes))), left)
     at_end = body(whole, mask, so_far)
     builder.branch(after)
@@ -149,7 +171,10 @@ def make_update(rows: int, depth: int):
             emit = _Emitter(builder, is_double)
             _, length, c, x, y = args
             c_at, y_at = _addresses(emit, c, rows), _addresses(emit, y, depth)
-            factors = [[emit.splat(emit.load(emit.address(x, emit.word(d * rows + r)), emit.scalar)) for r in range(rows)] for d in range(depth)]
+            factors = [
+                [emit.splat(emit.load(emit.address(x, emit.word(d * rows + r)), emit.scalar)) for r in range(rows)]
+                for d in range(depth)
+            ]
 
             def body(offset, mask, carried):
                 load = (lambda at: emit.load(at, emit.vector)) if mask is None else (lambda at: _masked(emit, at, mask))
@@ -188,8 +213,13 @@ def make_dots(rows: int, depth: int):
 
             def body(offset, mask, totals):
                 load = (lambda at: emit.load(at, emit.vector)) if mask is None else (lambda at: _masked(emit, at, mask))
-                cs, ys = [load(emit.address(at, offset)) for at in c_at], [load(emit.address(at, offset)) for at in y_at]
-                return [emit.multiply_add(cs[r], ys[d], totals[d * rows + r]) for d in range(depth) for r in range(rows)]
+                cs, ys = (
+                    [load(emit.address(at, offset)) for at in c_at],
+                    [load(emit.address(at, offset)) for at in y_at],
+                )
+                return [
+                    emit.multiply_add(cs[r], ys[d], totals[d * rows + r]) for d in range(depth) for r in range(rows)
+                ]
 
             totals = _over_vectors(emit, length, [emit.constant(0.0)] * (rows * depth), body)
             for n, total in enumerate(totals):

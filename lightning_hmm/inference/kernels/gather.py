@@ -38,16 +38,24 @@ def _load_places(emit: _Emitter, indices: ir.Value, source: ir.Value) -> ir.Valu
     found = ir.Constant(emit.vector, ir.Undefined)
     for lane in range(emit.lanes):
         place = builder.sext(builder.extract_element(places, ir.Constant(_INT32, lane)), _INT64)
-        found = builder.insert_element(found, emit.load(emit.address(source, place), emit.scalar), ir.Constant(_INT32, lane))
+        found = builder.insert_element(
+            found, emit.load(emit.address(source, place), emit.scalar), ir.Constant(_INT32, lane)
+        )
     return found
 
 
 class _Loop:
     """A loop that runs `count` times, perhaps never, over pointers that advance and values that are carried on."""
 
-    def __init__(self, builder: ir.IRBuilder, count: ir.Value, pointers: list[tuple[ir.Value, int]], carried: list[ir.Value]) -> None:
+    def __init__(
+        self, builder: ir.IRBuilder, count: ir.Value, pointers: list[tuple[ir.Value, int]], carried: list[ir.Value]
+    ) -> None:
         self.builder, self.count, self.carried_start = builder, count, carried
-        self.before, self.body, self.after = builder.block, builder.append_basic_block("walk"), builder.append_basic_block("walked")
+        self.before, self.body, self.after = (
+            builder.block,
+            builder.append_basic_block("walk"),
+            builder.append_basic_block("walked"),
+        )
         builder.cbranch(builder.icmp_signed("<=", count, ir.Constant(_INT64, 0)), self.after, self.body)
         builder.position_at_end(self.body)
         self.index = builder.phi(_INT64)
@@ -87,9 +95,15 @@ def _make_gather(max_plus: bool):
         def codegen(context, builder, signature, args):
             emit = _Emitter(builder, is_double)
             _, out, start, weights, indices, source, count = args
-            loop = _Loop(builder, count, [(weights, emit.lanes * emit.size), (indices, 4 * emit.lanes)], [emit.splat(start)])
+            loop = _Loop(
+                builder, count, [(weights, emit.lanes * emit.size), (indices, 4 * emit.lanes)], [emit.splat(start)]
+            )
             weight_at, index_at = loop.pointers
-            weight, found, total = emit.load(weight_at, emit.vector), _load_places(emit, index_at, source), loop.carried[0]
+            weight, found, total = (
+                emit.load(weight_at, emit.vector),
+                _load_places(emit, index_at, source),
+                loop.carried[0],
+            )
             if max_plus:
                 candidate = builder.fadd(weight, found)
                 total = builder.select(builder.fcmp_ordered(">", candidate, total), candidate, total)
@@ -127,7 +141,10 @@ def gather_count(typing_context, like, out, plain, weights, indices, source, mes
         weight_at, index_at, count_at = loop.pointers
         found = _load_places(emit, index_at, source)
         emit.store(emit.multiply_add(message_value, found, emit.load(count_at, emit.vector)), count_at)
-        totals = [emit.multiply_add(emit.load(weight_at, emit.vector), found, loop.carried[0]), builder.fadd(loop.carried[1], found)]
+        totals = [
+            emit.multiply_add(emit.load(weight_at, emit.vector), found, loop.carried[0]),
+            builder.fadd(loop.carried[1], found),
+        ]
         weighted, unweighted = loop.close(totals)
         emit.store(weighted, out)
         emit.store(unweighted, plain)
@@ -146,17 +163,23 @@ def _make_tile_column(vectors: int):
             emit = _Emitter(builder, is_double)
             _, out, start, weights, indices, source, pairs = args
             places = [emit.word(v * emit.lanes) for v in range(vectors)]
-            starts = [emit.load(emit.address(start, place), emit.vector) for place in places] + [emit.constant(0.0)] * vectors
+            starts = [emit.load(emit.address(start, place), emit.vector) for place in places] + [
+                emit.constant(0.0)
+            ] * vectors
             loop = _Loop(builder, pairs, [(weights, 2 * emit.size), (indices, 8)], starts)
             weight_at, index_at = loop.pointers
             sums = list(loop.carried)
             for c in range(2):  # two sums each, as one addition has to wait for the one before
                 weight = emit.splat(emit.load(emit.address(weight_at, emit.word(c)), emit.scalar))
                 address = builder.inttoptr(builder.add(index_at, emit.word(4 * c)), _INT32.as_pointer())
-                row = builder.mul(builder.sext(builder.load(address, align=4, typ=_INT32), _INT64), emit.word(vectors * emit.lanes))
+                row = builder.mul(
+                    builder.sext(builder.load(address, align=4, typ=_INT32), _INT64), emit.word(vectors * emit.lanes)
+                )
                 for v, place in enumerate(places):
                     n = c * vectors + v
-                    sums[n] = emit.multiply_add(weight, emit.load(emit.address(source, row, place), emit.vector), sums[n])
+                    sums[n] = emit.multiply_add(
+                        weight, emit.load(emit.address(source, row, place), emit.vector), sums[n]
+                    )
             final = loop.close(sums)
             for v, place in enumerate(places):
                 emit.store(builder.fadd(final[v], final[vectors + v]), emit.address(out, place))
@@ -186,7 +209,10 @@ def transpose_block(typing_context, like, out, out_bytes, out_last, source, sour
         _, out, out_bytes, out_last, source, source_bytes, source_last = args
 
         def places(base, row_bytes, last):
-            numbers = [builder.select(builder.icmp_signed("<", emit.word(n), last), emit.word(n), last) for n in range(emit.lanes)]
+            numbers = [
+                builder.select(builder.icmp_signed("<", emit.word(n), last), emit.word(n), last)
+                for n in range(emit.lanes)
+            ]
             return [builder.add(base, builder.mul(number, row_bytes)) for number in numbers]
 
         rows = [emit.load(place, emit.vector) for place in places(source, source_bytes, source_last)]
@@ -196,7 +222,10 @@ def transpose_block(typing_context, like, out, out_bytes, out_last, source, sour
             high = [k + half if not k & half else emit.lanes + k for k in range(emit.lanes)]
             for n in range(emit.lanes):
                 if not n & half:
-                    rows[n], rows[n + half] = emit.pick(rows[n], rows[n + half], low), emit.pick(rows[n], rows[n + half], high)
+                    rows[n], rows[n + half] = (
+                        emit.pick(rows[n], rows[n + half], low),
+                        emit.pick(rows[n], rows[n + half], high),
+                    )
             half *= 2
         for row, place in zip(rows, places(out, out_bytes, out_last), strict=True):
             emit.store(row, place)

@@ -33,7 +33,10 @@ def multiply_rows(first, last, alpha, kappa, partial, out):
         partial[:] = zero
         for start in range(block, min(block + 2048, steps - 1), panel):
             depth = min(panel, min(block + 2048, steps - 1) - start)
-            x_at, y_at = alpha_at + (start * padded + first) * alpha.itemsize, kappa_at + (start + 1) * padded * alpha.itemsize
+            x_at, y_at = (
+                alpha_at + (start * padded + first) * alpha.itemsize,
+                kappa_at + (start + 1) * padded * alpha.itemsize,
+            )
             multiply_add(zero, partial_at, x_at, 1, padded, y_at, padded, last - first, padded, depth)
         for i in range(last - first):
             for j in range(out.shape[1]):
@@ -125,7 +128,9 @@ def _best_window(row, total, highest, highest_at, lowest, lowest_at, chosen):
 
 
 @strict_kernel
-def choose_rows(pairs, indices, log_values, log_constants, pseudocount, window, new_indices, new_log_values, kept, rest, changes):
+def choose_rows(
+    pairs, indices, log_values, log_constants, pseudocount, window, new_indices, new_log_values, kept, rest, changes
+):
     """For each row of `pairs` (S_ij) the entries to keep: the K highest or, `window`, the optimum; the old ones if that gains nothing.
 
     new_log_values are the entries of the old matrix there, kept and rest the counts for the M-step.
@@ -195,7 +200,20 @@ def _exact_product(left, right):
 
 
 @kernel
-def _partial_block(first, last, alpha, kappa, kappa_columns, alpha_places, alpha_counts, kappa_places, kappa_counts, small, sums, partial):
+def _partial_block(
+    first,
+    last,
+    alpha,
+    kappa,
+    kappa_columns,
+    alpha_places,
+    alpha_counts,
+    kappa_places,
+    kappa_counts,
+    small,
+    sums,
+    partial,
+):
     """partial[b, j] = the part of sum_t alpha_t(i) kappa_t(j) where either is large, for the rows i = first + b."""
     width = last - first
     for t in range(alpha.shape[0]):
@@ -222,9 +240,34 @@ def _partial_block(first, last, alpha, kappa, kappa_columns, alpha_places, alpha
 
 
 @kernel
-def lazy_rows(first, last, alpha, kappa, alpha_columns, kappa_columns, alpha_places, alpha_counts, alpha_limits, alpha_small, kappa_places,
-              kappa_counts, kappa_limits, kappa_small, indices, log_values, log_constants, pseudocount, kept_counts, rest_counts, new_indices,
-              new_log_values, kept, rest, changes, products):
+def lazy_rows(
+    first,
+    last,
+    alpha,
+    kappa,
+    alpha_columns,
+    kappa_columns,
+    alpha_places,
+    alpha_counts,
+    alpha_limits,
+    alpha_small,
+    kappa_places,
+    kappa_counts,
+    kappa_limits,
+    kappa_small,
+    indices,
+    log_values,
+    log_constants,
+    pseudocount,
+    kept_counts,
+    rest_counts,
+    new_indices,
+    new_log_values,
+    kept,
+    rest,
+    changes,
+    products,
+):
     """As `choose_rows` with the K highest, for the rows first to last, with as few exact sums over the steps as upper bounds allow.
 
     The bound of S_ij is A_ij times (the partial sum + the smaller of two bounds of the remainder). The old entries come first: the least of
@@ -234,7 +277,20 @@ def lazy_rows(first, last, alpha, kappa, alpha_columns, kappa_columns, alpha_pla
     width = last - first
     small, sums = np.empty((alpha.shape[0], width), alpha.dtype), np.empty(width, alpha.dtype)
     partial = np.empty((width, size), alpha.dtype)
-    _partial_block(first, last, alpha, kappa, kappa_columns, alpha_places, alpha_counts, kappa_places, kappa_counts, small, sums, partial)
+    _partial_block(
+        first,
+        last,
+        alpha,
+        kappa,
+        kappa_columns,
+        alpha_places,
+        alpha_counts,
+        kappa_places,
+        kappa_counts,
+        small,
+        sums,
+        partial,
+    )
     bounds, candidates, is_old = np.empty(size), np.empty(size, np.int64), np.zeros(size, np.bool_)
     highest, highest_at, old = np.empty(num_kept), np.empty(num_kept, np.int64), np.empty(num_kept)
     # Partial sums in float32 may be below the true ones by rounding; a bound must not be.
@@ -274,7 +330,8 @@ def lazy_rows(first, last, alpha, kappa, alpha_columns, kappa_columns, alpha_pla
             changes[i] > 0
             and total > 0
             and new_rest > 0
-            and _value(highest, new_rest, total, size - num_kept) > _value(old, old_rest, total, size - num_kept) + _GAIN
+            and _value(highest, new_rest, total, size - num_kept)
+            > _value(old, old_rest, total, size - num_kept) + _GAIN
         ):
             new_indices[i] = np.sort(highest_at)
         else:

@@ -139,7 +139,9 @@ class _Emitter:
         """Adds `values` of the emitter `source`, times `factor` where given, to the numbers at `place`."""
         values = self.builder.fpext(values, self.vector) if source.size < self.size else values
         total = self.load(place, self.vector)
-        self.store(self.builder.fadd(total, values) if factor is None else self.multiply_add(factor, values, total), place)
+        self.store(
+            self.builder.fadd(total, values) if factor is None else self.multiply_add(factor, values, total), place
+        )
 
     def multiply_add(self, left: ir.Value, right: ir.Value, total: ir.Value) -> ir.Value:
         name = f"llvm.fmuladd.v{self.lanes}f{8 * self.size}"
@@ -150,10 +152,16 @@ class _Emitter:
         """`value` where ``left comparison right``, else zero."""
         return self.builder.select(self.builder.fcmp_ordered(comparison, left, right), value, self.constant(0.0))
 
-    def loop(self, length: ir.Value, totals: list[ir.Value], body: Callable[[ir.Value, list[ir.Value]], list[ir.Value]]) -> list[ir.Value]:
+    def loop(
+        self, length: ir.Value, totals: list[ir.Value], body: Callable[[ir.Value, list[ir.Value]], list[ir.Value]]
+    ) -> list[ir.Value]:
         """Runs ``totals = body(k, totals)`` for k = 0, one vector, two vectors, ... below `length`, at least once."""
         builder = self.builder
-        before, loop, after = builder.block, builder.append_basic_block("vectors"), builder.append_basic_block("vectors_done")
+        before, loop, after = (
+            builder.block,
+            builder.append_basic_block("vectors"),
+            builder.append_basic_block("vectors_done"),
+        )
         builder.branch(loop)
         builder.position_at_end(loop)
         k, running = builder.phi(ir.IntType(64)), [builder.phi(total.type) for total in totals]
@@ -173,7 +181,9 @@ class _Emitter:
     def sum_vector(self, vector: ir.Value) -> ir.Value:
         """The sum of its lanes, as a scalar."""
         name = f"llvm.vector.reduce.fadd.v{self.lanes}f{8 * self.size}"
-        reduce = cgutils.get_or_insert_function(self.builder.module, ir.FunctionType(self.scalar, [self.scalar, self.vector]), name)
+        reduce = cgutils.get_or_insert_function(
+            self.builder.module, ir.FunctionType(self.scalar, [self.scalar, self.vector]), name
+        )
         return self.builder.call(reduce, [ir.Constant(self.scalar, 0.0), vector], fastmath=("reassoc",))
 
     def larger(self, left: ir.Value, right: ir.Value) -> ir.Value:
@@ -185,7 +195,9 @@ class _Emitter:
         lanes = self.lanes
         while lanes > 1:
             lanes //= 2
-            vector = self.larger(self.pick(vector, vector, list(range(lanes))), self.pick(vector, vector, list(range(lanes, 2 * lanes))))
+            vector = self.larger(
+                self.pick(vector, vector, list(range(lanes))), self.pick(vector, vector, list(range(lanes, 2 * lanes)))
+            )
         return self.builder.extract_element(vector, ir.Constant(ir.IntType(32), 0))
 
     def sum_lanes(self, rows: list[ir.Value]) -> ir.Value:
@@ -203,12 +215,17 @@ class _Emitter:
             blocks = [lower[i : i + block] for i in range(0, len(lower), block)]
             low = [k for lanes in blocks for k in [*lanes, *(lane + self.lanes for lane in lanes)]]
             high = [k + group // 2 for k in low]
-            rows = [self.builder.fadd(self.pick(*pair, low), self.pick(*pair, high)) for pair in zip(rows[::2], rows[1::2], strict=True)]
+            rows = [
+                self.builder.fadd(self.pick(*pair, low), self.pick(*pair, high))
+                for pair in zip(rows[::2], rows[1::2], strict=True)
+            ]
             block *= 2
         (total,), lanes = rows, self.lanes
         while lanes > block:
             lanes //= 2
-            total = self.builder.fadd(self.pick(total, total, list(range(lanes))), self.pick(total, total, list(range(lanes, 2 * lanes))))
+            total = self.builder.fadd(
+                self.pick(total, total, list(range(lanes))), self.pick(total, total, list(range(lanes, 2 * lanes)))
+            )
         return total
 
 
@@ -377,7 +394,9 @@ def _make_block(rows: int, vectors: int, *, max_plus: bool, accumulate: bool):
             emit = _Emitter(builder, is_double)
             _, c, c_row, x, x_row, x_col, y, y_row, depth = args
             places = [(r, v) for r in range(rows) for v in range(vectors)]
-            c_at = {(r, v): emit.address(c, builder.mul(c_row, emit.word(r)), emit.word(v * emit.lanes)) for r, v in places}
+            c_at = {
+                (r, v): emit.address(c, builder.mul(c_row, emit.word(r)), emit.word(v * emit.lanes)) for r, v in places
+            }
             neutral = emit.constant(float("-inf") if max_plus else 0.0)
             start = {place: emit.load(c_at[place], emit.vector) if accumulate else neutral for place in places}
             results = _multiply_block(emit, rows, vectors, start, x, x_row, x_col, y, y_row, depth, max_plus=max_plus)
@@ -398,7 +417,9 @@ def make_product(*, max_plus: bool, accumulate: bool):
     `columns` must be a multiple of the vector width.
     """
     four_wide = _make_block(4, _WIDEST, max_plus=max_plus, accumulate=accumulate)
-    eight_one = _make_block(8, 1, max_plus=max_plus, accumulate=accumulate)  # a narrow product has to hide latency by rows
+    eight_one = _make_block(
+        8, 1, max_plus=max_plus, accumulate=accumulate
+    )  # a narrow product has to hide latency by rows
     four_one = _make_block(4, 1, max_plus=max_plus, accumulate=accumulate)
     one_wide = _make_block(1, _WIDEST, max_plus=max_plus, accumulate=accumulate)
     one_one = _make_block(1, 1, max_plus=max_plus, accumulate=accumulate)
@@ -432,7 +453,17 @@ def make_product(*, max_plus: bool, accumulate: bool):
                     r += 4
         while columns < wide and r + 8 <= rows:
             for j in range(0, columns, lanes):
-                eight_one(like, c + (r * columns + j) * size, columns, x + r * x_row * size, x_row, x_col, y + j * size, y_row, depth)
+                eight_one(
+                    like,
+                    c + (r * columns + j) * size,
+                    columns,
+                    x + r * x_row * size,
+                    x_row,
+                    x_col,
+                    y + j * size,
+                    y_row,
+                    depth,
+                )
             r += 8
         while r < rows:
             four = r + 4 <= rows

@@ -58,23 +58,31 @@ class KneserNey:
         weights = np.ones(len(sequences)) if sequences.weights is None else sequences.weights.cpu().numpy()
         if np.any(weights != np.floor(weights)):
             n = int(np.flatnonzero(weights != np.floor(weights))[0])
-            raise ValueError(f"`sequences` must have whole numbers as weights for n-grams, but sequence {n} has {weights[n]:g}.")
+            raise ValueError(
+                f"`sequences` must have whole numbers as weights for n-grams, but sequence {n} has {weights[n]:g}."
+            )
         symbols, position = self._arrays(sequences)
         repeats = np.repeat(weights.astype(np.int64), sequences.lengths.numpy())
         if not symbols.shape[0]:
             raise ValueError("`sequences` must hold at least one symbol, but hold none.")
         found = []
-        numbers = np.zeros(symbols.shape[0], np.int64)  # of the n-gram that ends at each position; -1 where a sequence is too short for it
+        numbers = np.zeros(
+            symbols.shape[0], np.int64
+        )  # of the n-gram that ends at each position; -1 where a sequence is too short for it
         for length in range(1, self.order + 1):
             context = np.append(-1, numbers[:-1]) if length > 1 else numbers
             valid = np.flatnonzero((position >= length - 1) & (context >= 0))
-            keys, first, inverse = np.unique(context[valid] * self.num_symbols + symbols[valid], return_index=True, return_inverse=True)
+            keys, first, inverse = np.unique(
+                context[valid] * self.num_symbols + symbols[valid], return_index=True, return_inverse=True
+            )
             counts = np.bincount(inverse, repeats[valid], keys.shape[0]).astype(np.int64)
             suffix = numbers[valid[first]]
             numbers = np.full(symbols.shape[0], -1)
             numbers[valid] = inverse
             begins = np.zeros(keys.shape[0], np.int64)
-            begins[numbers[valid[position[valid] == length - 1]]] = 1  # what begins a sequence has nothing before it, which is one thing more
+            begins[numbers[valid[position[valid] == length - 1]]] = (
+                1  # what begins a sequence has nothing before it, which is one thing more
+            )
             found.append((keys, counts, suffix, begins))
         self._orders = []
         num_contexts = 1
@@ -98,7 +106,9 @@ class KneserNey:
         symbols = sequences.values.cpu().numpy()
         if symbols.shape[0] and symbols.min() < 0:
             n, t = sequences.locate(int(np.argmin(symbols)))
-            raise ValueError(f"`sequences` must have no missing symbols for n-grams, but position {t} of sequence {n} is missing.")
+            raise ValueError(
+                f"`sequences` must have no missing symbols for n-grams, but position {t} of sequence {n} is missing."
+            )
         offsets = sequences.offsets.numpy()
         return symbols, np.arange(symbols.shape[0]) - np.repeat(offsets[:-1], np.diff(offsets))
 
@@ -119,7 +129,9 @@ class KneserNey:
             total = np.where(context >= 0, order.context_totals[context], 0)
             known = total > 0
             with np.errstate(invalid="ignore", divide="ignore"):
-                higher = (np.maximum(counts - order.discount, 0) + order.discount * order.context_types[context] * probs) / total
+                higher = (
+                    np.maximum(counts - order.discount, 0) + order.discount * order.context_types[context] * probs
+                ) / total
             probs = np.where(known, higher, probs)
         return probs
 
@@ -133,7 +145,9 @@ class KneserNey:
         probs = np.full((len(sequences), self.num_symbols), 1 / self.num_symbols)
         for length, order in enumerate(self._orders, 1):
             context = np.where(lengths >= length - 1, 0, -1)
-            for back in range(length - 1, 0, -1):  # the number of the last length - 1 symbols, from the first of them on
+            for back in range(
+                length - 1, 0, -1
+            ):  # the number of the last length - 1 symbols, from the first of them on
                 here = np.flatnonzero(context >= 0)
                 keys = context[here] * self.num_symbols + symbols[ends[here] - back]
                 context[here] = _found(self._orders[length - 1 - back].keys, keys)
@@ -142,7 +156,9 @@ class KneserNey:
             place = _found(order.keys, context * self.num_symbols + np.arange(self.num_symbols))
             counts, total = np.where(place >= 0, order.counts[place], 0), order.context_totals[context]
             with np.errstate(invalid="ignore", divide="ignore"):
-                higher = (np.maximum(counts - order.discount, 0) + order.discount * order.context_types[context] * probs[here]) / total
+                higher = (
+                    np.maximum(counts - order.discount, 0) + order.discount * order.context_types[context] * probs[here]
+                ) / total
             probs[here] = np.where(total > 0, higher, probs[here])
         return probs
 
@@ -156,7 +172,11 @@ class KneserNey:
     def bits_per_symbol(self, sequences: Any) -> float:
         """-log2 p over all sequences, each with its weight, per symbol."""
         sequences = sequences if isinstance(sequences, Sequences) else Sequences.from_list(sequences)
-        return -float(sequences.weighted(self.score(sequences)).sum()) / max(float(sequences.num_observed()), 1.0) / math.log(2)
+        return (
+            -float(sequences.weighted(self.score(sequences)).sum())
+            / max(float(sequences.num_observed()), 1.0)
+            / math.log(2)
+        )
 
 
 def _found(known: np.ndarray, keys: np.ndarray) -> np.ndarray:

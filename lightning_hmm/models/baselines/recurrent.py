@@ -87,36 +87,73 @@ class RecurrentNet(PredictionErrors):
         unknown_symbol: str | None = None,
     ) -> None:
         if (num_symbols is None) == (num_features is None):
-            raise ValueError(f"One of `num_symbols` and `num_features` must be given, but they are {num_symbols} and {num_features} instead.")
-        check_counts(hidden_size=hidden_size, num_layers=num_layers, head_layers=head_layers, head_width=head_width, bptt_steps=bptt_steps)
+            raise ValueError(
+                f"One of `num_symbols` and `num_features` must be given, but they are {num_symbols} and {num_features} instead."
+            )
+        check_counts(
+            hidden_size=hidden_size,
+            num_layers=num_layers,
+            head_layers=head_layers,
+            head_width=head_width,
+            bptt_steps=bptt_steps,
+        )
         if cell not in get_args(Cell):
             raise ValueError(f"`cell` must be one of {', '.join(get_args(Cell))}, but is {cell!r} instead.")
         if residual and num_symbols is not None:
             raise ValueError("`residual` is for vectors: symbols have no differences.")
         if not 0 <= dropout < 1:
             raise ValueError(f"`dropout` must be at least 0 and below 1, but is {dropout} instead.")
-        for name, value in {"learning_rate": learning_rate, "learning_rate_decay": learning_rate_decay, "gradient_clip": gradient_clip}.items():
+        for name, value in {
+            "learning_rate": learning_rate,
+            "learning_rate_decay": learning_rate_decay,
+            "gradient_clip": gradient_clip,
+        }.items():
             if not value > 0:
                 raise ValueError(f"`{name}` must be positive, but is {value} instead.")
-        super().__init__(num_symbols=num_symbols, num_features=num_features, arithmetic=arithmetic, symbol_names=symbol_names, unknown_symbol=unknown_symbol)
+        super().__init__(
+            num_symbols=num_symbols,
+            num_features=num_features,
+            arithmetic=arithmetic,
+            symbol_names=symbol_names,
+            unknown_symbol=unknown_symbol,
+        )
         self.save_hyperparameters()
         self.automatic_optimization = False  # several updates in a batch
         self.residual, self.bptt_steps, self.seed = residual, bptt_steps, seed
-        self.learning_rate, self.learning_rate_decay, self.gradient_clip = learning_rate, learning_rate_decay, gradient_clip
+        self.learning_rate, self.learning_rate_decay, self.gradient_clip = (
+            learning_rate,
+            learning_rate_decay,
+            gradient_clip,
+        )
         width = num_symbols or num_features or 0
         hidden = [head_width] * ((head_layers or (1 if num_symbols else 3)) - 1)
         sizes = [hidden_size, *hidden, width]
         dtype = getattr(torch, arithmetic)
         with torch.random.fork_rng(devices=[]):  # torch's modules draw from the global state
             torch.manual_seed(_seed(seed, "start"))
-            self.embedding = nn.Embedding(num_symbols + 1, hidden_size, dtype=dtype) if num_symbols else None  # the last is for what is missing
+            self.embedding = (
+                nn.Embedding(num_symbols + 1, hidden_size, dtype=dtype) if num_symbols else None
+            )  # the last is for what is missing
             inputs = hidden_size if num_symbols else 2 * width
-            self.cell = _CELLS[cell](inputs, hidden_size, num_layers, batch_first=True, dropout=dropout if num_layers > 1 else 0.0, dtype=dtype)
-            layers = [layer for before, after in pairwise(sizes) for layer in (nn.Linear(before, after, dtype=dtype), nn.ReLU())]
+            self.cell = _CELLS[cell](
+                inputs,
+                hidden_size,
+                num_layers,
+                batch_first=True,
+                dropout=dropout if num_layers > 1 else 0.0,
+                dtype=dtype,
+            )
+            layers = [
+                layer
+                for before, after in pairwise(sizes)
+                for layer in (nn.Linear(before, after, dtype=dtype), nn.ReLU())
+            ]
             self.head = nn.Sequential(*layers[:-1])
         self.dropout = nn.Dropout(dropout)
         if num_features:
-            self.log_variance = nn.Parameter(torch.zeros(2, num_features, dtype=dtype))  # of a feature's first observation, and of the others
+            self.log_variance = nn.Parameter(
+                torch.zeros(2, num_features, dtype=dtype)
+            )  # of a feature's first observation, and of the others
         self.register_buffer("center", torch.zeros(num_features or 0, dtype=torch.float64))
         self.register_buffer("data_variance", torch.ones(num_features or 0, dtype=torch.float64))
         self.register_buffer("located", torch.tensor(num_features is None))
@@ -130,7 +167,9 @@ class RecurrentNet(PredictionErrors):
             late = torch.cat([padded.new_full((len(padded), 1), MISSING), padded], 1)[:, : padded.shape[1]]
             return torch.where(late == MISSING, self.num_symbols, late)
         last, observed = last_seen(sequences.padded())
-        standard = ((last - self.center) / self.data_variance.sqrt()).nan_to_num(nan=0.0)  # before a feature was ever seen, its mean
+        standard = ((last - self.center) / self.data_variance.sqrt()).nan_to_num(
+            nan=0.0
+        )  # before a feature was ever seen, its mean
         return torch.cat([standard, observed], 2).to(self.log_variance.dtype)
 
     def _outputs(self, sequences: Sequences, size: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
@@ -145,11 +184,19 @@ class RecurrentNet(PredictionErrors):
         for first in range(0, inputs.shape[1], size):
             steps, going = slice(first, min(first + size, inputs.shape[1])), int((lengths > first).sum())
             if state is not None:
-                state = tuple(part[:, :going].detach() for part in state) if isinstance(state, tuple) else state[:, :going].detach()
+                state = (
+                    tuple(part[:, :going].detach() for part in state)
+                    if isinstance(state, tuple)
+                    else state[:, :going].detach()
+                )
             chunk = inputs[:going, steps]
             hidden, state = self.cell(chunk if self.embedding is None else self.dropout(self.embedding(chunk)), state)
             outputs = self.head(self.dropout(hidden))
-            yield steps, order[:going].to(device), outputs + chunk[..., : outputs.shape[2]] if self.residual else outputs
+            yield (
+                steps,
+                order[:going].to(device),
+                outputs + chunk[..., : outputs.shape[2]] if self.residual else outputs,
+            )
 
     def _scored(self, sequences: Sequences, size: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """As `_outputs`: the numbers of sequences, and (sequences, steps) log p(y_t | y_1:t-1), zero where nothing is observed, and where something is."""
@@ -193,10 +240,18 @@ class RecurrentNet(PredictionErrors):
     def predict_each(self, sequences: Any) -> Sequences:
         """What is expected at each step from those before it: (steps, V) probabilities or (steps, D) means."""
         sequences, size = self._prepared(sequences)
-        padded = torch.zeros(len(sequences), int(sequences.lengths.max()) if len(sequences) else 0, self.num_symbols or self.num_features or 0)
+        padded = torch.zeros(
+            len(sequences),
+            int(sequences.lengths.max()) if len(sequences) else 0,
+            self.num_symbols or self.num_features or 0,
+        )
         padded = padded.to(sequences.device, torch.float64)
         for steps, rows, outputs in self._evaluated(self._outputs(sequences, size)):
-            padded[rows, steps] = outputs.softmax(2).double() if self.num_symbols is not None else self.center + self.data_variance.sqrt() * outputs
+            padded[rows, steps] = (
+                outputs.softmax(2).double()
+                if self.num_symbols is not None
+                else self.center + self.data_variance.sqrt() * outputs
+            )
         return sequences.with_values(sequences.packed(padded))
 
     @torch.no_grad()
@@ -204,13 +259,18 @@ class RecurrentNet(PredictionErrors):
         """The distribution of the observation after the end of each sequence: (N, V) probabilities, or moments."""
         sequences, _ = self._prepared(sequences)
         # It is what is expected at one step more, of which nothing is known.
-        nothing = sequences.values.new_full((1, *sequences.values.shape[1:]), MISSING if sequences.is_discrete else torch.nan)
+        nothing = sequences.values.new_full(
+            (1, *sequences.values.shape[1:]), MISSING if sequences.is_discrete else torch.nan
+        )
         longer = Sequences.from_list([torch.cat([sequence, nothing]) for sequence in sequences]).to(sequences.device)
         last = longer.offsets[1:] - 1
         predicted = self.predict_each(longer).values[last]
         if self.num_symbols is not None:
             return predicted
-        return Moments(predicted, self.data_variance * self._log_variance(longer.packed(last_seen(longer.padded())[0])[last].isnan()).exp())
+        return Moments(
+            predicted,
+            self.data_variance * self._log_variance(longer.packed(last_seen(longer.padded())[0])[last].isnan()).exp(),
+        )
 
     def _evaluated(self, run: Iterator[Any]) -> Iterator[Any]:
         """The run of a network that leaves nothing out, whatever mode it is in."""
@@ -242,7 +302,9 @@ class RecurrentNet(PredictionErrors):
     def on_fit_start(self) -> None:
         super().on_fit_start()
         if next(self.parameters()).dtype != getattr(torch, self.arithmetic):
-            raise ValueError(f"`precision` must be that of the network's parameters, but is {self.arithmetic} instead. Give the network that `arithmetic`.")
+            raise ValueError(
+                f"`precision` must be that of the network's parameters, but is {self.arithmetic} instead. Give the network that `arithmetic`."
+            )
 
     def on_train_start(self) -> None:
         if not bool(self.located):
@@ -254,13 +316,19 @@ class RecurrentNet(PredictionErrors):
     def training_step(self, batch: Sequences, batch_idx: int) -> None:
         self._require_sequences(batch)
         batch.check(self.num_symbols, self.num_features)
-        batch = batch.counted()  # a long sequence of weight zero would add updates without a gradient, and Adam moves in these too
+        batch = (
+            batch.counted()
+        )  # a long sequence of weight zero would add updates without a gradient, and Adam moves in these too
         optimizer: Any = self.optimizers()
-        for group in optimizer.param_groups:  # not in `on_train_epoch_start`, which is not called for every resumed epoch
+        for (
+            group
+        ) in optimizer.param_groups:  # not in `on_train_epoch_start`, which is not called for every resumed epoch
             group["lr"] = self.learning_rate * self.learning_rate_decay**self.current_epoch
         longest = int(self._over_ranks(int(batch.lengths.max()) if len(batch) else 0, "max"))
         size = self.bptt_steps or max(longest, 1)
-        weights = torch.ones(len(batch), dtype=torch.float64, device=self.device) if batch.weights is None else batch.weights
+        weights = (
+            torch.ones(len(batch), dtype=torch.float64, device=self.device) if batch.weights is None else batch.weights
+        )
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             # Lightning saves no state of generators: what dropout leaves out depends on where training is, and on nothing else.
@@ -269,10 +337,16 @@ class RecurrentNet(PredictionErrors):
             for _ in range(-(-longest // size)):
                 found = next(run, None)
                 if found is None:  # the other ranks have longer sequences, and an update is of all of them
-                    log_likelihood, share = torch.stack([parameter.sum() for parameter in self.parameters()]).sum() * 0.0, 0.0
+                    log_likelihood, share = (
+                        torch.stack([parameter.sum() for parameter in self.parameters()]).sum() * 0.0,
+                        0.0,
+                    )
                 else:
                     rows, log_probs, observed = found
-                    log_likelihood, share = weights[rows] @ log_probs.sum(1), float(weights[rows] @ observed.sum(1).double())
+                    log_likelihood, share = (
+                        weights[rows] @ log_probs.sum(1),
+                        float(weights[rows] @ observed.sum(1).double()),
+                    )
                 share = self._over_ranks(share, "sum") / self.trainer.world_size  # DDP takes the mean over ranks
                 optimizer.zero_grad()
                 self.manual_backward(-log_likelihood / (share or 1.0))
@@ -284,7 +358,11 @@ class RecurrentNet(PredictionErrors):
     def _over_ranks(self, number: float, operation: str) -> float:
         if self.trainer.world_size == 1:
             return number
-        return float(self.trainer.strategy.reduce(torch.tensor(number, dtype=torch.float64, device=self.device), reduce_op=operation))
+        return float(
+            self.trainer.strategy.reduce(
+                torch.tensor(number, dtype=torch.float64, device=self.device), reduce_op=operation
+            )
+        )
 
     # Validation, test, prediction
 

@@ -14,7 +14,9 @@ from tests.helpers import random_symbols
 
 def written_out(train: list[list[int]], num_symbols: int, order: int):
     """p(x | context) by the definition, from sets and counters of tuples."""
-    raw = [Counter(tuple(s[t - m + 1 : t + 1]) for s in train for t in range(m - 1, len(s))) for m in range(1, order + 1)]
+    raw = [
+        Counter(tuple(s[t - m + 1 : t + 1]) for s in train for t in range(m - 1, len(s))) for m in range(1, order + 1)
+    ]
     tables = []
     for m in range(1, order + 1):
         if m == order:
@@ -27,7 +29,9 @@ def written_out(train: list[list[int]], num_symbols: int, order: int):
         if m == 0:
             return 1 / num_symbols
         table = tables[m - 1]
-        lower = prob(context[1:] if len(context) >= m - 1 and m > 1 else context, x, m - 1) if m > 1 else 1 / num_symbols
+        lower = (
+            prob(context[1:] if len(context) >= m - 1 and m > 1 else context, x, m - 1) if m > 1 else 1 / num_symbols
+        )
         if len(context) < m - 1:
             return prob(context, x, m - 1)
         context = context[len(context) - (m - 1) :]
@@ -61,8 +65,12 @@ def test_an_order_longer_than_every_sequence():
     train, test = [[0, 1, 2], [1, 1], [0]], [[0, 1], [0, 1, 2, 3, 0, 1, 2], [], [3]]
     prob = written_out(train, 4, 6)
     model = KneserNey(4, 6).fit(train)
-    np.testing.assert_allclose(model.step_probs(test), [prob(tuple(s[:t]), s[t], 6) for s in test for t in range(len(s))], rtol=1e-12)
-    np.testing.assert_allclose(model.predict_next(test), [[prob(tuple(s), x, 6) for x in range(4)] for s in test], rtol=1e-12)
+    np.testing.assert_allclose(
+        model.step_probs(test), [prob(tuple(s[:t]), s[t], 6) for s in test for t in range(len(s))], rtol=1e-12
+    )
+    np.testing.assert_allclose(
+        model.predict_next(test), [[prob(tuple(s), x, 6) for x in range(4)] for s in test], rtol=1e-12
+    )
 
 
 def test_scores_add_up_and_long_orders_find_what_repeats(rng):

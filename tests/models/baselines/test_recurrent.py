@@ -18,7 +18,9 @@ from tests.helpers import assert_same_parameters, random_symbols, random_vectors
 EXACT = {"arithmetic": "float64"}
 
 
-def cell_step(kind: str, weights: dict[str, Tensor], layer: int, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+def cell_step(
+    kind: str, weights: dict[str, Tensor], layer: int, x: Tensor, h: Tensor, c: Tensor
+) -> tuple[Tensor, Tensor]:
     """One step of one layer, from the equations of the cell."""
     from_input = weights[f"weight_ih_l{layer}"] @ x + weights[f"bias_ih_l{layer}"]
     from_state = weights[f"weight_hh_l{layer}"] @ h + weights[f"bias_hh_l{layer}"]
@@ -61,7 +63,9 @@ def written_out(model: RecurrentNet, sequence: Tensor) -> tuple[Tensor, Tensor]:
         else:
             mean = model.center + model.data_variance.sqrt() * (x + standard if model.residual else x)
             predictions.append(mean)
-            variance = model.data_variance * torch.where(last.isnan(), model.log_variance[0], model.log_variance[1]).exp()
+            variance = (
+                model.data_variance * torch.where(last.isnan(), model.log_variance[0], model.log_variance[1]).exp()
+            )
             density = torch.distributions.Normal(mean, variance.sqrt()).log_prob(value.nan_to_num())
             seen_just_now = (~value.isnan()).double()
             log_probs.append((density * seen_just_now).sum())
@@ -87,12 +91,20 @@ def test_the_equations(rng, cell, kind):
         data, longer = random_symbols(rng, num_sequences=6, missing=0.2), torch.tensor([-1])
         model = RecurrentNet(4, num_symbols=5, cell=cell, num_layers=2, dropout=0.5, **EXACT)
     else:
-        data, longer = random_vectors(rng, num_sequences=6, missing=0.2), torch.full((1, 2), torch.nan, dtype=torch.float64)
+        data, longer = (
+            random_vectors(rng, num_sequences=6, missing=0.2),
+            torch.full((1, 2), torch.nan, dtype=torch.float64),
+        )
         model = vector_model(data, cell=cell, num_layers=2, dropout=0.5, residual=kind == "residual")
     expected = [written_out(model, sequence) for sequence in data if len(sequence)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recurrent, "_AT_ONCE", 3 * len(data))
-        torch.testing.assert_close(model.predict_each(data).values, torch.cat([predictions for predictions, _ in expected]).detach(), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(
+            model.predict_each(data).values,
+            torch.cat([predictions for predictions, _ in expected]).detach(),
+            rtol=1e-10,
+            atol=1e-12,
+        )
         scores = torch.stack([log_probs.sum() for _, log_probs in expected]).detach()
         torch.testing.assert_close(model.score(data)[data.lengths > 0], scores, rtol=1e-10, atol=1e-12)
     assert (model.score(data)[data.lengths == 0] == 0).all()
@@ -100,10 +112,15 @@ def test_the_equations(rng, cell, kind):
     assert model.dropout.training
     following = model.predict_next(data)
     mean = following if kind == "symbols" else following.mean
-    torch.testing.assert_close(mean, torch.stack([written_out(model, torch.cat([sequence, longer]))[0][-1] for sequence in data]).detach())
+    torch.testing.assert_close(
+        mean, torch.stack([written_out(model, torch.cat([sequence, longer]))[0][-1] for sequence in data]).detach()
+    )
     if kind != "symbols":
         unseen = torch.stack([~(~sequence.isnan()).any(0) for sequence in data])
-        torch.testing.assert_close(following.variance, model.data_variance * torch.where(unseen, model.log_variance[0], model.log_variance[1]).detach().exp())
+        torch.testing.assert_close(
+            following.variance,
+            model.data_variance * torch.where(unseen, model.log_variance[0], model.log_variance[1]).detach().exp(),
+        )
 
 
 def test_bits_of_a_fixed_model_by_hand():
@@ -150,7 +167,9 @@ def test_it_learns_the_toy_machine():
     """The answer depends on a symbol five steps back, which no smaller context tells."""
     data = ToyMachineDataModule(k=2, val_length=2000)
     data.setup()
-    model = fit(RecurrentNet(24, num_symbols=data.num_symbols, bptt_steps=50, learning_rate=0.01), data.train_sequences, 25, 0)
+    model = fit(
+        RecurrentNet(24, num_symbols=data.num_symbols, bptt_steps=50, learning_rate=0.01), data.train_sequences, 25, 0
+    )
     bits = -float(model.score(data.val_sequences).sum()) / data.val_sequences.num_steps / math.log(2)
     without_memory = data.optimal_bits + 1 / 6  # one bit more for each answer
     assert data.exact_bits("val") - 0.01 < bits < (data.optimal_bits + without_memory) / 2

@@ -50,10 +50,20 @@ def test_all_paths_of_states(rng, residual):
 def test_one_step_ahead(rng, residual):
     """Both moments are exact, and the spread of the means of the states is part of the variance."""
     data = Sequences.from_list([*random_vectors(rng, num_sequences=4, longest=6, missing=0.0), np.zeros((0, 2))])
-    model = NeuralDiscreteHMM(3, 2, emission_order=0, emission_mean="residual" if residual else "absolute", width=8, emission_log_variance=-1.0)
+    model = NeuralDiscreteHMM(
+        3,
+        2,
+        emission_order=0,
+        emission_mean="residual" if residual else "absolute",
+        width=8,
+        emission_log_variance=-1.0,
+    )
     model.initialize(data)
     density = model.emission(model.embedding.unsqueeze(0), model.emission.prepare(model.center.new_zeros(0)))
-    means, variances = density.mean[0].detach() * model.units.emission_std, density.variance[0].detach() * model.units.emission_std.square()
+    means, variances = (
+        density.mean[0].detach() * model.units.emission_std,
+        density.variance[0].detach() * model.units.emission_std.square(),
+    )
     found = model.predict_next(data)
     for n, (sequence, probs) in enumerate(zip(data, inference.predict(*model.problem(data)), strict=True)):
         if residual and not len(sequence):  # the first value is Gaussian on its own
@@ -72,25 +82,47 @@ def test_one_step_ahead(rng, residual):
 def test_several_steps_ahead(rng, residual, missing):
     """Three steps ahead, or missing steps at the end and fewer, against enumeration of the states, for emissions that read no window."""
     data = Sequences.from_list([*random_vectors(rng, num_sequences=4, longest=6, missing=0.0), np.zeros((0, 2))])
-    model = NeuralDiscreteHMM(3, 2, emission_order=0, emission_mean="residual" if residual else "absolute", width=8, emission_log_variance=-1.0)
+    model = NeuralDiscreteHMM(
+        3,
+        2,
+        emission_order=0,
+        emission_mean="residual" if residual else "absolute",
+        width=8,
+        emission_log_variance=-1.0,
+    )
     model.initialize(data)
     density = model.emission(model.embedding.unsqueeze(0), model.emission.prepare(model.center.new_zeros(0)))
-    means, variances = density.mean[0].detach() * model.units.emission_std, density.variance[0].detach() * model.units.emission_std.square()
+    means, variances = (
+        density.mean[0].detach() * model.units.emission_std,
+        density.variance[0].detach() * model.units.emission_std.square(),
+    )
     probs = inference.predict(*model.problem(data))  # of the state one step ahead
-    later = Sequences.from_list([torch.cat([sequence, sequence.new_full((missing, 2), torch.nan)]) for sequence in data])
+    later = Sequences.from_list(
+        [torch.cat([sequence, sequence.new_full((missing, 2), torch.nan)]) for sequence in data]
+    )
     found = model.predict_next(later, steps=3 - missing, num_draws=20_000)
     for n, sequence in enumerate(data):
         base = sequence[-1] if len(sequence) else None
         moments = []
         for path in product(range(3), repeat=3):
-            share = probs[n, path[0]] * model.transition_probs[path[0], path[1]] * model.transition_probs[path[1], path[2]]
+            share = (
+                probs[n, path[0]] * model.transition_probs[path[0], path[1]] * model.transition_probs[path[1], path[2]]
+            )
             if not residual:
                 moments.append((share, model.center + means[path[2]], variances[path[2]]))
             elif base is not None:
-                moments.append((share, base + sum(means[state] for state in path), sum(variances[state] for state in path)))
+                moments.append(
+                    (share, base + sum(means[state] for state in path), sum(variances[state] for state in path))
+                )
             else:  # the first value is Gaussian on its own
                 first = model.data_variance * model.first_log_variance.exp().detach()
-                moments.append((share, model.center + sum(means[state] for state in path[1:]), first + sum(variances[state] for state in path[1:])))
+                moments.append(
+                    (
+                        share,
+                        model.center + sum(means[state] for state in path[1:]),
+                        first + sum(variances[state] for state in path[1:]),
+                    )
+                )
         mean = sum(share * own for share, own, _ in moments)
         variance = sum(share * (own_variance + (own - mean).square()) for share, own, own_variance in moments)
         np.testing.assert_allclose((found.mean[n] - mean) / variance.sqrt(), [0, 0], atol=5 / 20_000**0.5)
@@ -99,7 +131,9 @@ def test_several_steps_ahead(rng, residual, missing):
         model.predict_next(data, steps=0)
 
 
-@pytest.mark.parametrize("options", [{}, {"window": "lstm", "emission": "mixture"}, {"num_layers": 1, "emission": "student"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"window": "lstm", "emission": "mixture"}, {"num_layers": 1, "emission": "student"}]
+)
 def test_a_step_of_training_is_a_step_of_adam(rng, options):
     """Fused Adam ignores strides, and some weights are not contiguous. Each weight must still receive its own gradient."""
 
@@ -118,11 +152,23 @@ def test_a_step_of_training_is_a_step_of_adam(rng, options):
 def test_learned_saved_and_sampled(tmp_path):
     data = MovingTargetDataModule(num_features=2, num_sequences=100, length=40)
     data.setup()
-    keep = ModelCheckpoint(dirpath=tmp_path, filename="{epoch}", save_top_k=-1, every_n_epochs=1, save_on_train_epoch_end=True)
+    keep = ModelCheckpoint(
+        dirpath=tmp_path, filename="{epoch}", save_top_k=-1, every_n_epochs=1, save_on_train_epoch_end=True
+    )
 
     def trained(**more) -> NeuralDiscreteHMM:
         model = NeuralDiscreteHMM(5, 2, m_steps=4, learning_rate=1e-2)
-        return fit(model, data.train_sequences, 6, 0, batch_size=20, shuffle=True, callbacks=[keep], enable_checkpointing=True, **more)
+        return fit(
+            model,
+            data.train_sequences,
+            6,
+            0,
+            batch_size=20,
+            shuffle=True,
+            callbacks=[keep],
+            enable_checkpointing=True,
+            **more,
+        )
 
     model = trained()
     error = PredictionError()

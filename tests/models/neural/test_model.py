@@ -27,8 +27,21 @@ SMALL = {"latent_dim": 2, "num_features": 2, "num_particles": 16, "num_paths": 4
 EXACT = {**SMALL, "arithmetic": "float64"}
 KINDS = [
     {},
-    {"emission_order": 2, "transition_order": 3, "emission": "student", "transition": "student", "transition_mean": "residual"},
-    {"emission_order": 0, "transition_order": 2, "emission_mean": "absolute", "emission": "mixture", "transition": "mixture", "latent_bound": 3.0},
+    {
+        "emission_order": 2,
+        "transition_order": 3,
+        "emission": "student",
+        "transition": "student",
+        "transition_mean": "residual",
+    },
+    {
+        "emission_order": 0,
+        "transition_order": 2,
+        "emission_mean": "absolute",
+        "emission": "mixture",
+        "transition": "mixture",
+        "latent_bound": 3.0,
+    },
     {"emission_order": 1, "transition_order": 2, "window": "lstm", "activation": "tanh", "num_layers": 2},
 ]
 
@@ -46,7 +59,11 @@ def as_linear(model: NeuralHMM) -> kalman.LinearGaussian:
         network, head = getattr(model, name).network, getattr(model, name).head
         size = head.size
         variance = (head.log_variance + 4.0 * (network.bias[size:] / 4.0).tanh()).exp()
-        parts |= {name: network.from_state[:, :size].T, f"{name}_offset": network.bias[:size], f"{name}_cov": variance.diag()}
+        parts |= {
+            name: network.from_state[:, :size].T,
+            f"{name}_offset": network.bias[:size],
+            f"{name}_cov": variance.diag(),
+        }
     parts |= {"initial_mean": model.initial_mean, "initial_cov": model.initial_log_variance.exp().diag()}
     return kalman.LinearGaussian(**{name: value.detach() for name, value in parts.items()})
 
@@ -69,14 +86,19 @@ def test_linear_networks_agree_with_kalman(rng):
     np.testing.assert_allclose(decoded.variance.values, posterior.cov.diagonal(dim1=1, dim2=2), atol=0.25)
     model.num_paths = 1  # what training draws is no measure of what an answer needs
     usual = model.decode(data, num_particles=1000)
-    assert float((usual.mean.values - posterior.mean).square().mean()) < float(posterior.cov.diagonal(dim1=1, dim2=2).mean()) / 32
+    assert (
+        float((usual.mean.values - posterior.mean).square().mean())
+        < float(posterior.cov.diagonal(dim1=1, dim2=2).mean()) / 32
+    )
     mean, cov = kalman.predict_next(exact, standard)
     last = data.offsets[1:] - 1
     ahead = model.predict_next(data, num_particles=4000)
     np.testing.assert_allclose((ahead.mean - model.center) / model.data_variance.sqrt(), mean[last], atol=0.15)
     spread = cov[last].diagonal(dim1=1, dim2=2)
     np.testing.assert_allclose(ahead.variance / model.data_variance, spread, rtol=0.15)
-    np.testing.assert_allclose((ahead.upper - ahead.lower) / model.data_variance.sqrt(), 2 * 1.645 * spread.sqrt(), rtol=0.15)
+    np.testing.assert_allclose(
+        (ahead.upper - ahead.lower) / model.data_variance.sqrt(), 2 * 1.645 * spread.sqrt(), rtol=0.15
+    )
     each = (model.predict_each(data, num_particles=4000).values - model.center) / model.data_variance.sqrt()
     later = torch.ones(data.num_steps, dtype=torch.bool)
     later[data.offsets[:-1]] = False
@@ -86,7 +108,15 @@ def test_linear_networks_agree_with_kalman(rng):
 def test_predicted_variances_contain_the_spread_of_the_states(rng):
     """Against Kalman's, for an emission whose own noise is a small part of the variance."""
     data = random_vectors(rng, num_sequences=6, longest=12, missing=0.2)
-    model = ready(data, num_layers=1, emission_order=0, emission_mean="absolute", emission_log_variance=-1.5, transition_log_variance=0.0, seed=3)
+    model = ready(
+        data,
+        num_layers=1,
+        emission_order=0,
+        emission_mean="absolute",
+        emission_log_variance=-1.5,
+        transition_log_variance=0.0,
+        seed=3,
+    )
     exact = as_linear(model)
     standard = data.with_values((data.values - model.center) / model.data_variance.sqrt())
     own = exact.emission_cov.diagonal()
@@ -97,19 +127,32 @@ def test_predicted_variances_contain_the_spread_of_the_states(rng):
     later[data.offsets[:-1]] = False
     first = kalman.predict_observation(exact, exact.initial_mean, exact.initial_cov)[1].diagonal()
     expected = torch.where(later.unsqueeze(1), torch.cat([first[None], spread[:-1]]), first) * model.data_variance
-    np.testing.assert_allclose(model.one_step_predictions(data, num_particles=6000).variance.values, expected, rtol=0.15)
-    np.testing.assert_allclose(model.predict_next(data, num_particles=6000).variance, spread[data.offsets[1:] - 1] * model.data_variance, rtol=0.15)
+    np.testing.assert_allclose(
+        model.one_step_predictions(data, num_particles=6000).variance.values, expected, rtol=0.15
+    )
+    np.testing.assert_allclose(
+        model.predict_next(data, num_particles=6000).variance,
+        spread[data.offsets[1:] - 1] * model.data_variance,
+        rtol=0.15,
+    )
 
 
-@pytest.mark.parametrize("options", [*KINDS, {"emission_order": 0}], ids=["gaussian", "student", "mixture", "lstm", "plain"])
+@pytest.mark.parametrize(
+    "options", [*KINDS, {"emission_order": 0}], ids=["gaussian", "student", "mixture", "lstm", "plain"]
+)
 def test_missing_steps_at_the_end_are_steps_ahead(rng, options):
     """The prediction after three steps of which nothing is known is that of the fourth step ahead, in a batch with sequences that end otherwise."""
     whole = list(random_vectors(rng, num_sequences=5, longest=9, missing=0.0))
     model = ready(Sequences.from_list(whole), **options)
     gap = torch.full((3, 2), torch.nan, dtype=torch.float64)
     for steps in (1, 2):
-        found = model.predict_next(Sequences.from_list([torch.cat([sequence, gap]) for sequence in whole[:4]] + [whole[4], gap]), steps)
-        ahead, usual = model.predict_next(Sequences.from_list(whole), steps + 3), model.predict_next(Sequences.from_list(whole), steps)
+        found = model.predict_next(
+            Sequences.from_list([torch.cat([sequence, gap]) for sequence in whole[:4]] + [whole[4], gap]), steps
+        )
+        ahead, usual = (
+            model.predict_next(Sequences.from_list(whole), steps + 3),
+            model.predict_next(Sequences.from_list(whole), steps),
+        )
         for moment, later, soon in zip(found, ahead, usual, strict=True):
             torch.testing.assert_close(moment[:4], later[:4])
             torch.testing.assert_close(moment[4], soon[4])
@@ -118,11 +161,15 @@ def test_missing_steps_at_the_end_are_steps_ahead(rng, options):
 
 def test_changes_add_up_across_a_gap(rng):
     """A residual emission of linear networks, against Kalman's moments of sums: the state holds the position too."""
-    data = Sequences.from_list([rng.normal(size=(length, 2)).cumsum(0) + np.arange(length)[:, None] for length in (6, 9, 4)])
+    data = Sequences.from_list(
+        [rng.normal(size=(length, 2)).cumsum(0) + np.arange(length)[:, None] for length in (6, 9, 4)]
+    )
     model = ready(data, num_layers=1, emission_order=0, emission_log_variance=-0.5, seed=3)
     with torch.no_grad():
         model.emission.network.bias[:2] = 0.8  # a drift
-    exact = kalman.cumulative_sum(as_linear(model), model.first_log_variance.exp().detach() * model.data_variance / model.change_variance)
+    exact = kalman.cumulative_sum(
+        as_linear(model), model.first_log_variance.exp().detach() * model.data_variance / model.change_variance
+    )
     unit = model.change_variance.sqrt()
     located = data.with_values((data.values - model.center) / unit)
     found = kalman.posterior(exact, located)
@@ -142,10 +189,21 @@ def test_a_state_that_jumps_agrees_with_a_grid():
     values = np.array([0.0, 0.5, 5.0, -4.0, 0.3])
     data = Sequences.from_list([values[:, None]])
     model = ready(
-        data, latent_dim=1, num_features=1, num_layers=1, emission_order=0, emission_mean="absolute", transition="student", emission_log_variance=-0.5
+        data,
+        latent_dim=1,
+        num_features=1,
+        num_layers=1,
+        emission_order=0,
+        emission_mean="absolute",
+        transition="student",
+        emission_log_variance=-0.5,
     )
     with torch.no_grad():
-        model.center.zero_(), model.data_variance.fill_(1.0), model.transition.head.log_freedom.zero_()  # 3 degrees of freedom
+        (
+            model.center.zero_(),
+            model.data_variance.fill_(1.0),
+            model.transition.head.log_freedom.zero_(),
+        )  # 3 degrees of freedom
         for part, slope in ((model.transition, 0.8), (model.emission, 1.0)):
             part.network.from_state.copy_(torch.tensor([[slope, 0.0]]))
             part.network.bias.zero_()
@@ -157,7 +215,9 @@ def test_a_state_that_jumps_agrees_with_a_grid():
     for t in range(1, len(values)):
         forward = (moves @ forward) * evidence[:, t]
     found = model.score(data, runs=8, num_particles=5000, return_error=True)
-    assert float(found.log_likelihood[0]) == pytest.approx(math.log(forward.sum() * width), abs=5 * float(found.standard_error[0]))
+    assert float(found.log_likelihood[0]) == pytest.approx(
+        math.log(forward.sum() * width), abs=5 * float(found.standard_error[0])
+    )
     assert float(found.standard_error[0]) < 0.2
 
 
@@ -172,10 +232,19 @@ def test_bounds_and_draws_of_an_emission_with_heavy_tails(rng):
     exact = stats.t(2.5, model.center, scale)
     ahead = model.predict_next(data[:1], level=0.95, num_particles=20_000)
     np.testing.assert_allclose(ahead.variance[0], exact.var(), rtol=1e-6)
-    np.testing.assert_allclose(torch.cat([ahead.lower, ahead.upper]) - model.center, exact.ppf([[0.025], [0.975]]) - model.center.numpy(), rtol=0.1)
+    np.testing.assert_allclose(
+        torch.cat([ahead.lower, ahead.upper]) - model.center,
+        exact.ppf([[0.025], [0.975]]) - model.center.numpy(),
+        rtol=0.1,
+    )
     drawn = model.sample(500, 10).values
     for feature in range(2):
-        assert stats.kstest(drawn[:, feature], stats.t(2.5, float(model.center[feature]), float(scale[feature])).cdf).pvalue > 1e-3
+        assert (
+            stats.kstest(
+                drawn[:, feature], stats.t(2.5, float(model.center[feature]), float(scale[feature])).cdf
+            ).pvalue
+            > 1e-3
+        )
 
 
 @pytest.mark.parametrize("options", KINDS, ids=["gaussian", "student", "mixture", "lstm"])
@@ -185,19 +254,30 @@ def test_the_m_step_is_of_the_log_density_of_paths(rng, options, monkeypatch):
     data = random_vectors(rng, num_sequences=4, longest=6, missing=0.2)
     model, weights = ready(data, **options), torch.tensor([1.0, 0.5, 2.0, 1.0], dtype=torch.float64)
     bound = model.bind(data)
-    paths = torch.randn(int(data.lengths.max()), len(data), 3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    paths = torch.randn(
+        int(data.lengths.max()), len(data), 3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     density = PathDensity(bound, paths, weights)
 
     def step(sequence: torch.Tensor, path: torch.Tensor, t: int) -> torch.Tensor:
         """log q(x_t | x_t-1, y) + log p(y_t | x_t, y) of one path, less the units."""
-        features = model.observations(Sequences.from_list([sequence[:t]]) if t else Sequences.from_lengths(sequence[:0], [0])).window_features
+        features = model.observations(
+            Sequences.from_list([sequence[:t]]) if t else Sequences.from_lengths(sequence[:0], [0])
+        ).window_features
         now, before = path[t].view(1, 1, -1), path[t - 1].view(1, 1, -1)
 
         def given(part: nn.Module, states: torch.Tensor) -> PartialDensity:
             order = part.window.order
-            return part(states, part.prepare(part.window.inputs(features.windows(order))[-1] if order else features.value.new_zeros(0)))
+            return part(
+                states,
+                part.prepare(part.window.inputs(features.windows(order))[-1] if order else features.value.new_zeros(0)),
+            )
 
-        total = given(model.transition, before).log_prob(now).squeeze() if t else model.initial_density(1, 1).log_prob(now).squeeze()
+        total = (
+            given(model.transition, before).log_prob(now).squeeze()
+            if t
+            else model.initial_density(1, 1).log_prob(now).squeeze()
+        )
         target = torch.full((1, 1, 2), math.nan, dtype=torch.float64)
         for d in range(2):
             seen = [float(value) for value in sequence[:t, d] if not math.isnan(value)]
@@ -215,7 +295,9 @@ def test_the_m_step_is_of_the_log_density_of_paths(rng, options, monkeypatch):
     value, gradients = density.gradient()
     expected = by_hand()
     torch.testing.assert_close(value, expected.detach())
-    for (name, _), found, wanted in zip(model.named_parameters(), gradients, torch.autograd.grad(expected, list(model.parameters())), strict=True):
+    for (name, _), found, wanted in zip(
+        model.named_parameters(), gradients, torch.autograd.grad(expected, list(model.parameters())), strict=True
+    ):
         torch.testing.assert_close(found, wanted, msg=lambda text, name=name: f"{name}: {text}")
 
 
@@ -236,9 +318,21 @@ def test_a_step_of_training_is_a_step_of_adam(rng):
 def test_states_later_have_read_the_step(rng):
     """A state that copies the observation before it: the one a step later is the observation itself, at the last step too."""
     data = random_vectors(rng, num_sequences=4, longest=8, missing=0.0)
-    model = ready(data, num_layers=1, emission_order=0, emission_mean="absolute", transition_order=1, transition_log_variance=-12.0, emission_log_variance=8.0)
+    model = ready(
+        data,
+        num_layers=1,
+        emission_order=0,
+        emission_mean="absolute",
+        transition_order=1,
+        transition_log_variance=-12.0,
+        emission_log_variance=8.0,
+    )
     with torch.no_grad():
-        for part in (model.transition.network.from_state, model.transition.network.from_window, model.transition.network.bias):
+        for part in (
+            model.transition.network.from_state,
+            model.transition.network.from_window,
+            model.transition.network.bias,
+        ):
             part.zero_()
         model.transition.network.from_window[:2, :2] = torch.eye(2)
     standard = (data.values - model.center) / model.data_variance.sqrt()
@@ -261,8 +355,15 @@ def test_a_sequence_does_not_see_its_neighbours(rng, options):
         alone = model.filter_particles(model.bind(data[[n]]), model.streams([n], "test"))
         torch.testing.assert_close(alone.log_likelihood[0], together.log_likelihood[n])
         length = len(data[n])
-        torch.testing.assert_close(model.draw_paths(alone, model.streams([n], "paths"), 4)[:length, 0], paths[:length, n])
-    for answer in (model.predict_each(data).values, model.latents(data).values, *model.predict_next(data, steps=3), model.sample(3, [4, 0, 2]).values):
+        torch.testing.assert_close(
+            model.draw_paths(alone, model.streams([n], "paths"), 4)[:length, 0], paths[:length, n]
+        )
+    for answer in (
+        model.predict_each(data).values,
+        model.latents(data).values,
+        *model.predict_next(data, steps=3),
+        model.sample(3, [4, 0, 2]).values,
+    ):
         assert bool(answer.isfinite().all())
     assert model.cluster_latents(data, 2).values.unique().tolist() == [0, 1]
 
@@ -294,9 +395,13 @@ def test_gradients_are_summed_in_float64(rng, monkeypatch):
     parameters = list(model.parameters())
     pieces = [torch.autograd.grad(piece, parameters, allow_unused=True) for piece in density._terms()]
     assert len(pieces) > 10
-    for name, found, parts in zip(dict(model.named_parameters()), density.gradient()[1], zip(*pieces, strict=True), strict=True):
+    for name, found, parts in zip(
+        dict(model.named_parameters()), density.gradient()[1], zip(*pieces, strict=True), strict=True
+    ):
         expected = sum(part.double() for part in parts if part is not None)
-        torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            found, expected, rtol=1e-14, atol=1e-14, msg=lambda text, name=name: f"{name}: {text}"
+        )
     monkeypatch.setattr(model, "_sum_over_ranks", lambda value: value + (1.0 - 1e9))  # what the other rank has
     model._set_gradients([torch.full_like(parameter, 1e9, dtype=torch.float64) for parameter in parameters], 2.0)
     for parameter in parameters:
@@ -309,7 +414,11 @@ def predicted(model: NeuralHMM, sequences: Sequences, batch_size: int, world_siz
     for rank in range(world_size):
         trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
         batches = trainer.predict(model, loader(sequences, batch_size, rank=rank, world_size=world_size))
-        numbers = (number for batch in loader(sequences, batch_size, rank=rank, world_size=world_size).sampler for number in batch)
+        numbers = (
+            number
+            for batch in loader(sequences, batch_size, rank=rank, world_size=world_size).sampler
+            for number in batch
+        )
         for batch in batches:
             for n in range(len(batch["log_likelihood"])):
                 found[next(numbers)] = {name: values[n] for name, values in batch.items()}
@@ -350,7 +459,11 @@ class Deep(NeuralHMM):
     """With a network of the user's own."""
 
     def make_network(self, name: str, num_inputs: int, num_outputs: int) -> nn.Module | None:
-        return nn.Sequential(nn.Linear(num_inputs, 5), nn.Tanh(), nn.Linear(5, num_outputs)) if name == "transition" else None
+        return (
+            nn.Sequential(nn.Linear(num_inputs, 5), nn.Tanh(), nn.Linear(5, num_outputs))
+            if name == "transition"
+            else None
+        )
 
 
 def test_any_module_may_be_a_network(rng, tmp_path):
@@ -406,7 +519,9 @@ def test_a_start_is_without_sequences_of_weight_zero(rng, make):
     weighted.initialize(Sequences.from_list([*wild, *data], weights=[0.0, *[1.0] * 6]))
     plain.initialize(data)
     for (name, found), expected in zip(weighted.state_dict().items(), plain.state_dict().values(), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            found, expected, rtol=1e-9, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+        )
     with pytest.raises(ValueError, match="at least two steps somewhere"):
         make().initialize(Sequences.from_list([*wild, data[0]], weights=[0.0, 1.0]))
     if plain.hparams.get("start_window") is None:
@@ -414,7 +529,9 @@ def test_a_start_is_without_sequences_of_weight_zero(rng, make):
         weighted.initialize(Sequences.from_list(list(data), weights=[2.0, *[1.0] * 4, 2.0]))
         plain.initialize(Sequences.from_list([*data, data[0], data[5]]))
         for name, found in weighted.named_buffers():
-            torch.testing.assert_close(found, plain.get_buffer(name), rtol=1e-9, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                found, plain.get_buffer(name), rtol=1e-9, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 def test_clusters_and_logged_values_are_without_sequences_of_weight_zero(rng):
@@ -425,7 +542,9 @@ def test_clusters_and_logged_values_are_without_sequences_of_weight_zero(rng):
     weighted, plain = (fit(NeuralHMM(**EXACT), sequences, 1, 0) for sequences in (both, data))
     assert_same_parameters(weighted, plain)
     for name, value in plain.trainer.callback_metrics.items():
-        torch.testing.assert_close(weighted.trainer.callback_metrics[name], value, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            weighted.trainer.callback_metrics[name], value, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def test_bad_data_are_said(rng):
@@ -447,13 +566,18 @@ def test_bad_data_are_said(rng):
     model = ready(data)
     with torch.no_grad():
         model.emission.network.layers[-1].bias[0] = 1e200
-    with pytest.raises(ValueError, match=r"weights of all 16 vanish at step 1 of sequence \d+\. Use more particles, or a wider emission"):
+    with pytest.raises(
+        ValueError,
+        match=r"weights of all 16 vanish at step 1 of sequence \d+\. Use more particles, or a wider emission",
+    ):
         model.score(data)
 
 
 def test_one_point_tracks_and_gaps_are_no_obstacle():
     nan = math.nan
-    data = Sequences.from_list([[[1.0, 2.0]], [[0.0, nan], [nan, nan], [1.0, 1.0], [2.0, 0.0]], [[nan, nan], [nan, nan]]])
+    data = Sequences.from_list(
+        [[[1.0, 2.0]], [[0.0, nan], [nan, nan], [1.0, 1.0], [2.0, 0.0]], [[nan, nan], [nan, nan]]]
+    )
     for options in KINDS:
         model = fit(NeuralHMM(**SMALL, **options), data, 1, 0)
         assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())

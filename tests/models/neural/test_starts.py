@@ -19,7 +19,10 @@ def test_sums_are_over_the_steps_around_each():
     np.testing.assert_allclose(moving_sum(values, 50).flatten(), [21] * 6)
 
 
-@pytest.mark.parametrize("options", [{"latent_dim": 2}, {"latent_dim": 3}, {"latent_dim": 1, "emission_order": 0, "emission_mean": "absolute"}])
+@pytest.mark.parametrize(
+    "options",
+    [{"latent_dim": 2}, {"latent_dim": 3}, {"latent_dim": 1, "emission_order": 0, "emission_mean": "absolute"}],
+)
 def test_states_are_white_and_do_not_see_what_is_missing(rng, options):
     data = random_vectors(rng, num_sequences=5, longest=30, missing=0.2)
     model = NeuralHMM(num_features=2, width=8, **options)
@@ -32,7 +35,9 @@ def test_states_are_white_and_do_not_see_what_is_missing(rng, options):
     np.testing.assert_allclose(rows.T @ rows / len(rows), np.eye(model.latent_dim), atol=1e-4)
     assert not states[~observations.inside].any()
     observations.targets[~observations.observed] = 1e6
-    np.testing.assert_array_equal(slow_states(observations, model.residual, model.latent_dim, 5, generator.manual_seed(0)), states)
+    np.testing.assert_array_equal(
+        slow_states(observations, model.residual, model.latent_dim, 5, generator.manual_seed(0)), states
+    )
 
 
 def walks(seed: int) -> tuple[Sequences, torch.Tensor]:
@@ -41,7 +46,12 @@ def walks(seed: int) -> tuple[Sequences, torch.Tensor]:
     for _ in range(24):
         way = np.arange(60) >= draw.integers(15, 100)
         moving = draw.random(60) < 0.5
-        tracks.append(np.cumsum(draw.normal(0, 1, (60, 2)) * np.where(way, 3.0, 1.0)[:, None] * np.where(moving, 1.0, 0.1)[:, None], axis=0))
+        tracks.append(
+            np.cumsum(
+                draw.normal(0, 1, (60, 2)) * np.where(way, 3.0, 1.0)[:, None] * np.where(moving, 1.0, 0.1)[:, None],
+                axis=0,
+            )
+        )
         fast.append(way)
     return Sequences.from_list(tracks), torch.from_numpy(np.concatenate(fast))
 
@@ -49,7 +59,14 @@ def walks(seed: int) -> tuple[Sequences, torch.Tensor]:
 def test_a_slow_state_is_found():
     """How fast a walk is, which changes once at most, though it stands still half of the time; and the same start for the same seed."""
     data, fast = walks(0)
-    options = {"latent_dim": 1, "num_features": 2, "emission_order": 0, "emission": "mixture", "emission_log_variance": -1.0, "width": 16}
+    options = {
+        "latent_dim": 1,
+        "num_features": 2,
+        "emission_order": 0,
+        "emission": "mixture",
+        "emission_log_variance": -1.0,
+        "width": 16,
+    }
     slow = {"transition_mean": "residual", "transition_log_variance": -7.0, "latent_bound": 2.0, "start_window": 15}
     training = {"num_particles": 32, "num_paths": 2, "m_steps": 4, "learning_rate": 1e-2}
     models = [fit(NeuralHMM(**options, **slow, **training), data, 6, 0, batch_size=12) for _ in range(2)]

@@ -39,7 +39,9 @@ def _link(active, starts_at, t, first_task, pair, head, following, touched):
             following[task] = head[p]
             head[p] = task
             num_tasks += 1
-    if num_tasks > active:  # several tasks lead to one message: they are added in the order of their pairs, whoever else is there
+    if (
+        num_tasks > active
+    ):  # several tasks lead to one message: they are added in the order of their pairs, whoever else is there
         touched[:num_touched].sort()
     return num_touched
 
@@ -62,7 +64,9 @@ def _active_rows(count, base, stride, clones, messages, group, bounds, probs, ro
 
 
 @inner
-def _forward_group(count, sources, targets, base, stride, num_source, num_target, bounds, columns, probs, alpha, rows, xs, ids, outputs):
+def _forward_group(
+    count, sources, targets, base, stride, num_source, num_target, bounds, columns, probs, alpha, rows, xs, ids, outputs
+):
     """alpha[target] += alpha[source] @ block, for up to four messages."""
     zero = alpha.dtype.type(0.0)
     if columns.shape[0] > 0:
@@ -80,7 +84,24 @@ def _forward_group(count, sources, targets, base, stride, num_source, num_target
 
 
 @inner
-def _backward_group(count, sources, targets, base, stride, num_source, num_target, bounds, columns, probs, alpha, kappa, rows, xs, ids, outputs):
+def _backward_group(
+    count,
+    sources,
+    targets,
+    base,
+    stride,
+    num_source,
+    num_target,
+    bounds,
+    columns,
+    probs,
+    alpha,
+    kappa,
+    rows,
+    xs,
+    ids,
+    outputs,
+):
     """kappa[source] += block @ kappa[target] where alpha[source] is not zero, for up to four messages."""
     zero = alpha.dtype.type(0.0)
     if columns.shape[0] > 0:
@@ -117,7 +138,23 @@ def _take_group(task, following, entry_at, source, target, sources, targets):
 
 
 @kernel
-def forward_lane(lane, lanes, order, offsets, plan, layout, probs, initial, flush, collapse, support, alpha, totals, log_likelihood, stopped):
+def forward_lane(
+    lane,
+    lanes,
+    order,
+    offsets,
+    plan,
+    layout,
+    probs,
+    initial,
+    flush,
+    collapse,
+    support,
+    alpha,
+    totals,
+    log_likelihood,
+    stopped,
+):
     """Filters every `lanes`-th sequence of `order` (longest first), side by side. alpha ~ p(z_t | y_1:t), normalised by totals[t].
 
     A sequence that keeps less than `collapse` of its mass at a step gets a log-likelihood of NaN, and `stopped` says where.
@@ -227,7 +264,11 @@ def backward_lane(lane, lanes, order, offsets, plan, layout, probs, weights, alp
     ids_here = order[lane::lanes]
     members, begins, lengths = ids_here.shape[0], offsets[ids_here], offsets[ids_here + 1] - offsets[ids_here]
     widest = np.max(starts[1:] - starts[:-1])
-    rows, xs, ids = np.empty(widest, np.int64), np.empty(GROUP * max(widest, GROUP), alpha.dtype), np.empty(widest, np.int64)
+    rows, xs, ids = (
+        np.empty(widest, np.int64),
+        np.empty(GROUP * max(widest, GROUP), alpha.dtype),
+        np.empty(widest, np.int64),
+    )
     sources, targets, outputs = np.empty(GROUP, np.int64), np.empty(GROUP, np.int64), np.empty(GROUP, np.int64)
     head, touched = np.full(pair_target.shape[0], -1), np.empty(pair_target.shape[0], np.int64)
     active = 0

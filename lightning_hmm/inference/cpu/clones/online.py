@@ -12,7 +12,9 @@ _MOST_ENTRIES = 1 << 16  # stored transitions of the models that the compiled pa
 
 
 @kernel
-def online_updates(batch, batch_first, offsets, symbols, weights, layout, parts, discount, step, sizes, data_size, log_likelihood):
+def online_updates(
+    batch, batch_first, offsets, symbols, weights, layout, parts, discount, step, sizes, data_size, log_likelihood
+):
     """Online EM for small models: one update for each batch from number `batch` on; `parts` are changed in place. `step` updates have gone before.
 
     Returns the number of the first batch that it did not do: one with a step that keeps too little mass for this plain arithmetic.
@@ -25,7 +27,13 @@ def online_updates(batch, batch_first, offsets, symbols, weights, layout, parts,
         widest = max(widest, starts[v + 1] - starts[v])
     for n in range(offsets.shape[0] - 1):
         longest = max(longest, offsets[n + 1] - offsets[n])
-    alpha, totals, back, kappa, blocks = np.empty((longest, widest)), np.empty(longest), np.empty(widest), np.empty(widest), np.empty(longest, np.int64)
+    alpha, totals, back, kappa, blocks = (
+        np.empty((longest, widest)),
+        np.empty(longest),
+        np.empty(widest),
+        np.empty(widest),
+        np.empty(longest, np.int64),
+    )
     while batch < batch_first.shape[0] - 1:
         initial_counts[:], counts[:] = 0, 0
         for n in range(batch_first[batch], batch_first[batch + 1]):
@@ -116,7 +124,15 @@ class ClonesPass:
         batch_size: sequences of an update.
     """
 
-    def __init__(self, layout: Arrays, num_entries: int, symbols: np.ndarray, offsets: np.ndarray, weights: np.ndarray, batch_size: int) -> None:
+    def __init__(
+        self,
+        layout: Arrays,
+        num_entries: int,
+        symbols: np.ndarray,
+        offsets: np.ndarray,
+        weights: np.ndarray,
+        batch_size: int,
+    ) -> None:
         num_sequences, num_symbols = offsets.shape[0] - 1, layout.starts.shape[0] - 1
         self.counts = [np.zeros(int(layout.starts[-1])), np.zeros(num_entries)]
         self.scores = np.zeros(num_sequences)
@@ -124,7 +140,9 @@ class ClonesPass:
         batch_first = np.minimum(np.arange(-(-num_sequences // batch_size) + 1) * batch_size, num_sequences)
         self._data = batch_first, offsets, np.ascontiguousarray(symbols), weights, layout
 
-    def __call__(self, batch: int, parts: tuple[Part, ...], discount: float, step: int, sizes: np.ndarray, data_size: float) -> int:
+    def __call__(
+        self, batch: int, parts: tuple[Part, ...], discount: float, step: int, sizes: np.ndarray, data_size: float
+    ) -> int:
         """Updates from batch number `batch` on; returns the number of the first that it did not do. `step` updates have gone before."""
         if not self._is_plain:
             return batch

@@ -78,7 +78,11 @@ def viterbi_lane(lane, lanes, offsets, plan, layout, probs, log_initial, delta, 
                 for c in range(starts[u + 1] - starts[u]):
                     score = delta[entry_at[e] + c]
                     if score > -np.inf:
-                        score += np.log(entry_towards(bounds[base + c * stride], bounds[base + c * stride + 1], state_clone, columns, probs))
+                        score += np.log(
+                            entry_towards(
+                                bounds[base + c * stride], bounds[base + c * stride + 1], state_clone, columns, probs
+                            )
+                        )
                         if score > best:
                             best, best_symbol, best_clone = score, u, c
             state_symbol, state_clone = best_symbol, best_clone
@@ -139,8 +143,15 @@ def sample_paths(filtered, offsets, layout, symbol_of, probs, uniforms, states):
                     if p < 0:
                         weights[i] = 0.0
                     else:
-                        place = bound_base[u] + (i - starts[u]) * (pair_first[u + 1] - pair_first[u] + 1) + p - pair_first[u]
-                        weights[i] *= entry_towards(bounds[place], bounds[place + 1], states[s + 1] - starts[v], columns, probs)
+                        place = (
+                            bound_base[u]
+                            + (i - starts[u]) * (pair_first[u + 1] - pair_first[u] + 1)
+                            + p
+                            - pair_first[u]
+                        )
+                        weights[i] *= entry_towards(
+                            bounds[place], bounds[place + 1], states[s + 1] - starts[v], columns, probs
+                        )
             states[s] = draw(weights, uniforms[s])
             if states[s] < 0:
                 break

@@ -8,7 +8,9 @@ import numpy as np
 
 from lightning_hmm.inference.cpu.cache import strict_kernel
 
-MESSAGE_BYTES = 1 << 30  # messages of sequences that are worked on together stay below this, except those of a single one
+MESSAGE_BYTES = (
+    1 << 30
+)  # messages of sequences that are worked on together stay below this, except those of a single one
 _ALIGNED = 16  # messages begin at multiples of so many numbers
 _TABLE = 256  # symbols up to which pairs are looked up in a table
 
@@ -32,7 +34,9 @@ class Arrays(NamedTuple):
     def row_first(self) -> np.ndarray:
         """(H + 1,) where the entries of each state begin."""
         sizes = np.diff(self.pair_first) + 1
-        places = np.concatenate([np.arange(n) * size + base for n, size, base in zip(self.clones, sizes, self.bound_base, strict=True)])
+        places = np.concatenate(
+            [np.arange(n) * size + base for n, size, base in zip(self.clones, sizes, self.bound_base, strict=True)]
+        )
         return np.append(self.bounds[places], self.bounds[-1])
 
 
@@ -41,10 +45,20 @@ def layout_arrays(clones: np.ndarray, pairs: np.ndarray, bounds: np.ndarray, col
     pair_first = np.searchsorted(pairs[:, 0], np.arange(num_symbols + 1))
     widths = clones * (np.diff(pair_first) + 1)
     base = np.append(0, np.cumsum(widths)[:-1])
-    return Arrays(np.append(0, np.cumsum(clones)), pair_first, np.ascontiguousarray(pairs[:, 0]), np.ascontiguousarray(pairs[:, 1]), base, bounds, columns)
+    return Arrays(
+        np.append(0, np.cumsum(clones)),
+        pair_first,
+        np.ascontiguousarray(pairs[:, 0]),
+        np.ascontiguousarray(pairs[:, 1]),
+        base,
+        bounds,
+        columns,
+    )
 
 
-def entries(values: np.ndarray, evidence: np.ndarray | None, num_symbols: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def entries(
+    values: np.ndarray, evidence: np.ndarray | None, num_symbols: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The symbols that are possible at each step: where each step's begin (steps + 1,), and symbol and weight of each.
 
     `num_symbols` stands for a missing symbol. Symbols keep their type, which is the narrowest, until `gathered`.
@@ -138,7 +152,15 @@ def padded(layout: Arrays) -> np.ndarray:
     return -(-layout.clones // _ALIGNED) * _ALIGNED
 
 
-def plan(layout: Arrays, offsets: np.ndarray, first_entry: np.ndarray, symbols: np.ndarray, weights: np.ndarray, *, keep: bool) -> tuple[Plan, int]:
+def plan(
+    layout: Arrays,
+    offsets: np.ndarray,
+    first_entry: np.ndarray,
+    symbols: np.ndarray,
+    weights: np.ndarray,
+    *,
+    keep: bool,
+) -> tuple[Plan, int]:
     """The plan and the size of the messages; without `keep`, only two messages of each sequence have a place of their own."""
     tasks = plan_tasks(offsets, first_entry, symbols, layout.pair_first, layout.pair_target)
     ends = np.cumsum(padded(layout)[symbols])
@@ -154,10 +176,14 @@ def plan(layout: Arrays, offsets: np.ndarray, first_entry: np.ndarray, symbols: 
         begins = begins + np.repeat(place - step_begins[:-1], np.diff(first_entry))
         size = 2 * lengths.shape[0] * largest
     first_task, source, target, pair = tasks
-    return Plan(first_entry, symbols, weights, begins, first_task, source, target, pair, np.empty(pair.shape[0], np.int64)), size
+    return Plan(
+        first_entry, symbols, weights, begins, first_task, source, target, pair, np.empty(pair.shape[0], np.int64)
+    ), size
 
 
-def goes_of(layout: Arrays, offsets: np.ndarray, first_entry: np.ndarray, symbols: np.ndarray, itemsize: int) -> list[np.ndarray]:
+def goes_of(
+    layout: Arrays, offsets: np.ndarray, first_entry: np.ndarray, symbols: np.ndarray, itemsize: int
+) -> list[np.ndarray]:
     """The sequences, longest first, in goes whose messages fit into memory."""
     lengths = np.diff(offsets)
     order = np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]
@@ -174,7 +200,9 @@ def goes_of(layout: Arrays, offsets: np.ndarray, first_entry: np.ndarray, symbol
     return [*goes, order[first:]]
 
 
-def gathered(ids: np.ndarray, offsets: np.ndarray, first_entry: np.ndarray, symbols: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, ...]:
+def gathered(
+    ids: np.ndarray, offsets: np.ndarray, first_entry: np.ndarray, symbols: np.ndarray, weights: np.ndarray
+) -> tuple[np.ndarray, ...]:
     """The chosen sequences by themselves: their steps, offsets, and entries, whose symbols are int64, as the loops take them."""
     lengths = np.diff(offsets)[ids]
     local = np.append(0, np.cumsum(lengths))

@@ -41,7 +41,12 @@ def rearranged_path(symbols, group_first, layout, symbol_of, probs, log_initial,
     starts, pair_first, _, pair_target, bound_base, bounds, columns = layout
     num_steps = symbols.shape[0]
     widest = np.max(starts[1:] - starts[:-1])
-    best, came, stamp, touched = np.empty(widest), np.empty(widest, np.int64), np.full(widest, -1), np.empty(widest, np.int64)
+    best, came, stamp, touched = (
+        np.empty(widest),
+        np.empty(widest, np.int64),
+        np.full(widest, -1),
+        np.empty(widest, np.int64),
+    )
     states, backs = np.empty(4 * most, np.int32), np.empty(4 * most, np.int32)  # of all nodes of all steps
     first_node, mark = np.zeros(num_steps + 1, np.int64), 0
     scores, codes = np.empty(0), np.empty(0, np.int64)  # of the nodes of the last step
@@ -76,7 +81,13 @@ def rearranged_path(symbols, group_first, layout, symbol_of, probs, log_initial,
                             if p < 0:
                                 continue
                             weight = np.exp(scores[node] - shift)
-                            row = bound_base[u] + (states[first_node[s - 1] + node] - starts[u]) * (pair_first[u + 1] - pair_first[u] + 1) + p - pair_first[u]
+                            row = (
+                                bound_base[u]
+                                + (states[first_node[s - 1] + node] - starts[u])
+                                * (pair_first[u + 1] - pair_first[u] + 1)
+                                + p
+                                - pair_first[u]
+                            )
                             for e in range(bounds[row], bounds[row + 1]):
                                 c = columns[e] if columns.shape[0] > 0 else e - bounds[row]
                                 score = weight * probs[e]

@@ -63,7 +63,9 @@ def _message_lanes(num_sequences: int, work: int) -> int:
 def _chunk_length(layout: Arrays, pairs: np.ndarray, warm_up: int) -> int:
     """Steps of a chunk, so that the time for all is least: short ones share the reading of blocks, but each has its warm-up."""
     occurrences = np.bincount(pairs, minlength=layout.pair_target.shape[0]).astype(float)
-    num_pairs = occurrences.sum() ** 2 / (occurrences**2).sum()  # as many as there would be if all were equally frequent
+    num_pairs = (
+        occurrences.sum() ** 2 / (occurrences**2).sum()
+    )  # as many as there would be if all were equally frequent
 
     def cost(length: int) -> float:
         waiting = 2 * pairs.shape[0] / length / num_pairs  # at a block when its turn comes
@@ -72,7 +74,19 @@ def _chunk_length(layout: Arrays, pairs: np.ndarray, warm_up: int) -> int:
     return min((4, 8, 16, 32, 64, 128), key=cost)
 
 
-def _two_filters(layout: Arrays, initial, probs, offsets, symbols: np.ndarray, planned: Plan, size: int, weights, *, smooth: bool, per_step: bool):
+def _two_filters(
+    layout: Arrays,
+    initial,
+    probs,
+    offsets,
+    symbols: np.ndarray,
+    planned: Plan,
+    size: int,
+    weights,
+    *,
+    smooth: bool,
+    per_step: bool,
+):
     """Messages by `two_filters`: alpha, totals, kappa and smoothed rows; ``None`` where that does not pay or goes wrong."""
     dtype, at, num_steps, lengths = probs.dtype, planned.entry_at, symbols.shape[0], np.diff(offsets)
     if planned.task_pair.shape[0] != num_steps - np.count_nonzero(lengths):
@@ -82,7 +96,10 @@ def _two_filters(layout: Arrays, initial, probs, offsets, symbols: np.ndarray, p
     totals = np.zeros(num_steps, dtype)
     ways = (False, True) if smooth else (False,)
     widths = padded(layout)
-    sizes = layout.clones[layout.pair_source] * widths[layout.pair_target], widths[layout.pair_source] * layout.clones[layout.pair_target]
+    sizes = (
+        layout.clones[layout.pair_source] * widths[layout.pair_target],
+        widths[layout.pair_source] * layout.clones[layout.pair_target],
+    )
     go = _whole_sequences if max(map(sum, sizes)) * dtype.itemsize <= _CACHE_BYTES else _in_chunks
     messages = go(layout, initial, probs, offsets, symbols, pairs, at, size, ways, totals)
     if messages is None:
@@ -90,11 +107,17 @@ def _two_filters(layout: Arrays, initial, probs, offsets, symbols: np.ndarray, p
     alpha, kappa = messages[0], messages[-1]
     smoothed = np.zeros((num_steps if per_step and smooth else 0, int(layout.starts[-1])))
     if smooth:
-        borders, common, step_weights = np.linspace(0, num_steps, 9).astype(np.int64), [False] * 8, np.repeat(weights, lengths)
+        borders, common, step_weights = (
+            np.linspace(0, num_steps, 9).astype(np.int64),
+            [False] * 8,
+            np.repeat(weights, lengths),
+        )
 
         def combine(lane: int) -> None:
             here = int(borders[lane]), int(borders[lane + 1])
-            common[lane] = two_filters.smooth(*here, symbols, pairs, at, layout.starts, step_weights, alpha, totals, kappa, smoothed)
+            common[lane] = two_filters.smooth(
+                *here, symbols, pairs, at, layout.starts, step_weights, alpha, totals, kappa, smoothed
+            )
 
         run_flushed(8, combine)
         if not all(common):
@@ -102,12 +125,17 @@ def _two_filters(layout: Arrays, initial, probs, offsets, symbols: np.ndarray, p
     return alpha, totals, kappa, smoothed
 
 
-def _whole_sequences(layout: Arrays, initial, probs, offsets, symbols, pairs, at, size: int, ways, totals) -> list[np.ndarray] | None:
+def _whole_sequences(
+    layout: Arrays, initial, probs, offsets, symbols, pairs, at, size: int, ways, totals
+) -> list[np.ndarray] | None:
     """Messages of small models, forward and backward, sequence after sequence; they are good until the next call."""
     dtype, widths = probs.dtype, padded(layout)
     sequence_lanes = min(offsets.shape[0] - 1, 16)
     source, target, spare = layout.pair_source, layout.pair_target, 4 * int(widths.max())  # rows are read in fours
-    sizes = [layout.clones[target] * widths[source] if backward else layout.clones[source] * widths[target] for backward in ways]
+    sizes = [
+        layout.clones[target] * widths[source] if backward else layout.clones[source] * widths[target]
+        for backward in ways
+    ]
     places = [np.append(0, np.cumsum(of_pairs)) for of_pairs in sizes]
     parts = np.cumsum([*(int(place[-1]) + spare for place in places), *(size for _ in ways)])
     space = np.split(workspace(dtype, int(parts[-1])), parts[:-1])
@@ -123,7 +151,9 @@ def _whole_sequences(layout: Arrays, initial, probs, offsets, symbols, pairs, at
             copy(way)
         block_at, blocks = tables[way]
         data = offsets, symbols, pairs, at, block_at, widths, layout.starts, blocks, initial
-        done[task] = two_filters.filter_sequences(bool(way), lane, sequence_lanes, *data, FLUSH[dtype], COLLAPSE[dtype], messages[way], totals)
+        done[task] = two_filters.filter_sequences(
+            bool(way), lane, sequence_lanes, *data, FLUSH[dtype], COLLAPSE[dtype], messages[way], totals
+        )
 
     if sequence_lanes > 1:
         run_flushed(len(ways), copy)
@@ -131,18 +161,28 @@ def _whole_sequences(layout: Arrays, initial, probs, offsets, symbols, pairs, at
     return messages if all(done) else None
 
 
-def _in_chunks(layout: Arrays, initial, probs, offsets, symbols, pairs, at, size: int, ways, totals) -> list[np.ndarray] | None:
+def _in_chunks(
+    layout: Arrays, initial, probs, offsets, symbols, pairs, at, size: int, ways, totals
+) -> list[np.ndarray] | None:
     """Messages of large models, forward and backward, in chunks."""
     dtype, lengths = probs.dtype, np.diff(offsets)
     longest = int(lengths.argmax())
     if lengths[longest] < 4 * _MOST_WARM_UP:
         return None
-    positions = np.linspace(offsets[longest] + _MOST_WARM_UP, offsets[longest + 1] - _MOST_WARM_UP - 1, 4).astype(np.int64)
+    positions = np.linspace(offsets[longest] + _MOST_WARM_UP, offsets[longest + 1] - _MOST_WARM_UP - 1, 4).astype(
+        np.int64
+    )
     flush, collapse, same = FLUSH[dtype], COLLAPSE[dtype], _SAME[dtype]
     warm_up = 1
     with no_subnormals():
         for backward in ways:
-            warm_up = max(warm_up, 1 + two_filters.mixing_time(backward, positions, _MOST_WARM_UP, same, symbols, pairs, layout, probs, flush))
+            warm_up = max(
+                warm_up,
+                1
+                + two_filters.mixing_time(
+                    backward, positions, _MOST_WARM_UP, same, symbols, pairs, layout, probs, flush
+                ),
+            )
     if warm_up > _MOST_WARM_UP:
         return None
     length = _chunk_length(layout, pairs[pairs >= 0], warm_up)
@@ -151,7 +191,9 @@ def _in_chunks(layout: Arrays, initial, probs, offsets, symbols, pairs, at, size
     within = np.arange(sequence.shape[0]) - np.repeat(np.cumsum(num_chunks) - num_chunks, num_chunks)
     firsts = offsets[sequence] + within * length
     lasts = np.minimum(firsts + length, offsets[sequence + 1])
-    messages = [np.empty(size + 2 * firsts.shape[0] * two_filters.scratch_size(int(layout.clones.max())), dtype) for _ in ways]
+    messages = [
+        np.empty(size + 2 * firsts.shape[0] * two_filters.scratch_size(int(layout.clones.max())), dtype) for _ in ways
+    ]
     done = [False for _ in ways]
 
     def work(way: int) -> None:
@@ -184,13 +226,17 @@ class _Go(NamedTuple):
     impossible_step: np.ndarray
 
 
-def _messages(layout: Arrays, log_initial, probs, values, evidence, offsets, weights, *, smooth: bool, per_step: bool) -> Iterator[_Go]:
+def _messages(
+    layout: Arrays, log_initial, probs, values, evidence, offsets, weights, *, smooth: bool, per_step: bool
+) -> Iterator[_Go]:
     """Forward and, with `smooth`, backward messages of all sequences, those that fit into memory at a time."""
     dtype, num_states, keep = probs.dtype, int(layout.starts[-1]), smooth or per_step
     initial = np.exp(log_initial).astype(dtype)
     data = entries(values, evidence, layout.clones.shape[0])
     symbols_alone, whole_blocks = data[1].shape[0] == offsets[-1] and evidence is None, not layout.columns.shape[0]
-    goes = goes_of(layout, offsets, *data[:2], dtype.itemsize) if keep else [np.argsort(-np.diff(offsets), kind="stable")]
+    goes = (
+        goes_of(layout, offsets, *data[:2], dtype.itemsize) if keep else [np.argsort(-np.diff(offsets), kind="stable")]
+    )
     for ids in goes:
         steps, local, *step_entries = gathered(ids, offsets, *data)
         planned, size = plan(layout, local, *step_entries, keep=keep)
@@ -200,9 +246,22 @@ def _messages(layout: Arrays, log_initial, probs, values, evidence, offsets, wei
         log_likelihood, stopped = np.zeros(ids.shape[0]), np.full(ids.shape[0], -1)
         impossible = np.full(ids.shape[0], -1)
         clones = layout.clones
-        work = int((clones[layout.pair_source[planned.task_pair]] * clones[layout.pair_target[planned.task_pair]]).sum())
+        work = int(
+            (clones[layout.pair_source[planned.task_pair]] * clones[layout.pair_target[planned.task_pair]]).sum()
+        )
         if keep and symbols_alone and whole_blocks and work >= _WORTH_PLANNING:
-            found = _two_filters(layout, initial, probs, local, step_entries[1], planned, size, weights[ids], smooth=smooth, per_step=per_step)
+            found = _two_filters(
+                layout,
+                initial,
+                probs,
+                local,
+                step_entries[1],
+                planned,
+                size,
+                weights[ids],
+                smooth=smooth,
+                per_step=per_step,
+            )
             if found is not None:
                 alpha, totals, kappa, smoothed = found
                 log_likelihood[order] = np.add.reduceat(np.log(totals, dtype=np.float64), local[order])
@@ -212,19 +271,49 @@ def _messages(layout: Arrays, log_initial, probs, values, evidence, offsets, wei
         arguments = order, local, planned, layout, probs
         lanes = _message_lanes(order.shape[0], work)
         ends = FLUSH[dtype], COLLAPSE[dtype]
-        run_flushed(lanes, lambda lane: forward_backward.forward_lane(lane, lanes, *arguments, initial, *ends, False, alpha, totals, log_likelihood, stopped))  # noqa: B023
+        run_flushed(
+            lanes,
+            lambda lane: forward_backward.forward_lane(
+                lane, lanes, *arguments, initial, *ends, False, alpha, totals, log_likelihood, stopped
+            ),
+        )  # noqa: B023
         if np.isnan(log_likelihood).any():
             impossible = _impossible_steps(layout, initial, probs, local, step_entries, log_likelihood)
-        kappa, smoothed = np.empty(size if smooth else 0, dtype), np.zeros((steps.shape[0] if per_step and smooth else 0, num_states))
+        kappa, smoothed = (
+            np.empty(size if smooth else 0, dtype),
+            np.zeros((steps.shape[0] if per_step and smooth else 0, num_states)),
+        )
         if smooth:
             counted = np.where(np.isnan(log_likelihood), 0.0, weights[ids])
-            run_flushed(lanes, lambda lane: forward_backward.backward_lane(lane, lanes, *arguments, counted, alpha, totals, kappa, smoothed))  # noqa: B023
+            run_flushed(
+                lanes,
+                lambda lane: forward_backward.backward_lane(
+                    lane, lanes, *arguments, counted, alpha, totals, kappa, smoothed
+                ),
+            )  # noqa: B023
         yield _Go(ids, steps, local, order, planned, alpha, kappa, smoothed, log_likelihood, impossible)
 
 
-def e_step(layout: Arrays, log_initial, probs, values, evidence, offsets, weights, *, smooth: bool, per_step: bool = False, last: bool = False) -> Results:
+def e_step(
+    layout: Arrays,
+    log_initial,
+    probs,
+    values,
+    evidence,
+    offsets,
+    weights,
+    *,
+    smooth: bool,
+    per_step: bool = False,
+    last: bool = False,
+) -> Results:
     """Runs the E-step (or, without `smooth`, the forward pass) of all sequences, in the precision of `probs`."""
-    dtype, num_states, num_sequences, num_steps = probs.dtype, int(layout.starts[-1]), offsets.shape[0] - 1, int(offsets[-1])
+    dtype, num_states, num_sequences, num_steps = (
+        probs.dtype,
+        int(layout.starts[-1]),
+        offsets.shape[0] - 1,
+        int(offsets[-1]),
+    )
     results = Results(
         np.zeros(num_sequences),
         np.full(num_sequences, -1),
@@ -235,18 +324,38 @@ def e_step(layout: Arrays, log_initial, probs, values, evidence, offsets, weight
         np.zeros((num_sequences if last else 0, num_states)),
     )
     if layout.columns.shape[0] and evidence is None and not per_step and not (values == layout.clones.shape[0]).any():
-        _fill_from_lists(layout, np.exp(log_initial).astype(dtype), probs, values, offsets, weights, results, smooth=smooth)
+        _fill_from_lists(
+            layout, np.exp(log_initial).astype(dtype), probs, values, offsets, weights, results, smooth=smooth
+        )
     else:
-        _fill_from_rows(layout, log_initial, probs, values, evidence, offsets, weights, results, smooth=smooth, per_step=per_step)
+        _fill_from_rows(
+            layout, log_initial, probs, values, evidence, offsets, weights, results, smooth=smooth, per_step=per_step
+        )
     collapsed = np.flatnonzero(np.isnan(results.log_likelihood))
     if collapsed.shape[0]:
-        _again(layout, log_initial, probs, values, evidence, offsets, weights, results, collapsed, smooth, per_step, last)
+        _again(
+            layout, log_initial, probs, values, evidence, offsets, weights, results, collapsed, smooth, per_step, last
+        )
     return results
 
 
-def _fill_from_rows(layout: Arrays, log_initial, probs, values, evidence, offsets, weights, results: Results, *, smooth: bool, per_step: bool) -> None:
+def _fill_from_rows(
+    layout: Arrays,
+    log_initial,
+    probs,
+    values,
+    evidence,
+    offsets,
+    weights,
+    results: Results,
+    *,
+    smooth: bool,
+    per_step: bool,
+) -> None:
     """Fills the results by messages that have a number for each clone."""
-    for go in _messages(layout, log_initial, probs, values, evidence, offsets, weights, smooth=smooth, per_step=per_step):
+    for go in _messages(
+        layout, log_initial, probs, values, evidence, offsets, weights, smooth=smooth, per_step=per_step
+    ):
         results.log_likelihood[go.ids] = go.log_likelihood
         results.impossible_step[go.ids] = go.impossible_step
         if per_step:
@@ -268,7 +377,9 @@ def _fill_from_rows(layout: Arrays, log_initial, probs, values, evidence, offset
         run_flushed(len(dealt), lambda lane: forward_backward.counts_lane(dealt[lane], *tasks))  # noqa: B023
 
 
-def _fill_from_lists(layout: Arrays, initial, probs, values, offsets, weights, results: Results, *, smooth: bool) -> None:
+def _fill_from_lists(
+    layout: Arrays, initial, probs, values, offsets, weights, results: Results, *, smooth: bool
+) -> None:
     """Fills the results for symbols alone and a pruned layout; see `sparse`."""
     data, dtype, starts = entries(values, None, layout.clones.shape[0]), probs.dtype, layout.starts
     num_pairs = layout.pair_target.shape[0]
@@ -280,9 +391,16 @@ def _fill_from_lists(layout: Arrays, initial, probs, values, offsets, weights, r
         num_steps, order = symbols.shape[0], np.flatnonzero(np.diff(offsets))
         pairs = np.full(num_steps, -1)
         pairs[planned.task_target] = planned.task_pair
-        messages = np.empty(size, np.int32), np.empty(size, dtype), np.zeros(num_steps, np.int64), np.zeros(num_steps, dtype)
+        messages = (
+            np.empty(size, np.int32),
+            np.empty(size, dtype),
+            np.zeros(num_steps, np.int64),
+            np.zeros(num_steps, dtype),
+        )
         log_likelihood, data = np.zeros(offsets.shape[0] - 1), (offsets, symbols, pairs, planned.entry_at, starts)
-        run_flushed(lanes, lambda lane: sparse.forward(lane, lanes, order, *data, of, initial, *ends, *messages, log_likelihood))
+        run_flushed(
+            lanes, lambda lane: sparse.forward(lane, lanes, order, *data, of, initial, *ends, *messages, log_likelihood)
+        )
         return pairs, log_likelihood, *messages
 
     def times_read() -> float:
@@ -305,7 +423,9 @@ def _fill_from_lists(layout: Arrays, initial, probs, values, offsets, weights, r
         pairs, log_likelihood, clones, alpha, active, totals = forward(blocks, local, symbols, planned, size, lanes)
         results.log_likelihood[ids] = log_likelihood
         if np.isnan(log_likelihood).any():
-            results.impossible_step[ids] = _impossible_steps(layout, initial, probs, local, step_entries, log_likelihood)
+            results.impossible_step[ids] = _impossible_steps(
+                layout, initial, probs, local, step_entries, log_likelihood
+            )
         if results.last.shape[0]:
             sparse.add_rows(local[1:][order] - 1, ids[order], symbols, at, starts, clones, alpha, active, results.last)
         if not smooth:
@@ -313,12 +433,29 @@ def _fill_from_lists(layout: Arrays, initial, probs, values, offsets, weights, r
         kappa = np.empty(size, dtype)
         run_flushed(
             lanes,
-            lambda lane: sparse.backward(lane, lanes, order, local, pairs, at, starts, blocks, weights[ids], clones, alpha, active, totals, kappa),  # noqa: B023
+            lambda lane: sparse.backward(
+                lane, lanes, order, local, pairs, at, starts, blocks, weights[ids], clones, alpha, active, totals, kappa
+            ),  # noqa: B023
         )
-        sparse.add_rows(local[:-1][order], np.zeros_like(order), symbols, at, starts, clones, kappa, active, results.initial_counts[None])
+        sparse.add_rows(
+            local[:-1][order],
+            np.zeros_like(order),
+            symbols,
+            at,
+            starts,
+            clones,
+            kappa,
+            active,
+            results.initial_counts[None],
+        )
         step_first, tasks = sort_by_pair(planned.task_pair, num_pairs)
         steps, dealt = planned.task_target[tasks], _count_lanes(layout, step_first)
-        run_flushed(len(dealt), lambda lane: sparse.count(dealt[lane], step_first, steps, at, starts, blocks, clones, alpha, active, kappa, counts))  # noqa: B023
+        run_flushed(
+            len(dealt),
+            lambda lane: sparse.count(
+                dealt[lane], step_first, steps, at, starts, blocks, clones, alpha, active, kappa, counts
+            ),
+        )  # noqa: B023
     if smooth and blocks is not stored:
         sparse.put_back(layout, stored, blocks, counts, results.counts)
 
@@ -331,14 +468,30 @@ def _impossible_steps(layout: Arrays, initial, probs, offsets, step_entries, log
     found, order = np.full(ids.shape[0], -1), np.argsort(-np.diff(local), kind="stable")
     reached, unused = (initial > 0).astype(probs.dtype), np.zeros(0, probs.dtype)
     forward_backward.forward_lane(
-        0, 1, order, local, planned, layout, probs, reached, 0.0, 0.0, True, np.empty(size, probs.dtype), unused, np.zeros(ids.shape[0]), found
+        0,
+        1,
+        order,
+        local,
+        planned,
+        layout,
+        probs,
+        reached,
+        0.0,
+        0.0,
+        True,
+        np.empty(size, probs.dtype),
+        unused,
+        np.zeros(ids.shape[0]),
+        found,
     )
     impossible = np.full(log_likelihood.shape[0], -1)
     impossible[ids] = found
     return impossible
 
 
-def _again(layout, log_initial, probs, values, evidence, offsets, weights, results: Results, collapsed, smooth, per_step, last) -> None:
+def _again(
+    layout, log_initial, probs, values, evidence, offsets, weights, results: Results, collapsed, smooth, per_step, last
+) -> None:
     """Sequences that ran out of float range: -inf where they are impossible, else done in float64 or in log space."""
     impossible = collapsed[results.impossible_step[collapsed] >= 0]
     results.log_likelihood[impossible] = -np.inf
@@ -353,10 +506,17 @@ def _again(layout, log_initial, probs, values, evidence, offsets, weights, resul
     steps = np.concatenate([np.arange(offsets[n], offsets[n + 1]) for n in left])
     data = values[steps], None if evidence is None else evidence[steps], local, weights[left]
     if probs.dtype == np.float32:
-        exact = e_step(layout, log_initial, probs.astype(np.float64), *data, smooth=smooth, per_step=per_step, last=last)
+        exact = e_step(
+            layout, log_initial, probs.astype(np.float64), *data, smooth=smooth, per_step=per_step, last=last
+        )
     else:
         tensors = _tensors(log_initial, probs, *data)
-        exact = Results(*(result.numpy() for result in cloned_portable.e_step(layout, *tensors, single=False, smooth=smooth or per_step)))
+        exact = Results(
+            *(
+                result.numpy()
+                for result in cloned_portable.e_step(layout, *tensors, single=False, smooth=smooth or per_step)
+            )
+        )
     results.log_likelihood[left] = exact.log_likelihood
     results.initial_counts[:] += exact.initial_counts
     if smooth:
@@ -383,15 +543,27 @@ def viterbi(layout: Arrays, log_initial, probs, values, evidence, offsets) -> tu
         delta, shifts = np.empty(size), np.empty(steps.shape[0])
         found, scores = np.full(steps.shape[0], -1), np.zeros(ids.shape[0])
         lanes = min(ids.shape[0], torch.get_num_threads())
-        run_flushed(lanes, lambda lane: paths.viterbi_lane(lane, lanes, local, planned, layout, probs, log_initial, delta, shifts, found, scores))  # noqa: B023
+        run_flushed(
+            lanes,
+            lambda lane: paths.viterbi_lane(
+                lane, lanes, local, planned, layout, probs, log_initial, delta, shifts, found, scores
+            ),
+        )  # noqa: B023
         path[steps], log_probability[ids] = found, scores
     lost = np.flatnonzero(log_probability == -np.inf)
     if lost.shape[0]:
         initial = np.exp(log_initial).astype(probs.dtype)
         impossible = _impossible_steps(
-            layout, initial, probs, offsets, (first_entry, symbols, entry_weights), np.where(log_probability == -np.inf, np.nan, 0.0)
+            layout,
+            initial,
+            probs,
+            offsets,
+            (first_entry, symbols, entry_weights),
+            np.where(log_probability == -np.inf, np.nan, 0.0),
         )
-        for n in lost[impossible[lost] < 0]:  # the path is there, but below the smallest float beside the best of some step
+        for n in lost[
+            impossible[lost] < 0
+        ]:  # the path is there, but below the smallest float beside the best of some step
             here = slice(int(offsets[n]), int(offsets[n + 1]))
             data = values[here], None if evidence is None else evidence[here], np.array([0, here.stop - here.start])
             states, score = cloned_portable.viterbi(layout, *_tensors(log_initial, probs, *data))
@@ -401,7 +573,17 @@ def viterbi(layout: Arrays, log_initial, probs, values, evidence, offsets) -> tu
 
 def sample_posterior(layout: Arrays, log_initial, probs, values, evidence, offsets, uniforms) -> np.ndarray:
     """State paths drawn from the posterior, from one uniform number a step; -1 in impossible sequences."""
-    filtered = e_step(layout, log_initial, probs, values, evidence, offsets, np.ones(offsets.shape[0] - 1), smooth=False, per_step=True).filtered
+    filtered = e_step(
+        layout,
+        log_initial,
+        probs,
+        values,
+        evidence,
+        offsets,
+        np.ones(offsets.shape[0] - 1),
+        smooth=False,
+        per_step=True,
+    ).filtered
     states = np.full(uniforms.shape[0], -1)
     symbol_of = np.repeat(np.arange(layout.clones.shape[0]), layout.clones)
     paths.sample_paths(filtered, offsets, layout, symbol_of, probs, uniforms, states)

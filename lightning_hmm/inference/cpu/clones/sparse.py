@@ -74,14 +74,35 @@ def put_back(layout, stored, copied, values, out):
 
 
 @kernel
-def forward(lane, lanes, order, offsets, symbols, pairs, at, starts, blocks, initial, flush, collapse, ids, alpha, active, totals, log_likelihood):
+def forward(
+    lane,
+    lanes,
+    order,
+    offsets,
+    symbols,
+    pairs,
+    at,
+    starts,
+    blocks,
+    initial,
+    flush,
+    collapse,
+    ids,
+    alpha,
+    active,
+    totals,
+    log_likelihood,
+):
     """Filters every `lanes`-th sequence of `order`; see `forward_backward.forward_lane`. A sequence that is given up has no active clones."""
     base, stride, bounds, columns, probs = blocks
     flush = alpha.dtype.type(flush)
     widths = starts[1:] - starts[:-1]
     widest = np.max(widths)
     zero, one = alpha.dtype.type(0.0), alpha.dtype.type(1.0)
-    found, sums = np.empty(widest, np.int64), np.zeros(widest, alpha.dtype)  # sums are zero but for the clones in `found`
+    found, sums = (
+        np.empty(widest, np.int64),
+        np.zeros(widest, alpha.dtype),
+    )  # sums are zero but for the clones in `found`
     for n in order[lane::lanes]:
         product = 1.0
         for s in range(offsets[n], offsets[n + 1]):

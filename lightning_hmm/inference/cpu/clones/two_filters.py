@@ -67,7 +67,24 @@ def copy_blocks(transposed, block_at, widths, layout, probs, blocks):
 
 
 @kernel
-def filter_sequences(backward, lane, lanes, offsets, symbols, pairs, at, block_at, widths, starts, blocks, initial, flush, collapse, messages, totals):
+def filter_sequences(
+    backward,
+    lane,
+    lanes,
+    offsets,
+    symbols,
+    pairs,
+    at,
+    block_at,
+    widths,
+    starts,
+    blocks,
+    initial,
+    flush,
+    collapse,
+    messages,
+    totals,
+):
     """Filters every `lanes`-th sequence, or with `backward` smooths it. Returns False where a step keeps too little mass for that."""
     zero, one, size = messages.dtype.type(0.0), messages.dtype.type(1.0), messages.itemsize
     flush = messages.dtype.type(flush)
@@ -81,7 +98,10 @@ def filter_sequences(backward, lane, lanes, offsets, symbols, pairs, at, block_a
                 y_at = blocks.ctypes.data + block_at[following] * size
                 for line in range(0, (block_at[following + 1] - block_at[following]) * size, 64):
                     prefetch(y_at + line)
-            message, num_clones = messages[at[s] : at[s] + widths[v]], starts[v + 1] - starts[v]  # with zeros at its end, whole vectors
+            message, num_clones = (
+                messages[at[s] : at[s] + widths[v]],
+                starts[v + 1] - starts[v],
+            )  # with zeros at its end, whole vectors
             if t == 0:
                 message[:] = zero
                 if backward:
@@ -91,7 +111,11 @@ def filter_sequences(backward, lane, lanes, offsets, symbols, pairs, at, block_a
                 total = _normalize(message, flush)
             else:
                 before, p = s + 1 if backward else s - 1, pairs[s + 1] if backward else pairs[s]
-                c_at, x_at, y_at = messages.ctypes.data + at[s] * size, messages.ctypes.data + at[before] * size, blocks.ctypes.data + block_at[p] * size
+                c_at, x_at, y_at = (
+                    messages.ctypes.data + at[s] * size,
+                    messages.ctypes.data + at[before] * size,
+                    blocks.ctypes.data + block_at[p] * size,
+                )
                 depth, vectors = starts[symbols[before] + 1] - starts[symbols[before]], widths[v] // lanes_of(zero)
                 if vectors == 1:
                     total = _message_1(zero, c_at, x_at, y_at, depth, flush)
@@ -152,7 +176,23 @@ def _products(backward, count, sources, targets, height, width, messages, rows, 
 
 
 @kernel
-def filter_chunks(backward, begins, firsts, lasts, symbols, pairs, at, scratch, layout, probs, initial, flush, collapse, messages, totals):
+def filter_chunks(
+    backward,
+    begins,
+    firsts,
+    lasts,
+    symbols,
+    pairs,
+    at,
+    scratch,
+    layout,
+    probs,
+    initial,
+    flush,
+    collapse,
+    messages,
+    totals,
+):
     """Filters all chunks, or with `backward` smooths them. Returns False where a step keeps too little mass for that.
 
     Chunk b has the steps ``firsts[b]`` up to ``lasts[b]`` for its own and starts at ``begins[b]``; backward, all runs the other way:
@@ -243,7 +283,23 @@ def _hilbert_distance(one, other):
 
 
 @kernel
-def repair_chunks(backward, begins, firsts, lasts, symbols, pairs, at, scratch, layout, probs, flush, collapse, tolerance, messages, totals):
+def repair_chunks(
+    backward,
+    begins,
+    firsts,
+    lasts,
+    symbols,
+    pairs,
+    at,
+    scratch,
+    layout,
+    probs,
+    flush,
+    collapse,
+    tolerance,
+    messages,
+    totals,
+):
     """Checks what `filter_chunks` guessed, chunk after chunk, and does again what was wrong. Returns the steps done again, -1 where mass ran out."""
     starts = layout[0]
     widest = np.max(starts[1:] - starts[:-1])
@@ -318,7 +374,10 @@ def smooth(first, last, symbols, pairs, at, starts, weights, alpha, totals, kapp
     zero = alpha.dtype.type(0.0)
     for s in range(first, last):
         v = symbols[s]
-        message, back = alpha[at[s] : at[s] + starts[v + 1] - starts[v]], kappa[at[s] : at[s] + starts[v + 1] - starts[v]]
+        message, back = (
+            alpha[at[s] : at[s] + starts[v + 1] - starts[v]],
+            kappa[at[s] : at[s] + starts[v + 1] - starts[v]],
+        )
         total = zero
         for c in range(message.shape[0]):
             total += message[c] * back[c]
