@@ -215,9 +215,12 @@ def test_networks_side_by_side_learn_what_each_would_alone(cell):
     ]
     for drawn in data:
         drawn.setup()
-    make = lambda seed: RecurrentNet(
-        25, num_features=3, cell=cell, residual=seed != 1, learning_rate=0.01, gradient_clip=0.1, seed=seed
-    )  # noqa: E731
+
+    def make(seed):
+        return RecurrentNet(
+            25, num_features=3, cell=cell, residual=seed != 1, learning_rate=0.01, gradient_clip=0.1, seed=seed
+        )
+
     together = [make(seed) for seed in range(3)]
     errors, epochs = Stack(together, data).fit(1, patience=1, learning_rate=0.01)  # a batch is all 12 sequences
     for seed, model in enumerate(together):

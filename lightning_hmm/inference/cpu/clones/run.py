@@ -4,6 +4,8 @@ Messages are probabilities. Where a step keeps too little mass for that, it is f
 if it is not, it is done again in float64 or, where it was that already, in log space.
 """
 
+# ruff: noqa: B023 (closures over loop variables run inside the same iteration)
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -276,7 +278,7 @@ def _messages(
             lambda lane: forward_backward.forward_lane(
                 lane, lanes, *arguments, initial, *ends, False, alpha, totals, log_likelihood, stopped
             ),
-        )  # noqa: B023
+        )
         if np.isnan(log_likelihood).any():
             impossible = _impossible_steps(layout, initial, probs, local, step_entries, log_likelihood)
         kappa, smoothed = (
@@ -290,7 +292,7 @@ def _messages(
                 lambda lane: forward_backward.backward_lane(
                     lane, lanes, *arguments, counted, alpha, totals, kappa, smoothed
                 ),
-            )  # noqa: B023
+            )
         yield _Go(ids, steps, local, order, planned, alpha, kappa, smoothed, log_likelihood, impossible)
 
 
@@ -374,7 +376,7 @@ def _fill_from_rows(
         pair_first, pair_tasks = sort_by_pair(go.plan.task_pair, layout.pair_target.shape[0])
         dealt = _count_lanes(layout, pair_first)
         tasks = pair_first, pair_tasks, go.plan, layout, probs, go.alpha, go.kappa, results.counts
-        run_flushed(len(dealt), lambda lane: forward_backward.counts_lane(dealt[lane], *tasks))  # noqa: B023
+        run_flushed(len(dealt), lambda lane: forward_backward.counts_lane(dealt[lane], *tasks))
 
 
 def _fill_from_lists(
@@ -435,7 +437,7 @@ def _fill_from_lists(
             lanes,
             lambda lane: sparse.backward(
                 lane, lanes, order, local, pairs, at, starts, blocks, weights[ids], clones, alpha, active, totals, kappa
-            ),  # noqa: B023
+            ),
         )
         sparse.add_rows(
             local[:-1][order],
@@ -455,7 +457,7 @@ def _fill_from_lists(
             lambda lane: sparse.count(
                 dealt[lane], step_first, steps, at, starts, blocks, clones, alpha, active, kappa, counts
             ),
-        )  # noqa: B023
+        )
     if smooth and blocks is not stored:
         sparse.put_back(layout, stored, blocks, counts, results.counts)
 
@@ -548,7 +550,7 @@ def viterbi(layout: Arrays, log_initial, probs, values, evidence, offsets) -> tu
             lambda lane: paths.viterbi_lane(
                 lane, lanes, local, planned, layout, probs, log_initial, delta, shifts, found, scores
             ),
-        )  # noqa: B023
+        )
         path[steps], log_probability[ids] = found, scores
     lost = np.flatnonzero(log_probability == -np.inf)
     if lost.shape[0]:
