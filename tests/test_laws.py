@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
 
 import lightning_hmm
+from lightning_hmm import Sequences
 from lightning_hmm.callbacks import Convergence
 from lightning_hmm.distributions import Categorical, Product
 from lightning_hmm.inference.backends import VARIABLE
@@ -172,7 +175,28 @@ def test_the_reference_backend_trains_the_same_model(monkeypatch, name):
     torch.testing.assert_close(plain.score(sequences), scores, rtol=tolerance, atol=tolerance)
 
 
-# 5. Checkpoints.
+# 5. A plain Trainer with a DataLoader trains every composed model.
+
+COMPOSED = ("standard", "Gaussian", "composed", "DMC", "dense")
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, row in ROWS.items() if name.startswith(COMPOSED) and row.once_per_epoch]
+)
+def test_a_plain_trainer_with_a_loader_trains_the_same_model(name):
+    row = ROWS[name]
+    sequences, model = data(row.kind), row.make()
+    loader = DataLoader([sequences[n : n + 1] for n in range(len(sequences))], batch_size=5, collate_fn=Sequences.cat)
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = Trainer(max_epochs=row.epochs, enable_model_summary=False, **options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*rows of .* got no counts")
+        trainer.fit(model, loader)
+    wanted = row.fit(sequences)
+    assert_same_state(state(model), state(wanted), max(1e-9, row.tolerance))
+
+
+# 6. Checkpoints.
 
 
 @rows()
