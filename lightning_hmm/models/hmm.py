@@ -323,11 +323,11 @@ class HMM(BaumWelchTraining, DiscreteHMM):
 
     def setup(self, stage: str) -> None:
         datamodule: Any = getattr(self.trainer, "datamodule", None)
-        has_data = hasattr(datamodule, "train_sequences")
-        if stage == "fit" and not self.is_allocated and self.trainer.ckpt_path is None and getattr(datamodule, "columns", None):
+        starts = stage == "fit" and self.trainer.ckpt_path is None
+        if starts and not self.is_allocated and getattr(datamodule, "columns", None):
             self.allocate(datamodule.columns)
         super().setup(stage)
-        if stage == "fit" and self.starts_from_data and self.trainer.ckpt_path is None and not has_data:
+        if starts and self.starts_from_data and not hasattr(datamodule, "train_sequences"):
             self._initialize_from_loader()
 
     def _initialize_from_loader(self) -> None:
