@@ -582,7 +582,7 @@ def test_an_emission_of_ones_own_goes_all_the_way(tmp_path):
     main(["fit", *options, "--trainer.max_epochs=4", f"--ckpt_path={last}"])
     main(["predict", *options, f"--ckpt_path={last}", f"--predictions.path={tmp_path / 'states.jsonl'}"])
     assert len((tmp_path / "states.jsonl").read_text().splitlines()) == 20
-    with pytest.raises(ValueError, match=r"`model\.init_args\.emission` is"):
+    with pytest.raises(ValueError, match=r"`model\.init_args\.emission\.init_args\.failures` is 4\.0, but 3\.0 in the checkpoint"):
         main(["predict", *options, "--model.init_args.emission.init_args.failures=4", f"--ckpt_path={last}"])
 
 
