@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 import datasets
 import numpy as np
 
-from datamodules.base import no_progress_bars
+from datamodules.base import no_progress_bars, share
 from datamodules.paths import cache_name, some
 from lightning_hmm.columns import symbol_dtype
 
@@ -179,11 +179,6 @@ class Corpus(NamedTuple):
 
 
 LetterCleaning = Literal["letters", "paper"]
-
-
-def share(fraction: float, size: int) -> int:
-    """The given fraction of `size`, rounded down. It is exact: 0.29 of 100 is 29, whereas ``int(0.29 * 100)`` is 28."""
-    return math.floor(Fraction(str(fraction)) * size)
 
 
 def read_letters(
