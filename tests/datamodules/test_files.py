@@ -182,15 +182,15 @@ class TestText:
 
     def test_words(self, folder, name):
         assert self.words(name) == [["so", "be"], ["to", "be", "é"]]
-        assert self.words(name, per="file") == [["so", "be", "to", "be", "é"]]
+        assert self.words(name, sequence_per="file") == [["so", "be", "to", "be", "é"]]
 
     def test_characters(self, folder, name):
         assert self.words(name, unit="char") == [list("so be"), list("  to  be é")]
-        assert self.words(name, unit="char", per="file") == [list("so be\n\n  to  be é\n")]
+        assert self.words(name, unit="char", sequence_per="file") == [list("so be\n\n  to  be é\n")]
 
     def test_a_line_is_a_token(self, folder, name):
         assert self.words(name, unit="line-tokens") == [["so be"], ["to  be é"]]
-        assert self.words(name, unit="line-tokens", per="file") == [["so be", "to  be é"]]
+        assert self.words(name, unit="line-tokens", sequence_per="file") == [["so be", "to  be é"]]
 
     def test_missing_token(self, folder, name):
         assert self.words(name, missing_token="be") == [["so", None], ["to", None, "é"]]
