@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -111,9 +110,7 @@ class AccelerometerDataModule(ScaledDataModule):
         super().__init__(standardize=standardize, **kwargs)
         if skip_rows < 0:
             raise ValueError(f"`skip_rows` must not be negative, but is {skip_rows} instead.")
-        require_positive(
-            step=step, max_gap=max_gap, num_steps=num_steps, sequence_length=sequence_length, days=days
-        )
+        require_positive(step=step, max_gap=max_gap, num_steps=num_steps, sequence_length=sequence_length, days=days)
         self.num_steps = num_steps
         self.sequence_length = sequence_length
         if path is None and step not in (None, 60):
@@ -187,7 +184,7 @@ class AccelerometerDataModule(ScaledDataModule):
 
 
 class _Reader(NamedTuple):
-    """Reads recordings into one packed Arrow table. The fields are the options of reading, and part of the cache name."""
+    """Reads recordings into one packed Arrow table. The fields are the options of reading and enter the cache name."""
 
     time_column: str | None
     time_format: str | None

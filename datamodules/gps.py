@@ -140,9 +140,7 @@ class GPSDataModule(ScaledDataModule):
     ) -> None:
         super().__init__(standardize=standardize, **kwargs)
         require_choice("units", units, Units)
-        require_positive(
-            step=step, max_gap=max_gap, max_speed=max_speed, min_points=min_points, visitors=visitors
-        )
+        require_positive(step=step, max_gap=max_gap, max_speed=max_speed, min_points=min_points, visitors=visitors)
         if position_columns is not None and len(set(position_columns)) != 2:
             raise ValueError(f"`position_columns` must be two columns, but is {position_columns} instead.")
         if units == "metres" and path is not None and position_columns is None:
@@ -241,7 +239,7 @@ class _Track(NamedTuple):
 
 
 class _Reader(NamedTuple):
-    """Reads tracks into one packed Arrow table. The fields are the options of reading, and part of the cache name."""
+    """Reads tracks into one packed Arrow table. The fields are the options of reading and enter the cache name."""
 
     position_columns: list[str] | None
     units: str

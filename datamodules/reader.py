@@ -50,7 +50,7 @@ class _Steps(NamedTuple):
 
 
 class Reader(NamedTuple):
-    """Reads files into one packed Arrow table. The fields are the options of reading, and part of the cache name."""
+    """Reads files into one packed Arrow table. The fields are the options of reading and enter the cache name."""
 
     format: str
     delimiter: str | None
@@ -183,7 +183,9 @@ class Reader(NamedTuple):
         columns, every = self._choose(table.column_names, path)
         inferred = [table.schema.field(name) for name in every]
         dates = [
-            field.with_type(_without_dates(field.type)) for field in inferred if field.type != _without_dates(field.type)
+            field.with_type(_without_dates(field.type))
+            for field in inferred
+            if field.type != _without_dates(field.type)
         ]
         if dates:
             as_text = pa.json.ParseOptions(explicit_schema=pa.schema(dates))
@@ -430,7 +432,9 @@ def require_observed(observed: np.ndarray, path: Path, names: list[str]) -> None
         elif names:
             column = f"entry {feature} of column {names[0]!r} of "
         remedy = "Remove it from `columns`, or the file from `path`" if names else "Remove the file from `path`"
-        raise ValueError(f"Each column of each file must have an observed value, but {column}{path} has none. {remedy}.")
+        raise ValueError(
+            f"Each column of each file must have an observed value, but {column}{path} has none. {remedy}."
+        )
 
 
 def _require_one_use(options: dict[str, list[str]]) -> None:

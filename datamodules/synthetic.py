@@ -114,7 +114,9 @@ class SyntheticDataModule(SequenceDataModule):
                 f"`missing_fraction` must be at least 0 and less than 1, but is {missing_fraction} instead."
             )
         if transitions == "mostly_constant" and not 0 < kept < num_states:
-            raise ValueError(f"`kept` must be positive and less than `num_states` ({num_states}), but is {kept} instead.")
+            raise ValueError(
+                f"`kept` must be positive and less than `num_states` ({num_states}), but is {kept} instead."
+            )
         if transitions == "mostly_constant" and not kept / num_states <= kept_mass < 1:
             raise ValueError(
                 f"`kept_mass` must be at least `kept` / `num_states` ({kept / num_states:g}) and less than 1, "
