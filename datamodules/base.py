@@ -26,6 +26,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from datamodules.checks import require_fraction
 from lightning_hmm.columns import STEP_COLUMNS, Column, narrowest
 from lightning_hmm.data import SequenceData, loader
 from lightning_hmm.random import generator
@@ -137,12 +138,11 @@ class SequenceDataModule(SequenceData, ABC):
             )
         if num_workers < 0:
             raise ValueError(f"`num_workers` must not be negative, but is {num_workers} instead.")
-        for name, fraction in (("val_fraction", val_fraction), ("test_fraction", test_fraction)):
-            if not 0 <= fraction < 1:
-                raise ValueError(f"`{name}` must be at least 0 and less than 1, but is {fraction} instead.")
+        require_fraction(val_fraction=val_fraction, test_fraction=test_fraction)
         if Fraction(str(val_fraction)) + Fraction(str(test_fraction)) >= 1:
             raise ValueError(
-                f"`val_fraction` and `test_fraction` must sum to less than 1, but are {val_fraction} and {test_fraction}."
+                f"`val_fraction` and `test_fraction` must sum to less than 1, but are {val_fraction} and "
+                f"{test_fraction}."
             )
         self.data_dir = Path(data_dir if data_dir is not None else os.environ.get("LIGHTNING_HMM_DATA", "data"))
         self.batch_size = batch_size
@@ -202,7 +202,7 @@ class SequenceDataModule(SequenceData, ABC):
         given = loaded if isinstance(loaded, Mapping) else {"train": loaded}
         if "train" not in given or not set(given) <= set(PARTS):
             raise ValueError(
-                f"`load_dataset` must return 'train' and optionally 'val' and 'test', but returns {sorted(given)} instead."
+                f"`load_dataset` must return 'train' and optionally 'val' and 'test', but returns {sorted(given)}."
             )
         if len(given["train"]) == 0:
             raise ValueError(f"{type(self).__name__} must have at least one training sequence, but has none.")
@@ -301,7 +301,8 @@ class SequenceDataModule(SequenceData, ABC):
     def score_everything(self, yes: bool = True) -> None:
         """Uses all sequences for validation and testing, except in parts that have data of their own.
 
-        This is for a model that was trained on other data. It has no effect once this module has been used for training.
+        This is for a model that was trained on other data. It has no effect once this module has been used for
+        training.
         """
         self._scores_everything = yes and not self._trains
         for part in PARTS[1:]:

@@ -179,13 +179,11 @@ def flattened(column: pa.Array, lengths: np.ndarray | None, name: str, path: Pat
     if lengths is None:
         if is_list(column.type):
             raise ValueError(
-                f"Column {name!r} must contain one value per row like the columns of values, but contains lists in {path}."
+                f"Column {name!r} must contain one value per row like the values, but contains lists in {path}."
             )
         return column
     if not is_list(column.type):
-        raise ValueError(
-            f"Column {name!r} must contain lists like the column of values, but contains {column.type} in {path}."
-        )
+        raise ValueError(f"Column {name!r} must contain lists like the values, but contains {column.type} in {path}.")
     found = pc.list_value_length(column).fill_null(-1).to_numpy()
     if np.any(wrong := found != lengths):
         row = int(np.argmax(wrong))

@@ -14,6 +14,13 @@ def require_positive(**options: float | None) -> None:
             raise ValueError(f"`{name}` must be positive, but is {value} instead.")
 
 
+def require_fraction(**options: float) -> None:
+    """Raises an error for the first option that is not at least 0 and less than 1."""
+    for name, value in options.items():
+        if not 0 <= value < 1:
+            raise ValueError(f"`{name}` must be at least 0 and less than 1, but is {value} instead.")
+
+
 def require_choice(name: str, value: str, choices: Any) -> None:
     """Raises an error if the value of an option is not one of the values of a `Literal` type."""
     if value not in get_args(choices):

@@ -388,7 +388,8 @@ class FileDataModule(ScaledDataModule):
         if (names is None) != (read["names"] is None):
             forms = ("integers", "names") if names is None else ("names", "integers")
             raise ValueError(
-                f"{step.capitalize()} must be {forms[0]} as in training, but column {read['name']!r} contains {forms[1]}."
+                f"{step.capitalize()} must be {forms[0]} as in training, but column {read['name']!r} contains "
+                f"{forms[1]}."
             )
         for name, place in zip(read["names"] or [], read["places"] or [], strict=True):
             if names is not None and name not in names:

@@ -89,7 +89,8 @@ class GuitarDataModule(SequenceDataModule):
     Example:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     data = GuitarDataModule(recordings=2, num_sequences=4, val_fraction=0, test_fraction=0.5, data_dir=folder)
+        ...     data = GuitarDataModule(recordings=2, num_sequences=4, val_fraction=0, test_fraction=0.5,
+        ...                             data_dir=folder)
         ...     data.setup()
         ...     len(data.train_sequences), data.num_features
         (2, 12)
@@ -260,7 +261,7 @@ class Analysis(NamedTuple):
 
 
 def _find_recordings(path: str | list[str], data_dir: Path) -> dict[Path, str]:
-    """Returns the chord of each file: the name of its folder, or its own name up to the number if there are no folders."""
+    """Returns the chord of each file: the name of its folder or, without folders, its own name up to the number."""
     if isinstance(path, str):
         for place in (Path(path).expanduser(), data_dir / path):
             folders = sorted(entry for entry in place.iterdir() if entry.is_dir()) if place.is_dir() else []

@@ -150,8 +150,8 @@ class ToyMachineDataModule(LanguageDataModule):
     r"""Runs of 3k symbols: a signal 0 or 2, then 3k - 2 noise symbols, then the response to the signal, 1 or 3.
 
     Use it to test whether a model represents long-range dependencies. The noise is 4 or 5, 6, 7, 8 or 9, 10, 11, ... up
-    to 4k or 4k + 1. The signal determines the response after all the noise. A cloned HMM with two clones per noise symbol
-    can represent this, but an n-gram model of moderate order cannot. The entropy of a run is k + 1 bits.
+    to 4k or 4k + 1. The signal determines the response after all the noise. A cloned HMM with two clones per noise
+    symbol can represent this, but an n-gram model of moderate order cannot. The entropy of a run is k + 1 bits.
 
     With `alpha`, the last two groups of noise are repeated with this probability, so that the length of the noise is
     random. With two values, each run uses the first one with probability `alpha_share`.
@@ -188,7 +188,7 @@ class ToyMachineDataModule(LanguageDataModule):
         alphas = [0.0] if alpha is None else list(alpha)
         if alpha is not None and (k != 2 or len(alpha) not in (1, 2) or not all(0 <= a < 1 for a in alpha)):
             raise ValueError(
-                f"`alpha` must be one or two probabilities below 1 and requires `k=2`, but is {alpha} with `k={k}` instead."
+                f"`alpha` must be one or two probabilities below 1 and requires `k=2`, but is {alpha} with `k={k}`."
             )
         if not 0 <= alpha_share <= 1:
             raise ValueError(f"`alpha_share` must be a probability, but is {alpha_share} instead.")

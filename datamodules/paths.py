@@ -54,7 +54,7 @@ def find_files(
 
 
 def cache_name(options: Any, files: Mapping[str, list[Path]]) -> str:
-    """Returns a name for the cache of the given files, which changes with the files and the `options` (plain values)."""
+    """Returns a name for the cache of files, which changes with the files and with the `options` (plain values)."""
     stamps = [
         (part, str(file), str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns)
         for part, group in files.items()

@@ -56,8 +56,8 @@ ROLES = {
     "closing": {")": 100.0},
     "stop": {".": 100.0},
 }
-# Probabilities in percent, in the order of the roles: of the first word, and of the next word after each role. A stop is
-# added at the end of each sentence.
+# Probabilities in percent, in the order of the roles: of the first word, and of the next word after each role. A stop
+# is added at the end of each sentence.
 FIRST = [32, 10, 3, 24, 7, 12, 0, 1, 7, 4, 0, 0, 0, 0]
 NEXT = [
     [0, 33, 3, 62, 0, 0, 0, 0, 2, 0, 0, 0, 0, 0],
@@ -192,7 +192,7 @@ def read_tags(path: Path, format: str, column: Column = "upos") -> tuple[pa.Arra
 
 
 def _word_tag(lines: pa.Array, path: Path, format: str) -> tuple[pa.Array, np.ndarray]:
-    """Reads sentences of ``word_TAG`` or ``word/TAG``, one per line; in MedPost, a line with an identifier precedes each."""
+    """Reads one sentence per line, of ``word_TAG`` (MedPost, each after a line with an identifier) or ``word/TAG``."""
     rows = np.flatnonzero(pc.not_equal(pc.ascii_ltrim_whitespace(lines), "").to_numpy(zero_copy_only=False))
     mark = "/"
     if format == "medpost":

@@ -61,8 +61,8 @@ AMINO_ACIDS = {
     "Y": (2.92, 0.69, 1.47, 1.14),
 }
 STRUCTURES = ["helix", "strand", "turn", "start"]
-# The mean lengths are 10 residues for helices and 5 for strands and turns. About half of all chains start with methionine,
-# as in the Protein Data Bank.
+# The mean lengths are 10 residues for helices and 5 for strands and turns. About half of all chains start with
+# methionine, as in the Protein Data Bank.
 TRANSITIONS = [[0.90, 0.01, 0.09, 0.0], [0.02, 0.80, 0.18, 0.0], [0.09, 0.11, 0.80, 0.0], [0.20, 0.15, 0.65, 0.0]]
 METHIONINE_FIRST = 0.49
 MEDIAN_LENGTH, LENGTH_SPREAD = 209, 0.72  # Median, and standard deviation of the logarithm, in the Protein Data Bank.
@@ -190,8 +190,8 @@ def read_fasta(
             text = block[starts[line] :].split(b"\n", 1)[0].decode("utf-8", "replace")
             sign = block[wrong[0] :].decode("utf-8", "replace")[0]
             raise ValueError(
-                f"Amino acids must be letters from A to Z, but line {first_line + line} of {path} has {sign!r} instead: "
-                f"{text[:60]!r}."
+                f"Amino acids must be letters from A to Z, but line {first_line + line} of {path} has {sign!r} "
+                f"instead: {text[:60]!r}."
             )
         is_letter = meaning < BLANK
         per_line = np.add.reduceat(is_letter, starts, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Reads tables (CSV, TSV, Parquet, JSON lines) and plain text into packed sequences. Errors name the file and the row."""
+"""Reads tables (CSV, TSV, Parquet, JSON lines) and plain text into packed sequences. Errors name file and row."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ class Reader(NamedTuple):
         if nested:
             if len(columns) > 1 or self.sequence_column is not None:
                 raise ValueError(
-                    f"A column of lists must be the only one, but {nested[0]!r} of {path} is read together with others. "
+                    f"A column of lists must be the only one, but {nested[0]!r} of {path} is read with other columns. "
                     "Set `columns` to it alone, without `sequence_column`."
                 )
             lists = steps[0]
@@ -293,7 +293,7 @@ class Reader(NamedTuple):
         first, single = cleaned[0], len(columns) == 1
         if self.kind == "symbols" and (not single or is_list(first.type)):
             raise ValueError(
-                f"Symbols must be in one column, but the data have {'vectors' if single else f'{len(columns)} columns'}. "
+                f"Symbols must be in one column, but there are {'vectors' if single else f'{len(columns)} columns'}. "
                 "Choose one with `columns`."
             )
         if self.kind == "vectors" and single and declared[0]:
@@ -325,7 +325,7 @@ class Reader(NamedTuple):
         return found
 
     def _values(self, found: list[Codes | np.ndarray], names: list[str]) -> tuple[np.ndarray, list[dict[str, Any]]]:
-        """Returns (steps,) symbols, or (steps, columns) vectors with NaN for missing values, and describes each column."""
+        """Returns (steps,) symbols, or (steps, columns) vectors with NaN if missing, and describes each column."""
         if len(found) == 1 and isinstance(found[0], Codes):
             return found[0].numbers, [_described(names[0] if names else None, found[0])]
         described, entries = [], []
@@ -393,8 +393,9 @@ class Reader(NamedTuple):
         if falls.any():
             step = int(np.argmax(falls))
             raise ValueError(
-                f"Times must not decrease within a sequence, but column {self.others['times'][0]!r} in {place(step)} is "
-                f"{times[step - 1] - times[step]:g} s before {place(step - 1)}. Sort the rows of each sequence by time."
+                f"Times must not decrease within a sequence, but column {self.others['times'][0]!r} in {place(step)} "
+                f"is {times[step - 1] - times[step]:g} s before {place(step - 1)}. "
+                "Sort the rows of each sequence by time."
             )
 
 

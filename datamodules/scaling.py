@@ -104,7 +104,7 @@ class ScaledDataModule(SequenceDataModule):
         return source
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the columns, mean and standard deviation of training, which a trained model needs to read new data."""
+        """Returns columns, mean and standard deviation of training, which a trained model needs to read new data."""
         units = {} if self.mean is None or self.std is None else {"mean": self.mean, "std": self.std}
         return units if not self._columns_read else {**units, "columns": [asdict(column) for column in self.columns]}
 
@@ -132,8 +132,8 @@ class ScaledDataModule(SequenceDataModule):
             )
         if len(trained) != len(own):
             raise ValueError(
-                f"The data must have {len(trained)} columns as in training, {some(_names(trained))}, but {len(own)} are "
-                f"chosen: {some(list(own))}."
+                f"The data must have {len(trained)} columns as in training, {some(_names(trained))}, but {len(own)} "
+                f"are chosen: {some(list(own))}."
             )
         matched = self._columns_read if self._columns_chosen else [own[column.name] for column in trained]
         if len(matched) == 1:

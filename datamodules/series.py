@@ -113,7 +113,7 @@ def _formatted(column: pa.Array, name: str, place: Callable[[int], str], time_fo
     if "%Z" in time_format.replace("%%", ""):
         raise ValueError(
             f"`time_format` must not contain %Z, because names of time zones are ambiguous, but is {time_format!r}. "
-            "If all times are in one zone, replace %Z by its name. Otherwise use %z and offsets such as +0200 in the file."
+            "If all times are in one zone, replace %Z by its name. Otherwise use %z and offsets such as +0200."
         )
     dates, start = column.dictionary_encode(), datetime(1970, 1, 1, tzinfo=UTC)
     times = np.empty(len(dates.dictionary), np.int64)

@@ -15,6 +15,7 @@ import pyarrow as pa
 import torch
 
 from datamodules.base import SequenceDataModule, as_dataset, as_table, metadata_of
+from datamodules.checks import require_fraction
 from datamodules.paths import cache_name, find_files
 from lightning_hmm.columns import symbol_column, symbol_dtype
 from lightning_hmm.sequences import Sequences
@@ -26,7 +27,8 @@ CACHE_VERSION = 2  # Increase it whenever the same files and options are read di
 class Symbols(NamedTuple):
     """Packed sequences of symbols.
 
-    numbers: (steps,) indices into `names`, -1 for a missing symbol, in the narrowest type or in uint8 if none is missing.
+    numbers: (steps,) indices into `names`, -1 for a missing symbol. The type is the narrowest one, or uint8 if no
+        symbol is missing.
     lengths: (N,) number of steps in each sequence.
     names: Names of the symbols. Not all need to occur.
     states: (steps,) true states if the sequences were drawn, else ``None``.
@@ -69,8 +71,7 @@ class SymbolDataModule(SequenceDataModule):
         for name, value in (("num_sequences", num_sequences), ("max_length", max_length)):
             if value is not None and value < 1:
                 raise ValueError(f"`{name}` must be positive, or None for all, but is {value} instead.")
-        if not 0 <= rare_fraction < 1:
-            raise ValueError(f"`rare_fraction` must be at least 0 and less than 1, but is {rare_fraction} instead.")
+        require_fraction(rare_fraction=rare_fraction)
         self.num_sequences = num_sequences
         self.max_length = max_length
         self.rare_fraction = rare_fraction

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from datamodules.base import SequenceDataModule, as_dataset, as_table
-from datamodules.checks import require_choice, require_positive
+from datamodules.checks import require_choice, require_fraction, require_positive
 from lightning_hmm.columns import feature_columns, symbol_column
 from lightning_hmm.random import generator
 from lightning_hmm.sequences import Sequences
@@ -109,10 +109,7 @@ class SyntheticDataModule(SequenceDataModule):
         require_positive(num_sequences=num_sequences, concentration=concentration)
         if not separation >= 0:
             raise ValueError(f"`separation` must not be negative, but is {separation} instead.")
-        if not 0 <= missing_fraction < 1:
-            raise ValueError(
-                f"`missing_fraction` must be at least 0 and less than 1, but is {missing_fraction} instead."
-            )
+        require_fraction(missing_fraction=missing_fraction)
         if transitions == "mostly_constant" and not 0 < kept < num_states:
             raise ValueError(
                 f"`kept` must be positive and less than `num_states` ({num_states}), but is {kept} instead."
@@ -150,7 +147,7 @@ class SyntheticDataModule(SequenceDataModule):
             if not every_symbol or self._has_every_symbol():
                 return
         raise ValueError(
-            f"`every_symbol` must be possible, but in {DRAWS} draws not all of the {self.num_symbols} symbols occurred. "
+            f"`every_symbol` must be possible, but in {DRAWS} draws not all {self.num_symbols} symbols occurred. "
             "Increase `num_sequences`, `length` or `concentration`."
         )
 

@@ -64,13 +64,13 @@ class TextDataModule(SequenceDataModule):
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     path = Path(folder, "verse.txt")
-        ...     _ = path.write_text("Row, row, row your boat, gently down the stream. Row 2 boats, your boat.")
+        ...     _ = path.write_text("Row, row, row your boat! Row 2 boats, row your boat, row your boat!")
         ...     data = TextDataModule(str(path), sequence_length=20, val_fraction=0, test_fraction=0.2)
         ...     data.setup()
         >>> data.text["train"]
-        'row row row your boat rare rare rare rare row rare rare'
+        'row row row your boat row rare rare row your boat'
         >>> data.text["test"]
-        ' your boat'
+        ' row your boat'
     """
 
     def __init__(

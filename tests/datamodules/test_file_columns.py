@@ -168,7 +168,7 @@ class TestTimes:
             86400.0,
             2 * 86400.0,
         ]
-        with pytest.raises(ValueError, match="`time_format` is for the column of times, but there is no `time_column`"):
+        with pytest.raises(ValueError, match="`time_format` requires `time_column`, which is not given"):
             FileDataModule("x.csv", columns=["y"], time_format="%d/%m/%Y").setup()
 
     def test_numbers_are_not_rounded(self):
@@ -263,7 +263,7 @@ class TestCategories:
             ),
             (
                 {"categorical_columns": ["x", "w"]},
-                "Categories must be names or whole numbers from 0, .* row 1 of x.csv has 0.5 instead. Leave the column out",
+                "Categories must be names or integers from 0, .* row 1 of x.csv has 0.5 instead. Remove the column",
             ),
             (
                 {"categorical_columns": ["z"]},
@@ -295,15 +295,15 @@ class TestCategories:
         ({"input_columns": ["u", "z"]}, "`input_columns` must be in the file, but x.csv has no column 'z'"),
         ({"time_column": "z"}, "`time_column` must be in the file, but x.csv has no column 'z'"),
         ({"action_column": "z"}, "`action_column` must be in the file, but x.csv has no column 'z'"),
-        ({"label_column": "y"}, "Each column must have one use, but 'y' is in `columns` and in `label_column`. Leave it out of one of them"),
-        ({"columns": ["y", "y"]}, "Each column must have one use, but 'y' is twice in `columns`"),
-        ({"input_columns": ["u", "u"]}, "Each column must have one use, but 'u' is twice in `input_columns`"),
+        ({"label_column": "y"}, "Each column must be used once, but 'y' is in `columns` and in `label_column`. Remove one of them"),
+        ({"columns": ["y", "y"]}, "Each column must be used once, but 'y' is twice in `columns`"),
+        ({"input_columns": ["u", "u"]}, "Each column must be used once, but 'u' is twice in `input_columns`"),
         ({"input_columns": ["u", "t"], "time_column": "t"}, "'t' is in `.*_columns?` and in `.*_columns?`"),
         ({"sequence_column": "id", "label_column": "id"}, "'id' is in `sequence_column` and in `label_column`"),
         ({"input_columns": ["v", "do"]}, "Inputs must be numbers, but column 'do' in row 1 of x.csv has 'stay' instead. Set `input_columns`"),
         ({"action_column": "state"}, "Each row must have an action, but column 'state' in row 3 of x.csv is empty"),
-        ({"action_column": "u"}, "Actions must be names or whole numbers from 0, .* column 'u' in row 1 of x.csv has 0.5 instead"),
-        ({"label_column": "u"}, "Labels must be names or whole numbers from 0, or -1 .* column 'u' in row 1 of x.csv has 0.5 instead"),
+        ({"action_column": "u"}, "Actions must be names or integers from 0, .* column 'u' in row 1 of x.csv has 0.5 instead"),
+        ({"label_column": "u"}, "Labels must be names or integers from 0, or -1 .* column 'u' in row 1 of x.csv has 0.5 instead"),
         ({"columns": None, "sequence_column": "id", "input_columns": ["y", "u", "v"], "label_column": "state", "time_column": "t", "action_column": "do"},
          "There must be a column of values apart from `sequence_column`, .*`input_columns`, but x.csv has only"),
     ],
@@ -321,7 +321,7 @@ def test_wrong_options(options, message):
         (
             "0\n-1",
             {"action_column": "z"},
-            "Actions must be names or whole numbers from 0, but column 'z' in row 2 of x.csv has -1 instead",
+            "Actions must be names or integers from 0, but column 'z' in row 2 of x.csv has -1 instead",
         ),
         ("0\n-2", {"label_column": "z"}, "Labels must be .* column 'z' in row 2 of x.csv has -2 instead"),
         ("0\n", {"input_columns": ["z"]}, "Each row must have all inputs, but column 'z' in row 2 of x.csv is empty"),
@@ -349,10 +349,10 @@ def test_wrong_cells(column, options, message):
             {"l": [[0, 1], None]},
             "Column 'l' must have one entry for each step, but row 2 of x.jsonl has 1 steps and is null",
         ),
-        ({"l": [0, 1]}, "Column 'l' must hold lists, as the column of values does, but holds int64 in x.jsonl"),
+        ({"l": [0, 1]}, "Column 'l' must contain lists like the values, but contains int64 in x.jsonl"),
         (
             {"y": [0, 1], "l": [[0], [1]]},
-            "Column 'l' must hold one value in each row, as the columns of values do, but holds lists in x.jsonl",
+            "Column 'l' must contain one value per row like the values, but contains lists in x.jsonl",
         ),
     ],
 )
@@ -418,10 +418,10 @@ class TestNewDataForATrainedModel:
                 "x,w,l,a\n5,p,up,run\n",
                 "Actions must be those of training, go, stay, but column 'a' in row 1 of new.csv has 'run' instead",
             ),
-            ("x,w,l,a\n5,p,1,go\n", "Labels must be names as in training, but column 'l' holds whole numbers"),
+            ("x,w,l,a\n5,p,1,go\n", "Labels must be names as in training, but column 'l' contains integers"),
             (
                 "x,w,l,a\n5,1,up,go\n",
-                "Column 'w' must hold names of categories as in training, but holds numbers of categories",
+                "Column 'w' must contain category names as in training, but contains category numbers",
             ),
         ],
     )

@@ -284,8 +284,11 @@ class TestCleaning:
                 ready("x.csv", max_speed=10, **METRES).train_sequences,
                 [[[0.0, 0.0], [1.0, 0.0], [NAN, NAN], [NAN, NAN], [3.0, 0.0], [4.0, 0.0]]],
             )
-        said = "Left out: 1 points of the same time as the one before; 3 points that need more than 10 m/s; 1 of 2 tracks with fewer than 2 points."
-        assert said in caplog.text
+        message = (
+            "Omitted: 1 points with the same time as the previous point; 3 points that require more than 10 m/s; "
+            "1 of 2 tracks with fewer than 2 points."
+        )
+        assert message in caplog.text
         every = ready("x.csv", max_speed=None, min_points=1, **METRES).train_sequences
         assert every.lengths.tolist() == [7, 1]
 
@@ -318,7 +321,7 @@ def test_tracks_are_split_as_wholes():
         (
             "x.csv",
             table("time,lat,lon", (0, 1, 2), (2, 1, 2), (1, 1, 2)),
-            "Times must rise along a track, but row 3 of x.csv is earlier .* set `track_column`",
+            "Times must increase along a track, but row 3 of x.csv is earlier .* set `track_column`",
         ),
         (
             "x.csv",
@@ -340,16 +343,16 @@ def test_tracks_are_split_as_wholes():
             table("time,lat,lon", (0, 1, 2)),
             "There must be a track of at least 2 points, but all 1 of x.csv have fewer",
         ),
-        ("x.csv", table("time,lat,lon", (0, None, 2)), "x.csv must hold positions, but has none"),
+        ("x.csv", table("time,lat,lon", (0, None, 2)), "x.csv must contain positions, but has none"),
         (
             "x.csv",
             table("time,lat,lon,track", (0, 1, 2, 1), (1, 1, 2, None)),
-            "`track_column` must name a track for each row, but row 2 of x.csv is empty",
+            "`track_column` must have a value in each row, but row 2 of x.csv is empty",
         ),
         (
             "x.csv",
             table("time,lat,x", (0, 1, 2)),
-            "`position_columns` must be in the file, but x.csv has no column called lon or lng .* It has time, lat, x",
+            "`position_columns` must be in the file, but x.csv has no column named lon or lng .* It has time, lat, x",
         ),
         (
             "x.csv",
@@ -361,23 +364,23 @@ def test_tracks_are_split_as_wholes():
             table("time,lat,lon", (0, 1, 2), (1, 1, 2), (2, 1, 2), (1e6, 1, 2)),
             "x.csv has 4 rows in .* Set `max_gap`",
         ),
-        ("x.gpx", "<gpx><trk></trk></gpx>", "x.gpx must hold a `trk` with points, but has none"),
-        ("x.gpx", "<gpx>", "x.gpx must be GPX, but cannot be read as it"),
+        ("x.gpx", "<gpx><trk></trk></gpx>", "x.gpx must contain a `trk` with points, but has none"),
+        ("x.gpx", "<gpx>", "x.gpx must be GPX, but cannot be read as such"),
         (
             "x.gpx",
             '<gpx><trk><trkseg><trkpt lat="1" lon="2"/></trkseg></trk></gpx>',
             "Each row must have a time, but column 'time' in point 1 of track '1' in x.gpx",
         ),
-        ("x.geojson", "[1, 2", "x.geojson must be GeoJSON, but cannot be read as it"),
+        ("x.geojson", "[1, 2", "x.geojson must be GeoJSON, but cannot be read as such"),
         (
             "x.geojson",
             '{"features": []}',
-            "x.geojson must hold a LineString, MultiLineString or Point with times, but has none",
+            "x.geojson must contain a LineString, MultiLineString or Point with times, but has none",
         ),
         (
             "x.geojson",
             json.dumps({"features": [{**line(OTHER), "properties": {}}]}),
-            "A line must have a time for each of its 2 points, but that of feature 1 has none",
+            "A line must have a time for each of its 2 points, but feature 1 has none",
         ),
     ],
 )
@@ -398,7 +401,7 @@ def test_truncated_and_corrupt_gzip_files(name, text):
 
 
 def test_deeply_nested_geojson():
-    with pytest.raises(ValueError, match=r"x\.geojson must be GeoJSON, but cannot be read as it"):
+    with pytest.raises(ValueError, match=r"x\.geojson must be GeoJSON, but cannot be read as such"):
         ready(write("x.geojson", "[" * 100_000), **RAW)
 
 
@@ -408,14 +411,14 @@ def test_deeply_nested_geojson():
         ({"units": "feet"}, "`units` must be one of degrees, metres, but is 'feet' instead"),
         ({"max_speed": 0}, "`max_speed` must be positive, but is 0 instead"),
         ({"visitors": 0}, "`visitors` must be positive, but is 0 instead"),
-        ({"step": 5}, "`step` is for files, but without `path` visitors are drawn every 10 s"),
+        ({"step": 5}, "`step` must be 10 or omitted without `path`, .* but is 5"),
         ({"position_columns": ["x"]}, "`position_columns` must be two columns, but is \\['x'\\] instead"),
-        ({"path": "x.csv", "units": "metres"}, "`position_columns` must be given for positions in metres"),
+        ({"path": "x.csv", "units": "metres"}, "`position_columns` must be given for positions on a plane"),
         (
             {"origin": [13.0, 470.0]},
             "`origin` must be a latitude and a longitude in degrees, but is \\[13.0, 470.0\\] instead",
         ),
-        ({"origin": [13.0, 47.0], "units": "metres"}, "`origin` is for degrees, but `units` is 'metres'"),
+        ({"origin": [13.0, 47.0], "units": "metres"}, "`origin` applies to degrees, but `units` is 'metres'"),
     ],
 )
 def test_wrong_words(words, message):

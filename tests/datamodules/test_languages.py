@@ -124,9 +124,9 @@ def test_the_same_words_give_the_same_data_and_others_do_not():
     ("make", "message"),
     [
         (lambda: ToyMachineDataModule(k=0), "`k` must be at least 1"),
-        (lambda: ToyMachineDataModule(k=3, alpha=[0.5]), "with `k` 2, but is"),
+        (lambda: ToyMachineDataModule(k=3, alpha=[0.5]), "requires `k=2`, but is"),
         (lambda: BracketDataModule(start=[0.5, 0.6]), "sum to 1"),
-        (lambda: BracketDataModule(inside=[0.5, 0.5, 0.0]), "chance to close"),
+        (lambda: BracketDataModule(inside=[0.5, 0.5, 0.0]), "positive probability of closing"),
         (lambda: BracketDataModule(length=0), "`length` must be positive"),
     ],
 )

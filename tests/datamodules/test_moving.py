@@ -116,7 +116,7 @@ def test_the_filter_is_far_better_than_standing_still_and_no_simpler_rule_comes_
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"num_features": 1}, "`num_features` must be at least 2, for steps to have a direction, but is 1 instead"),
+        ({"num_features": 1}, "`num_features` must be at least 2, but is 1 instead"),
         ({"noise": 0.0}, "`noise` must be positive, but is 0.0 instead"),
         ({"burn_in": -1}, "`burn_in` must not be negative, but is -1 instead"),
     ],

@@ -61,7 +61,7 @@ def test_preparation_is_what_a_plain_implementation_gives(sequences, first, leng
     shorter = cut(pack(sequences, states=True), first, length)
     expected, names = plainly(sequences, first, length, fraction)
     if not names:
-        with pytest.raises(ValueError, match="There must be some symbols, but all are missing"):
+        with pytest.raises(ValueError, match="At least one symbol must be observed, but all are missing"):
             merge_rare(shorter, float(fraction), "rest")
         return
     made = merge_rare(shorter, float(fraction), "rest")

@@ -221,11 +221,11 @@ def test_parts_have_their_states():
         ({"layout": "line"}, "`layout` must be one of random, grid, but is 'line' instead"),
         (
             {"transitions": "mostly_constant", "kept": 5},
-            "`kept` must be positive and less than the 5 of `num_states`, but is 5 instead",
+            r"`kept` must be positive and less than `num_states` \(5\), but is 5 instead",
         ),
         (
             {"transitions": "mostly_constant", "kept": 0},
-            "`kept` must be positive and less than the 5 of `num_states`, but is 0 instead",
+            r"`kept` must be positive and less than `num_states` \(5\), but is 0 instead",
         ),
         (
             {"transitions": "mostly_constant", "kept": 3, "kept_mass": 0.5},
@@ -235,10 +235,13 @@ def test_parts_have_their_states():
             {"transitions": "mostly_constant", "kept": 3, "kept_mass": 1.0},
             "`kept_mass` must be .* less than 1, but is 1.0 instead",
         ),
-        ({"emission": "gaussian", "every_symbol": True}, "`every_symbol` is for symbols, but `emission` is 'gaussian'"),
+        (
+            {"emission": "gaussian", "every_symbol": True},
+            "`every_symbol` applies to symbols, but `emission` is 'gaussian'",
+        ),
         (
             {"num_symbols": 50, "num_sequences": 2, "length": 20, "every_symbol": True},
-            "100 times not all of the 50 symbols occurred",
+            "in 100 draws not all 50 symbols occurred",
         ),
     ],
 )
