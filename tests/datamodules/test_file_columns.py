@@ -183,7 +183,10 @@ class TestTimes:
             0.0,
             1.0,
         ]
-        message = "Times must not decrease within a sequence, but column 't' in row 2 of x.csv is 5 s before row 1 of x.csv. Sort the rows"
+        message = (
+            "Times must not decrease within a sequence, but column 't' in row 2 of x.csv is 5 s before row 1 of x.csv. "
+            "Sort the rows"
+        )
         with pytest.raises(ValueError, match=message):
             FileDataModule("x.csv", columns=["y"], time_column="t").setup()
         write("x.csv", "id,y,t\na,0,5\nb,1,0\nb,2,1\na,3,4\n")
@@ -243,7 +246,10 @@ class TestCategories:
     def test_names_that_only_validation_has(self):
         write("x.csv", self.TEXT)
         write("y.csv", "x,w,n\n1,c,0\n2,a,1\n")
-        message = "Categories of column 'w' must be in the training part, but 'c' in row 1 of y.csv is not. Name the categories in `categorical_columns`"
+        message = (
+            "Categories of column 'w' must be in the training part, but 'c' in row 1 of y.csv is not. "
+            "List the categories in `categorical_columns`"
+        )
         with pytest.raises(ValueError, match=message):
             FileDataModule("x.csv", val_path="y.csv", categorical_columns=["w", "n"]).setup()
         data = ready("x.csv", val_path="y.csv", categorical_columns={"w": ["a", "b", "c"], "n": ["0", "1", "2"]})
@@ -259,7 +265,7 @@ class TestCategories:
         [
             (
                 {},
-                "Vectors must be numbers, but row 1 of x.csv has 'b' instead. .*`categorical_columns` to those of names",
+                "Vectors must be numbers, but row 1 of x.csv has 'b' instead. .*`categorical_columns` to columns of",
             ),
             (
                 {"categorical_columns": ["x", "w"]},
@@ -291,20 +297,26 @@ class TestCategories:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"label_column": "z"}, "`label_column` must be in the file, but x.csv has no column 'z'. It has id, y, state, u, v, t, do"),
+        ({"label_column": "z"},
+         "`label_column` must be in the file, but x.csv has no column 'z'. It has id, y, state, u, v, t, do"),
         ({"input_columns": ["u", "z"]}, "`input_columns` must be in the file, but x.csv has no column 'z'"),
         ({"time_column": "z"}, "`time_column` must be in the file, but x.csv has no column 'z'"),
         ({"action_column": "z"}, "`action_column` must be in the file, but x.csv has no column 'z'"),
-        ({"label_column": "y"}, "Each column must be used once, but 'y' is in `columns` and in `label_column`. Remove one of them"),
+        ({"label_column": "y"},
+         "Each column must be used once, but 'y' is in `columns` and in `label_column`. Remove one of them"),
         ({"columns": ["y", "y"]}, "Each column must be used once, but 'y' is twice in `columns`"),
         ({"input_columns": ["u", "u"]}, "Each column must be used once, but 'u' is twice in `input_columns`"),
         ({"input_columns": ["u", "t"], "time_column": "t"}, "'t' is in `.*_columns?` and in `.*_columns?`"),
         ({"sequence_column": "id", "label_column": "id"}, "'id' is in `sequence_column` and in `label_column`"),
-        ({"input_columns": ["v", "do"]}, "Inputs must be numbers, but column 'do' in row 1 of x.csv has 'stay' instead. Set `input_columns`"),
+        ({"input_columns": ["v", "do"]},
+         "Inputs must be numbers, but column 'do' in row 1 of x.csv has 'stay' instead. Set `input_columns`"),
         ({"action_column": "state"}, "Each row must have an action, but column 'state' in row 3 of x.csv is empty"),
-        ({"action_column": "u"}, "Actions must be names or integers from 0, .* column 'u' in row 1 of x.csv has 0.5 instead"),
-        ({"label_column": "u"}, "Labels must be names or integers from 0, or -1 .* column 'u' in row 1 of x.csv has 0.5 instead"),
-        ({"columns": None, "sequence_column": "id", "input_columns": ["y", "u", "v"], "label_column": "state", "time_column": "t", "action_column": "do"},
+        ({"action_column": "u"},
+         "Actions must be names or integers from 0, .* column 'u' in row 1 of x.csv has 0.5 instead"),
+        ({"label_column": "u"},
+         "Labels must be names or integers from 0, or -1 .* column 'u' in row 1 of x.csv has 0.5 instead"),
+        ({"columns": None, "sequence_column": "id", "input_columns": ["y", "u", "v"], "label_column": "state",
+          "time_column": "t", "action_column": "do"},
          "There must be a column of values apart from `sequence_column`, .*`input_columns`, but x.csv has only"),
     ],
 )  # fmt: skip
@@ -432,7 +444,7 @@ class TestNewDataForATrainedModel:
             data.load_state_dict(state)
 
     def test_labels_do_not_make_other_data(self):
-        """Whether validation uses all sequences depends on the observations alone: training sequences stay training sequences."""
+        """Whether validation uses all sequences depends only on the observations, not on the other columns."""
         write("x.csv", "x,l\n1.5,a\n2,b\n")
         assert ready("x.csv", columns=["x"]).fingerprint == ready("x.csv", columns=["x"], label_column="l").fingerprint
 

@@ -391,7 +391,7 @@ def test_columns_of_a_new_file_are_those_of_training(folder, standardize):
 
 
 def test_columns_and_units_go_with_a_checkpoint(folder):
-    """The log-likelihoods of new data do not depend on the order of their columns, and a feature may be constant in them."""
+    """Log-likelihoods of new data do not depend on the order of the columns, and a feature may be constant in them."""
     write("train.csv", "id,x,y\n" + "".join(f"{n // 10},{n % 3},{100 * (n % 7)}\n" for n in range(80)))
     write("same.csv", "id,x,y\n1,2,300\n1,2,500\n2,2,0\n")
     write("other.csv", "y,id,x\n300,1,2\n500,1,2\n0,2,2\n")

@@ -1,4 +1,4 @@
-"""Tracks: read from GPX, GeoJSON and tables, projected, cleaned, resampled, split as wholes; drawn visitors; and what is said about bad ones."""
+"""Tracks from GPX, GeoJSON and tables: projection, cleaning, resampling and split; drawn visitors; error messages."""
 
 import gzip
 import json
@@ -51,7 +51,8 @@ def close(found, expected, atol=0.0) -> None:
     )
 
 
-# A degree is 111 km: 1e-4 degrees of latitude are 11.1 m. A gap of two steps in the first track, its fourth point without longitude.
+# A degree is 111 km: 1e-4 degrees of latitude are 11.1 m. The first track has a gap of two steps, and its fourth point
+# has no longitude.
 POINTS = [(0, 47.0, 13.0), (5, 47.0001, 13.0), (20, 47.0001, 13.0001), (25, 47.0, None), (30, 47.0, 13.0)]
 OTHER = [(100, 47.0002, 13.0), (105, 47.0002, 13.0001)]
 NORTH, EAST = 11.1174, 7.6056  # metres for 1e-4 degrees at a latitude of 47, by the radii of curvature of the ellipsoid
@@ -70,7 +71,8 @@ def gpx(**tracks: list) -> str:
         f"<trk><name>{name}</name><type>{name}s</type><trkseg>{''.join(point(*p) for p in points)}</trkseg></trk>"
         for name, points in tracks.items()
     )
-    return f'<?xml version="1.0"?><gpx version="1.1" xmlns="http://www.topografix.com/GPX/1/1"><wpt lat="1" lon="1"/>{body}</gpx>'
+    head = '<?xml version="1.0"?><gpx version="1.1" xmlns="http://www.topografix.com/GPX/1/1">'
+    return f'{head}<wpt lat="1" lon="1"/>{body}</gpx>'
 
 
 def line(points: list, times: str = "coordTimes", **properties) -> dict:
@@ -185,7 +187,7 @@ class TestReading:
 
 class TestProjection:
     def test_published_point(self):
-        """The example of GeographicLib's GeoConvert: UTM zone 38, central meridian 45 E, scale 0.9996, false easting 500 km."""
+        """The example of GeographicLib's GeoConvert: UTM zone 38, meridian 45 E, scale 0.9996, false easting 500 km."""
         east, north = project(np.array([33.3]), np.array([44.4]), 0.0, 45.0)[0]
         np.testing.assert_allclose(
             [500_000 + 0.9996 * east, 0.9996 * north], [444_140.54, 3_684_706.36], rtol=0, atol=0.006
@@ -202,7 +204,7 @@ class TestProjection:
 
     @pytest.mark.parametrize(("latitude", "longitude"), [(47.0, 13.0), (-33.0, 179.9), (65.0, -179.5), (10.0, 178.0)])
     def test_keeps_angles_and_on_its_meridian_lengths(self, latitude, longitude):
-        """A small step north and one east, on an ellipsoid with its two radii of curvature, are equally long on the plane and at a right angle."""
+        """Small steps north and east on the ellipsoid keep their length on the plane, and are at a right angle."""
         square, sine = 0.0066943799901413165, np.sin(np.radians(latitude))
         meridional, normal = (
             6_378_137 * (1 - square) / (1 - square * sine**2) ** 1.5,

@@ -1,4 +1,4 @@
-"""Chords as pitch-class profiles: WAV files of all kinds, tones and chords that must be heard, sequences of recordings; and bad files."""
+"""Chords as pitch-class profiles: WAV formats, profiles of tones and chords, sequences of recordings, wrong files."""
 
 import logging
 import struct
@@ -124,7 +124,7 @@ class TestFiles:
 
     @pytest.mark.parametrize("width", [2, 3, 4])
     def test_extensible_format(self, width):
-        """Many programs write 24 bits or more than two channels as WAVE_FORMAT_EXTENSIBLE, whose true format is in a longer header."""
+        """Many programs write 24 bits or several channels as WAVE_FORMAT_EXTENSIBLE, which has a longer header."""
         plain = Path(write("x.wav", np.stack([tone(440.0, 0.1), tone(660.0, 0.1)], axis=1), 22_050, width)).read_bytes()
         kind = b"\x01\x00\x00\x00\x00\x00\x10\x00\x80\x00\x00\xaa\x00\x38\x9b\x71"  # PCM
         header = (

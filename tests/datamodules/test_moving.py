@@ -1,4 +1,4 @@
-"""Particles among targets: the law of their steps, and the filter that knows the targets, against simulation and enumeration."""
+"""Particles among targets: their steps, and the exact filter against simulation and enumeration."""
 
 import itertools
 
@@ -41,7 +41,7 @@ def test_trajectories_follow_the_law():
 
 @pytest.mark.parametrize("d", [2, 3, 5, 8])
 def test_direction_of_a_normal_vector(d):
-    """Its mean against many draws, its density against the recursion of the integrals, and the integral of the density over the circle against 1."""
+    """Compares the mean with draws, the density with a recursion, and its integral over the circle with 1."""
     draw = generator(0, "directions", d)
     centre = torch.randn(d, dtype=torch.float64, generator=draw)
     points = centre + 0.7 * torch.randn(200_000, d, dtype=torch.float64, generator=draw)

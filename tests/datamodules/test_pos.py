@@ -110,7 +110,7 @@ def test_preparation_and_split():
         (
             "x.ioc",
             "P1\na_A\nb_B c_C\nP2\n",
-            "Lines must alternate between identifiers and sentences, but line 3 of x.ioc has the identifier 'b_B c_C' instead",
+            "alternate between identifiers and sentences, but line 3 of x.ioc has the identifier 'b_B c_C' instead",
         ),
         (
             "x.ioc",
@@ -169,7 +169,7 @@ def test_drawn_sentences_are_reproducible_and_look_like_sentences():
     stop, noun, determiner = (data.symbol_names.index(name) for name in (".", "NN", "DD"))
     assert bool((values[ends] == stop).all())
     assert int((values == stop).sum()) == 2000
-    # In the corpus: 27,767 tags of which 26.4 % are NN, 7.8 % DD; after DD a noun or what describes it in 95 of 100 cases.
+    # The corpus has 27,767 tags, of which 26.4 % are NN and 7.8 % DD. A noun or modifier follows DD in 95 % of cases.
     assert (values == noun).double().mean().item() == pytest.approx(0.264, rel=0.1)
     assert (values == determiner).double().mean().item() == pytest.approx(0.078, rel=0.15)
     assert data.train_sequences.lengths.median().item() == pytest.approx(26, abs=2)

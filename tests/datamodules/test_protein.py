@@ -1,4 +1,4 @@
-"""Chains of amino acids from FASTA files: every way to write them gives the same, and every mistake a sentence that helps."""
+"""Chains of amino acids from FASTA files: variants of the format, error messages, downloads and drawn chains."""
 
 import gzip
 from pathlib import Path

@@ -88,7 +88,8 @@ def test_separation_spreads_the_means_and_nothing_else():
 def test_concentration_is_that_of_a_dirichlet():
     for concentration in (0.1, 0.5, 2.0):
         probs = SyntheticDataModule(num_states=50, num_symbols=1000, concentration=concentration).emission_probs
-        # E[sum of p^2] = (c + 1) / (V c + 1) for V entries of concentration c; it varies by 2 % at most between draws of this size
+        # E[sum of p^2] = (c + 1) / (V c + 1) for V entries of concentration c.
+        # It varies by at most 2 % between draws of this size.
         assert probs.square().sum(1).mean().item() == pytest.approx(
             (concentration + 1) / (1000 * concentration + 1), rel=0.06
         )

@@ -1,4 +1,4 @@
-"""Texts: the paper's cleaning, plain characters, the split, files and folders, and what is said where nothing is left."""
+"""Texts: cleaning as in the paper, plain characters, the split, files and folders, error messages."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def test_cleaning(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("The cat's hat, the hat -- 2 cats!\nThe once-seen cat's 2.  " * 1 + "the hat only tested")
     data = TextDataModule(str(path), test_fraction=0.25, val_fraction=0.0)
-    # Of the training text, "the", "cats", "hat" and "two" occur twice; all else becomes rare, and so does what only the test part has.
+    # In the training text, "the", "cats", "hat" and "two" occur twice. All other words are rare, including those that
+    # occur only in the test part.
     assert data.text["train"] == "the cats hat the hat two cats the rare rare cats two"
     assert data.text["test"] == " the hat rare rare"
     assert data.num_symbols == 27
@@ -56,7 +57,8 @@ def test_the_paper_keeps_words_of_the_training_text_that_occur_twice_anywhere(tm
         "The cat's hat, the hat -- 2 cats!\nThe once-seen cat's 2. " + "The cats once; the hat only tested only"
     )
     data = TextDataModule(str(path), cleaning="paper", test_fraction=0.37, val_fraction=0.0)
-    # Every other character separates words. "once" and "cats" occur once in each part; "only" occurs twice, but not in the training text.
+    # Every other character separates words. "once" and "cats" occur once in each part; "only" occurs twice, but not in
+    # the training text.
     assert data.text["train"] == "the cat s hat the hat two cats the once rare cat s two"
     assert data.text["test"] == " the cats once the hat rare rare rare"
     assert data.text["val"] == ""
@@ -83,7 +85,7 @@ def cleaned(words, kept):
 @pytest.mark.parametrize("cleaning", ["letters", "paper"])
 @pytest.mark.parametrize("seed", range(8))
 def test_rare_words_and_the_split_agree(tmp_path, cleaning, seed):
-    """The rare words are those of the training text, which is as long as its share of the text with these words replaced."""
+    """The rare words are those of the training text, whose length is a share of the text with these words replaced."""
     words = made_words(seed)
     (tmp_path / "text.txt").write_text(" ".join(words))
     data = TextDataModule(str(tmp_path / "text.txt"), cleaning=cleaning, test_fraction=0.29, val_fraction=0.0)
@@ -96,7 +98,7 @@ def test_rare_words_and_the_split_agree(tmp_path, cleaning, seed):
 
 
 def test_the_paper_cleans_validation_without_the_test_part(tmp_path):
-    """With the validation part in the place of the test part; all training data together are cleaned with the test part."""
+    """The validation part takes the place of the test part; the whole training text is cleaned with the test part."""
     words = made_words(3)
     (tmp_path / "text.txt").write_text(" ".join(words))
     options = {"cleaning": "paper", "test_fraction": 0.2, "sequence_length": 100}
