@@ -268,7 +268,7 @@ class _Reader(NamedTuple):
             origin = _middle(degrees) if origin is None else origin
             found = [track._replace(positions=self._project(track, origin)) for track in found]
         kept = (
-            [_select(track, _reachable(track.times, track.positions, self.max_speed)) for track in found]
+            [_select(track, reachable(track.times, track.positions, self.max_speed)) for track in found]
             if self.max_speed is not None
             else found
         )
@@ -531,7 +531,7 @@ def _select(track: _Track, rows: np.ndarray) -> _Track:
     return track._replace(times=track.times[rows], positions=track.positions[rows], labels=labels)
 
 
-def _reachable(times: np.ndarray, positions: np.ndarray, max_speed: float) -> np.ndarray:
+def reachable(times: np.ndarray, positions: np.ndarray, max_speed: float) -> np.ndarray:
     """Returns (points,) the largest subset in which no two neighbors require more than `max_speed`.
 
     Among subsets of the same size, it is the one with the shortest path.

@@ -12,7 +12,7 @@ from sklearn.cluster import KMeans
 from sklearn.metrics import adjusted_rand_score
 
 from datamodules import GPSDataModule
-from datamodules.gps import WAYS, _reachable, project
+from datamodules.gps import WAYS, project, reachable
 from datamodules.series import SECOND
 
 RAW = {"standardize": False, "val_fraction": 0.0, "test_fraction": 0.0}
@@ -236,7 +236,7 @@ class TestCleaning:
             size = int(rng.integers(1, 10))
             times = np.cumsum(rng.integers(1, 4, size)) * SECOND
             positions = rng.normal(size=(size, 2)) + 8.0 * rng.integers(0, 2, (size, 1))
-            kept = _reachable(times, positions, 3.0)
+            kept = reachable(times, positions, 3.0)
 
             def possible(rows, times=times, positions=positions):
                 return bool(
@@ -259,14 +259,14 @@ class TestCleaning:
             for n in range(1, size):
                 reached = np.hypot(*(positions[n] - positions[:n]).T) <= 5.0 * (times[n] - times[:n]) / SECOND
                 lengths[n] = 1 + (lengths[:n] * reached).max()
-            assert _reachable(times, positions, 5.0).sum() == lengths.max()
+            assert reachable(times, positions, 5.0).sum() == lengths.max()
 
     def test_one_outlier_before_a_pause_is_all_that_goes(self):
         """The outlier is out of reach of the point before it, but not of the point after the pause."""
         times = np.array([*range(10), 10, *range(12, 22)]) * SECOND
         positions = np.zeros((21, 2))
         positions[10, 0] = 100.0
-        assert np.flatnonzero(~_reachable(times, positions, 70.0)).tolist() == [10]
+        assert np.flatnonzero(~reachable(times, positions, 70.0)).tolist() == [10]
 
     def test_what_is_left_out_is_said(self, caplog):
         rows = [
