@@ -217,7 +217,7 @@ class TestSplit:
     ("text", "message"),
     [
         ("", "x.csv must not be empty, but is"),
-        ("t,x\n", "x.csv must not be empty, but has no rows with data"),
+        ("t,x\n", "x.csv must not be empty, but has no rows of data"),
         (
             table([0, 1, 2], [7, 7, 7]),
             "Each feature must vary in the training part, but column 'x' is always 7 there. Leave it out of `columns`",
@@ -251,7 +251,7 @@ class TestSplit:
             "There must be a column of values besides the times, but x.csv has only t. Set `delimiter` or `skip_rows`",
         ),
         ("t,x\n1,2\n3\n", "x.csv must be a table in CSV or Parquet, but cannot be read as one"),
-        (table([0], [1]), "`step` must be given where there is one row only, as in x.csv"),
+        (table([0], [1]), "`step` must be given if files have only one row, as x.csv has"),
     ],
 )
 def test_wrong_files(text, message):
@@ -322,7 +322,7 @@ def test_two_columns_of_one_name():
         ),
         (
             {"path": "day.csv", "time_format": "%d/%m/%Y %Z"},
-            "`time_format` must not contain %Z, but is '%d/%m/%Y %Z': names of time zones are ambiguous",
+            "`time_format` must not contain %Z, because names of time zones are ambiguous, but is '%d/%m/%Y %Z'",
         ),
         ({"path": "day.csv", "time_format": "%d/%m/%K"}, "'K' is a bad directive"),
         ({"path": "twice.csv"}, "Columns must have different names, but twice.csv has 2 columns 'x'"),

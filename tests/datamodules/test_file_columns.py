@@ -273,7 +273,7 @@ class TestCategories:
             ),
             (
                 {"categorical_columns": ["z"]},
-                "`categorical_columns` must be columns of values, but 'z' is not. In x.csv they are x, w, n",
+                "`categorical_columns` must be columns of values, but 'z' is not. The columns of values in x.csv are x, w, n",
             ),
             (
                 {"categorical_columns": ["n"], "columns": ["x", "w"]},
@@ -355,11 +355,11 @@ def test_wrong_cells(column, options, message):
     [
         (
             {"l": [[0, 1, 2], [0]]},
-            "Column 'l' must have one entry for each step, but row 1 of x.jsonl has 2 steps and has 3",
+            "Column 'l' must have one entry per step, but row 1 of x.jsonl has 2 steps and has 3",
         ),
         (
             {"l": [[0, 1], None]},
-            "Column 'l' must have one entry for each step, but row 2 of x.jsonl has 1 steps and is null",
+            "Column 'l' must have one entry per step, but row 2 of x.jsonl has 1 steps and is null",
         ),
         ({"l": [0, 1]}, "Column 'l' must contain lists like the values, but contains int64 in x.jsonl"),
         (

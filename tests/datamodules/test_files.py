@@ -582,7 +582,7 @@ def test_batches_of_a_text(folder):
         ({"kind": "words"}, "`kind` must be one of auto, symbols, vectors, but is 'words' instead"),
         ({"unit": "byte"}, "`unit` must be one of char, word, line-tokens, but is 'byte' instead"),
         ({"sequence_per": "page"}, "`sequence_per` must be one of line, file, but is 'page' instead"),
-        ({"kind": "vectors", "unknown": "?"}, "`vocabulary` and `unknown` are for symbols, but `kind` is 'vectors'"),
+        ({"kind": "vectors", "unknown": "?"}, "`vocabulary` and `unknown` apply to symbols, but `kind` is 'vectors'"),
         ({"columns": ["z"]}, "`columns` must be in the file, but x.csv has no column 'z'. It has id, x, y, w, i"),
         (
             {"sequence_column": "z"},

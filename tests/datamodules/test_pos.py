@@ -144,7 +144,7 @@ def test_wrong_files(name, text, message):
     [
         ({"format": "brown"}, "`format` must be one of auto, medpost, conllu, tagged, but is 'brown' instead"),
         ({"column": "lemma"}, "`column` must be one of upos, xpos, but is 'lemma' instead"),
-        ({"residual": "NN"}, "`residual` must be a name that no symbol has, but 'NN' is a symbol"),
+        ({"residual": "NN"}, "`residual` must not be a symbol of the data, but 'NN' is one"),
     ],
 )
 def test_wrong_words(words, message):

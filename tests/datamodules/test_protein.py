@@ -134,7 +134,7 @@ def test_several_files_and_a_folder():
     [
         ("", "x.fa must contain at least one chain of amino acids, but has no records"),
         (" \n\n", "but has no records"),
-        (">one\n>two\n\n", "but has records without a letter"),
+        (">one\n>two\n\n", "but has only empty records"),
         (">one mol:na\nACGT\n", "but has 1 records, none of a protein. Set `molecule` to 'any'"),
         (">one\nACD\nA*D\n", r"Amino acids must be letters from A to Z, but line 3 of x.fa has '\*' instead: 'A\*D'"),
         (">one\n\nAC4D\n", "line 3 of x.fa has '4' instead"),
@@ -161,10 +161,10 @@ def test_files_that_cannot_be_read():
     [
         ({"molecule": "rna"}, "`molecule` must be one of protein, any, but is 'rna' instead"),
         ({"num_sequences": 0}, "`num_sequences` must be positive, or None for all, but is 0 instead"),
-        ({"num_sequences": None}, "`num_sequences` must be given where sequences are drawn"),
+        ({"num_sequences": None}, "`num_sequences` must be given to draw sequences"),
         ({"max_length": 0}, "`max_length` must be positive, or None for all, but is 0 instead"),
         ({"rare_fraction": 1.0}, "`rare_fraction` must be at least 0 and less than 1, but is 1.0 instead"),
-        ({"residual": "A"}, "`residual` must be a name that no symbol has, but 'A' is a symbol"),
+        ({"residual": "A"}, "`residual` must not be a symbol of the data, but 'A' is one"),
         ({"download": True, "path": "x.fa"}, "Only one of `download` and `path` may be given, but `path` is 'x.fa'"),
     ],
 )

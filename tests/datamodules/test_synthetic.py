@@ -210,11 +210,11 @@ def test_parts_have_their_states():
         ({"num_states": 0}, "`num_states` must be positive, but is 0 instead"),
         ({"num_sequences": 0}, "`num_sequences` must be positive, but is 0 instead"),
         ({"concentration": 0.0}, "`concentration` must be positive, but is 0.0 instead"),
-        ({"concentration": 1e-6, "num_states": 50}, "`concentration` must be large enough.* Raise it"),
+        ({"concentration": 1e-6, "num_states": 50}, "`concentration` must be large enough.* Increase it"),
         ({"separation": -1.0}, "`separation` must not be negative, but is -1.0 instead"),
         ({"missing_fraction": 1.0}, "`missing_fraction` must be at least 0 and less than 1, but is 1.0 instead"),
-        ({"min_length": 9, "max_length": 3}, "from 9 to 3 instead"),
-        ({"length": -1}, "from -1 to -1 instead"),
+        ({"min_length": 9, "max_length": 3}, "are 9 and 3 instead"),
+        ({"length": -1}, "are -1 and -1 instead"),
         (
             {"transitions": "sparse"},
             "`transitions` must be one of dirichlet, mostly_constant, graded, but is 'sparse' instead",
@@ -230,7 +230,7 @@ def test_parts_have_their_states():
         ),
         (
             {"transitions": "mostly_constant", "kept": 3, "kept_mass": 0.5},
-            "`kept_mass` must be at least 3 of 5, .* but is 0.5 instead",
+            "`kept_mass` must be at least `kept` / `num_states` .* but is 0.5 instead",
         ),
         (
             {"transitions": "mostly_constant", "kept": 3, "kept_mass": 1.0},
