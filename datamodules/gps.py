@@ -27,7 +27,7 @@ from lightning_hmm.random import generator
 from lightning_hmm.sequences import Sequences
 from lightning_hmm.vocabulary import MISSING
 
-Units = Literal["degrees", "metres"]
+Units = Literal["degrees", "meters"]
 ENDINGS = (".gpx", ".geojson", ".json", *series.ENDINGS)
 CACHE_VERSION = 3  # Increase it whenever the same files and options are read differently.
 WIDEST = 60.0  # Maximum degrees of longitude from the origin. Beyond, the projection distorts distances too much.
@@ -86,7 +86,7 @@ class GPSDataModule(ScaledDataModule):
             optionally with ".gz". ``None`` draws visitors.
         position_columns: Two columns of a table: latitude and longitude in degrees, or x and y in meters. Defaults to
             columns named "lat" or "latitude" and "lon", "lng", "long" or "longitude".
-        units: "degrees", or "metres" for positions on a plane.
+        units: "degrees", or "meters" for positions on a plane.
         time_column: Column of times, or property in GeoJSON, by default one named "time", "timestamp", "datetime" or
             "date". Times are dates such as ``2015-03-04 00:01:00`` or seconds, and must increase along a track.
         time_format: Format of other dates, in the directives of `datetime.strptime`.
@@ -143,11 +143,11 @@ class GPSDataModule(ScaledDataModule):
         require_positive(step=step, max_gap=max_gap, max_speed=max_speed, min_points=min_points, visitors=visitors)
         if position_columns is not None and len(set(position_columns)) != 2:
             raise ValueError(f"`position_columns` must be two columns, but is {position_columns} instead.")
-        if units == "metres" and path is not None and position_columns is None:
+        if units == "meters" and path is not None and position_columns is None:
             raise ValueError("`position_columns` must be given for positions on a plane.")
         if origin is not None:
-            if units == "metres":
-                raise ValueError(f"`origin` applies to degrees, but `units` is 'metres'. Omit it; it is {origin}.")
+            if units == "meters":
+                raise ValueError(f"`origin` applies to degrees, but `units` is 'meters'. Omit it; it is {origin}.")
             if len(origin) != 2 or not (abs(origin[0]) <= 90 and abs(origin[1]) <= 180):
                 raise ValueError(f"`origin` must be a latitude and a longitude in degrees, but is {origin} instead.")
         self.columns = feature_columns(2, ["east", "north"])
@@ -356,8 +356,8 @@ class _Reader(NamedTuple):
         kind = ending(path)
         if kind not in (".gpx", ".geojson", ".json"):
             return self._table(path)
-        if self.units == "metres":
-            raise ValueError(f"`units` must be 'degrees' for GPX and GeoJSON such as {path}, but is 'metres'.")
+        if self.units == "meters":
+            raise ValueError(f"`units` must be 'degrees' for GPX and GeoJSON such as {path}, but is 'meters'.")
         try:
             with pa.input_stream(str(path)) as stream:  # Decompresses files that end in ".gz".
                 data = stream.read()

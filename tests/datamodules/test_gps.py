@@ -16,7 +16,7 @@ from datamodules.gps import WAYS, project, reachable
 from datamodules.series import SECOND
 
 RAW = {"standardize": False, "val_fraction": 0.0, "test_fraction": 0.0}
-METRES = {**RAW, "units": "metres", "position_columns": ["x", "y"]}
+METERS = {**RAW, "units": "meters", "position_columns": ["x", "y"]}
 NAN = float("nan")
 
 
@@ -55,7 +55,7 @@ def close(found, expected, atol=0.0) -> None:
 # has no longitude.
 POINTS = [(0, 47.0, 13.0), (5, 47.0001, 13.0), (20, 47.0001, 13.0001), (25, 47.0, None), (30, 47.0, 13.0)]
 OTHER = [(100, 47.0002, 13.0), (105, 47.0002, 13.0001)]
-NORTH, EAST = 11.1174, 7.6056  # metres for 1e-4 degrees at a latitude of 47, by the radii of curvature of the ellipsoid
+NORTH, EAST = 11.1174, 7.6056  # meters for 1e-4 degrees at a latitude of 47, by the radii of curvature of the ellipsoid
 TRACKS = [
     [[0.0, 0.0], [0.0, NORTH], [NAN, NAN], [NAN, NAN], [EAST, NORTH], [NAN, NAN], [0.0, 0.0]],
     [[0.0, 2 * NORTH], [EAST, 2 * NORTH]],
@@ -125,7 +125,7 @@ class TestReading:
             (5, "NA", 2, "NA", "nan"),
             (10, 3, 2, "NA", "nan"),
         ]
-        data = ready(write("x.csv", table("time,x,y,kind,track", *rows)), label_column="kind", step=5, **METRES)
+        data = ready(write("x.csv", table("time,x,y,kind,track", *rows)), label_column="kind", step=5, **METERS)
         assert data.state_names == ["NA", "null"]
         assert data.true_states("train").tolist() == [[0, 1, -1], [0, -1, 0]]
 
@@ -158,9 +158,9 @@ class TestReading:
             atol=0.001,
         )
 
-    def test_metres_and_labels_of_points(self):
+    def test_meters_and_labels_of_points(self):
         write("x.csv", table("t,x,y,kind", (0, 1, 2, "b"), (4, 2, 2, "a"), (5, 3, 4, None), (20, 4, 4, "b")))
-        data = ready("x.csv", time_column="t", label_column="kind", step=5, **METRES)
+        data = ready("x.csv", time_column="t", label_column="kind", step=5, **METERS)
         close(
             data.train_sequences, [[[1.0, 2.0], [2.5, 3.0], [NAN, NAN], [NAN, NAN], [4.0, 4.0]]]
         )  # half a row's distance may be lacking
@@ -283,7 +283,7 @@ class TestCleaning:
         write("x.csv", table("time,x,y,track", *rows))
         with caplog.at_level(logging.INFO):
             close(
-                ready("x.csv", max_speed=10, **METRES).train_sequences,
+                ready("x.csv", max_speed=10, **METERS).train_sequences,
                 [[[0.0, 0.0], [1.0, 0.0], [NAN, NAN], [NAN, NAN], [3.0, 0.0], [4.0, 0.0]]],
             )
         message = (
@@ -291,7 +291,7 @@ class TestCleaning:
             "1 of 2 tracks with fewer than 2 points."
         )
         assert message in caplog.text
-        every = ready("x.csv", max_speed=None, min_points=1, **METRES).train_sequences
+        every = ready("x.csv", max_speed=None, min_points=1, **METERS).train_sequences
         assert every.lengths.tolist() == [7, 1]
 
 
@@ -301,14 +301,14 @@ def test_a_coordinate_that_never_changes_has_no_unit():
         ValueError,
         match=r"must vary in the training part, but feature 0 is always 3 there\. Set `standardize` to false\.",
     ):
-        _ = ready("x.csv", **{**METRES, "standardize": True}).train_sequences
-    assert ready("x.csv", **METRES).train_sequences.values[:, 0].tolist() == [3] * 8
+        _ = ready("x.csv", **{**METERS, "standardize": True}).train_sequences
+    assert ready("x.csv", **METERS).train_sequences.values[:, 0].tolist() == [3] * 8
 
 
 def test_tracks_are_split_as_wholes():
     rows = [(n + (1000 if n >= 5 else 0), track, n, track) for track in range(10) for n in range(8)]
     write("x.csv", table("time,x,y,track", *rows))
-    data = ready("x.csv", **{**METRES, "val_fraction": 0.2, "test_fraction": 0.3}, max_gap=10)
+    data = ready("x.csv", **{**METERS, "val_fraction": 0.2, "test_fraction": 0.3}, max_gap=10)
     parts = [data.train_sequences, data.val_sequences, data.test_sequences]
     assert [part.lengths.tolist() for part in parts] == [[5, 3] * 5, [5, 3] * 2, [5, 3] * 3]
     tracks = [set(part.values[:, 0].tolist()) for part in parts]
@@ -410,17 +410,17 @@ def test_deeply_nested_geojson():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"units": "feet"}, "`units` must be one of degrees, metres, but is 'feet' instead"),
+        ({"units": "feet"}, "`units` must be one of degrees, meters, but is 'feet' instead"),
         ({"max_speed": 0}, "`max_speed` must be positive, but is 0 instead"),
         ({"visitors": 0}, "`visitors` must be positive, but is 0 instead"),
         ({"step": 5}, "`step` must be 10 or omitted without `path`, .* but is 5"),
         ({"position_columns": ["x"]}, "`position_columns` must be two columns, but is \\['x'\\] instead"),
-        ({"path": "x.csv", "units": "metres"}, "`position_columns` must be given for positions on a plane"),
+        ({"path": "x.csv", "units": "meters"}, "`position_columns` must be given for positions on a plane"),
         (
             {"origin": [13.0, 470.0]},
             "`origin` must be a latitude and a longitude in degrees, but is \\[13.0, 470.0\\] instead",
         ),
-        ({"origin": [13.0, 47.0], "units": "metres"}, "`origin` applies to degrees, but `units` is 'metres'"),
+        ({"origin": [13.0, 47.0], "units": "meters"}, "`origin` applies to degrees, but `units` is 'meters'"),
     ],
 )
 def test_wrong_words(words, message):
