@@ -1,10 +1,8 @@
-"""Series of measurements with times, such as those of an accelerometer: from tables, or drawn days of activity."""
+"""Time series of measurements, such as those of an accelerometer: read from tables, or drawn days of activity."""
 
 from __future__ import annotations
 
 import json
-import math
-from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,18 +11,19 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from datamodules.base import PARTS, FromSource, as_dataset, as_table
+from datamodules.base import PARTS, FromSource, as_dataset, as_table, share
+from datamodules.checks import require_positive
 from datamodules.paths import cache_name, find_files, some
-from datamodules.reader import require_different, require_observed
+from datamodules.reader import require_observed
 from datamodules.scaling import ScaledDataModule
 from datamodules.series import ENDINGS, SECOND, as_numbers, as_times, read_table, resample
 from lightning_hmm.columns import feature_columns
 from lightning_hmm.random import generator
 from lightning_hmm.sequences import Sequences
 
-CACHE_VERSION = 2  # raise it whenever the same file and options are read differently
+CACHE_VERSION = 2  # Increase it whenever the same files and options are read differently.
 
-# A drawn day: between which hours a person goes, with which chance in each minute, from one activity to the other.
+# The activities of a drawn day. `RHYTHM` has the probability per minute of each change, by hours of the day.
 ACTIVITIES = ["sleep", "sitting", "walking", "running"]
 CHANGES = [
     ("sleep", "sitting"),
@@ -42,46 +41,52 @@ RHYTHM = {
     (21, 24): [0.005, 0.02, 0.01, 0.15, 0, 0.30],
 }
 POSITIONS = ["wrist", "hip"]
-LEVELS = [
-    [0.4, 0.1],
-    [2.2, 0.9],
-    [3.8, 4.2],
-    [5.6, 6.3],
-]  # logarithm of the movement of an activity at both positions, and its deviation
+# Mean and standard deviation of the logarithmic movement of each activity at both positions.
+LEVELS = [[0.4, 0.1], [2.2, 0.9], [3.8, 4.2], [5.6, 6.3]]
 DEVIATIONS = [[0.4, 0.2], [1.0, 0.6], [0.7, 0.5], [0.4, 0.3]]
-NOT_WORN = (20, 40)  # minutes each day
+NOT_WORN = (20, 40)  # Minutes per day without the device.
 
 
 class AccelerometerDataModule(ScaledDataModule):
-    """Real-valued columns along time, at a fixed step.
+    """Time series of real-valued columns, resampled to a fixed step.
 
-    Each file is the recording of one device. A step holds the mean of the rows that fall into it; where there are none, the
-    step is missing: nothing is interpolated. A recording is split along time, into training, validation and test part in this
-    order, so that the future is predicted from the past.
+    Use it for sensor recordings with a column of times. Each file is one recording. A step contains the mean of the
+    rows that fall into it, and is missing if there are none; nothing is interpolated. Each recording is split along
+    time into training, validation and test part, in this order, so that the future is predicted from the past.
 
-    Without a file, days of one person are drawn, in minutes, with a daily rhythm of sleeping, sitting, walking and running, felt at
-    wrist and hip; the device is taken off for half an hour a day. Then the true states are known.
+    Without `path`, days of one person are drawn in steps of one minute. They have a daily rhythm of sleeping, sitting,
+    walking and running, measured at wrist and hip. The device is taken off for about half an hour per day. The true
+    states are known.
 
     Args:
-        path: file, folder, pattern or list of them, looked up as given and then under `data_dir`; CSV (".csv", ".tsv", ".txt") or
-            Parquet (".parquet"), the former perhaps with ".gz"; ``None`` to draw days.
-        time_column: the column of times; the first if not given. Times are dates as in ``2015-03-04 00:01:00``, or numbers of
-            seconds, and must rise.
-        time_format: how dates are written if in another way, in the directives of Python's `datetime.strptime`: ``"%d/%m/%Y %H:%M:%S"``.
-        columns: the columns of numbers to take; all but `time_column` if not given. An empty cell or NaN is a missing value.
-        delimiter: what separates the cells of a CSV file; if not given, a tab for ".tsv" and a comma otherwise.
-        skip_rows: lines of a CSV file before the one with the names of the columns.
-        step: seconds between steps; the median distance of rows if not given.
-        max_gap: seconds without a row after which a new sequence begins, instead of missing steps; ``None`` for never.
-        num_steps: how many steps of each recording are taken, from the first on; ``None`` for all.
-        sequence_length: steps into which each part is cut; the last sequence may be shorter. ``None`` makes no cuts.
-        standardize: shift and scale each column to mean 0 and standard deviation 1 in the training part.
-        days: how many are drawn without a file.
-        kwargs: the words of `SequenceDataModule`; the fractions are of the steps of each recording.
+        path: File, folder, pattern or list of these, relative to the working directory or to `data_dir`. The format is
+            CSV (".csv", ".tsv", ".txt", optionally with ".gz") or Parquet (".parquet"). ``None`` draws days.
+        time_column: Column of times, by default the first. Times are dates such as ``2015-03-04 00:01:00`` or seconds,
+            and must increase.
+        time_format: Format of other dates, in the directives of `datetime.strptime`, such as ``"%d/%m/%Y %H:%M:%S"``.
+        columns: Numeric columns to use, by default all except `time_column`. An empty cell or NaN is a missing value.
+        delimiter: Delimiter of a CSV file, by default a tab for ".tsv" and a comma otherwise.
+        skip_rows: Number of lines of a CSV file before the line with the column names.
+        step: Seconds between steps, by default the median interval between rows.
+        max_gap: Seconds without a row after which a new sequence begins. ``None`` makes all such steps missing.
+        num_steps: Number of steps to use from the start of each recording; ``None`` for all.
+        sequence_length: Number of steps into which each part is cut. The last sequence may be shorter. ``None`` does
+            not cut.
+        standardize: Whether to shift and scale each column to mean 0 and standard deviation 1 in the training part.
+        days: Number of days to draw if `path` is ``None``.
+        **kwargs: Forwarded to `SequenceDataModule`. The fractions refer to the steps of each recording.
 
     Attributes:
-        columns: one real column for each feature, with the name of the column in the file.
-        step: seconds between steps.
+        columns: One real column per feature, named as in the file.
+        step: Seconds between steps.
+
+    Example:
+        >>> data = AccelerometerDataModule(days=2, sequence_length=720, val_fraction=0, test_fraction=0.25)
+        >>> data.setup()
+        >>> data.train_sequences.lengths.tolist()
+        [720, 720, 720]
+        >>> [column.name for column in data.columns]
+        ['wrist', 'hip']
     """
 
     step = FromSource[float](60.0)
@@ -105,20 +110,13 @@ class AccelerometerDataModule(ScaledDataModule):
         super().__init__(standardize=standardize, **kwargs)
         if skip_rows < 0:
             raise ValueError(f"`skip_rows` must not be negative, but is {skip_rows} instead.")
-        positive = {
-            "step": step,
-            "max_gap": max_gap,
-            "num_steps": num_steps,
-            "sequence_length": sequence_length,
-            "days": days,
-        }
-        for name, value in positive.items():
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"`{name}` must be positive, but is {value} instead.")
-        self.num_steps, self.sequence_length = num_steps, sequence_length
+        require_positive(step=step, max_gap=max_gap, num_steps=num_steps, sequence_length=sequence_length, days=days)
+        self.num_steps = num_steps
+        self.sequence_length = sequence_length
         if path is None and step not in (None, 60):
-            raise ValueError(f"`step` is for files, but without `path` minutes are drawn. Leave it out; it is {step}.")
-        self._days, self._columns_given = days, columns is not None
+            raise ValueError(f"`step` must be 60 or omitted without `path`, because minutes are drawn, but is {step}.")
+        self._days = days
+        self._columns_given = columns is not None
         self._files = None if path is None else find_files(path, self.data_dir, endings=ENDINGS)
         self._reader = _Reader(time_column, time_format, columns, delimiter, skip_rows, step, max_gap)
 
@@ -126,11 +124,8 @@ class AccelerometerDataModule(ScaledDataModule):
         """Reads or draws the recordings and sets `columns` and `step`."""
         files, reader = self._files, self._reader
         if files is None:
-            table = draw_days(self._days, self.seed)
-            self._dataset, metadata = (
-                as_dataset(table),
-                {"step": "60.0", "columns": json.dumps(POSITIONS), "segments": "[1]"},
-            )
+            self._dataset = as_dataset(draw_days(self._days, self.seed))
+            metadata = {"step": "60.0", "columns": json.dumps(POSITIONS), "segments": "[1]"}
             self.state_names = ACTIVITIES
         else:
             self._dataset, metadata = self.cached(
@@ -139,7 +134,7 @@ class AccelerometerDataModule(ScaledDataModule):
         self.step = json.loads(metadata["step"])
         names: list[str] = json.loads(metadata["columns"])
         self.set_columns(feature_columns(len(names), names), chosen=self._columns_given)
-        self._segments: list[int] = json.loads(metadata["segments"])  # of each recording
+        self._segments: list[int] = json.loads(metadata["segments"])  # Number of segments of each recording.
 
     def load_dataset(self) -> dict[str, datasets.Dataset]:
         table = self._dataset.with_format("arrow")[:]
@@ -162,18 +157,21 @@ class AccelerometerDataModule(ScaledDataModule):
         return made
 
     def _split(self, segments: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(steps,) the part that each step belongs to, -1 for none, and whether a sequence begins at it."""
+        """Returns (steps,) the index of the part of each step, -1 for none, and (steps,) whether a sequence begins.
+
+        Args:
+            segments: (segments,) number of steps in each segment of the recordings.
+        """
         steps = int(segments.sum())
         starts = np.cumsum(segments) - segments
         begins = np.zeros(steps, bool)
         begins[starts] = True
         part = np.full(steps, -1)
         first = 0
-        for size in np.add.reduceat(segments, np.cumsum([0, *self._segments[:-1]])).tolist():  # steps of a recording
+        recording_sizes = np.add.reduceat(segments, np.cumsum([0, *self._segments[:-1]]))
+        for size in recording_sizes.tolist():
             taken = size if self.num_steps is None else min(size, self.num_steps)
-            val, test = (
-                math.floor(Fraction(str(fraction)) * taken) for fraction in (self.val_fraction, self.test_fraction)
-            )
+            val, test = share(self.val_fraction, taken), share(self.test_fraction, taken)
             ends = [first, first + taken - val - test, first + taken - test, first + taken]
             for number in range(len(PARTS)):
                 part[ends[number] : ends[number + 1]] = number
@@ -186,7 +184,7 @@ class AccelerometerDataModule(ScaledDataModule):
 
 
 class _Reader(NamedTuple):
-    """Reads recordings into one packed Arrow table; the fields are the options that what it reads depends on."""
+    """Reads recordings into one packed Arrow table. The fields are the options of reading and enter the cache name."""
 
     time_column: str | None
     time_format: str | None
@@ -197,17 +195,18 @@ class _Reader(NamedTuple):
     max_gap: float | None
 
     def read(self, files: list[Path]) -> pa.Table:
-        """A row of column `values` for each stretch without a long gap; the metadata has how many of them each file has."""
+        """Returns one row per segment without a long gap; the metadata contain the number of segments per file."""
         recordings = [self._read_file(file) for file in files]
         names = recordings[0][2]
         for file, (_, _, others) in zip(files, recordings, strict=True):
             if sorted(others) != sorted(names):
                 raise ValueError(
-                    f"All files must have the same columns, but {file} has {some(others)} and {files[0]} has {some(names)}. Choose with `columns`."
+                    f"All files must have the same columns, but {file} has {some(others)} and {files[0]} has "
+                    f"{some(names)}. Choose them with `columns`."
                 )
         intervals = np.concatenate([np.diff(times) for times, _, _ in recordings])
         if self.step is None and not len(intervals):
-            raise ValueError(f"`step` must be given where there is one row only, as in {files[0]}.")
+            raise ValueError(f"`step` must be given if files have only one row, as {files[0]} has.")
         step = int(np.median(intervals)) if self.step is None else max(1, round(self.step * SECOND))
         ordered = [(times, values[:, [others.index(name) for name in names]]) for times, values, others in recordings]
         sampled = [
@@ -227,7 +226,7 @@ class _Reader(NamedTuple):
     # One file
 
     def _read_file(self, path: Path) -> tuple[np.ndarray, np.ndarray, list[str]]:
-        """(rows,) times in microseconds, (rows, features) values, NaN where missing, and the names of the columns."""
+        """Returns (rows,) times in microseconds, (rows, features) values with NaN if missing, and the column names."""
         table = read_table(path, lambda names: self._choose(names, path), self.delimiter, self.skip_rows)
         time, *columns = table.column_names
 
@@ -239,14 +238,15 @@ class _Reader(NamedTuple):
             row = int(wrong[0]) + 1
             which = "has the same time as" if times[row] == times[row - 1] else "is earlier than"
             raise ValueError(
-                f"Times must rise, but {place(row)} {which} the row before it: {table[time][row].as_py()}. Sort the file, each time once."
+                f"Times must increase, but {place(row)} {which} the row before it: {table[time][row].as_py()}. "
+                "Sort the rows by time and remove duplicates."
             )
         values = np.stack([as_numbers(table[name].combine_chunks(), name, place) for name in columns], axis=1)
         require_observed(~np.isnan(values), path, columns)
         return times, values, columns
 
     def _choose(self, names: list[str], path: Path) -> list[str]:
-        """The column of times, and those of values."""
+        """Returns the column of times, followed by the columns of values."""
         time = names[0] if self.time_column is None else self.time_column
         columns = self.columns or [name for name in names if name != time]
         for option, wanted in (("time_column", [time]), ("columns", columns)):
@@ -254,21 +254,21 @@ class _Reader(NamedTuple):
                 raise ValueError(
                     f"`{option}` must be in the file, but {path} has no column {missing[0]!r}. It has {some(names)}."
                 )
-        require_different([time, *columns], names, path)
         if not columns:
             raise ValueError(
-                f"There must be a column of values beside that of times, but {path} has only {some(names)}. Set `delimiter` or `skip_rows`."
+                f"There must be a column of values besides the times, but {path} has only {some(names)}. "
+                "Set `delimiter` or `skip_rows`."
             )
         if time in columns:
-            raise ValueError(f"`columns` must be others than `time_column`, but {time!r} is both.")
+            raise ValueError(f"`columns` must not contain `time_column`, but {time!r} is in both.")
         return [time, *columns]
 
 
 def draw_days(days: int, seed: int) -> pa.Table:
-    """One recording of so many days: movement in each minute, and what the person did."""
+    """Draws one recording: the movement in each minute, and the activities as true states."""
     draw = generator(seed, "days")
     states = torch.empty(days, 24 * 60, dtype=torch.int64)
-    before = torch.zeros(days, dtype=torch.int64)  # asleep
+    before = torch.zeros(days, dtype=torch.int64)  # Each day starts asleep.
     for hours, chances in RHYTHM.items():
         probs = torch.eye(len(ACTIVITIES), dtype=torch.float64)
         for (old, new), chance in zip(CHANGES, chances, strict=True):

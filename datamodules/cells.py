@@ -1,4 +1,4 @@
-"""The cells of a table as numbers and names; every mistake is reported with its place."""
+"""Converts the cells of a table to numbers and names. Errors name the row of the wrong cell."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ from lightning_hmm.vocabulary import MISSING
 
 NO_NUMBER = pa.array(["", "NaN", "nan", "null"], pa.large_string())
 NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$|^[+-]?(?i:inf|infinity)$"
-NUMBERS_REMEDY = "Set `columns` to those of numbers, `categorical_columns` to those of names, `missing_token` to what means missing, or `kind` to 'symbols'."
-SYMBOLS_REMEDY = "To take them as names, set `vocabulary` or `unknown`."
+NUMBERS_REMEDY = (
+    "Set `columns` to numeric columns, `categorical_columns` to columns of names, `missing_token` to the mark of a "
+    "missing value, or `kind` to 'symbols'."
+)
+SYMBOLS_REMEDY = "To read them as names, set `vocabulary` or `unknown`."
 
 
 def is_token(column: pa.Array, token: str, numeric: bool) -> pa.Array:
-    """Which values are the token: the same text but for blanks around it or, if `numeric`, the same number."""
+    """Returns which values equal the token: as text without surrounding blanks or, if `numeric`, as a number."""
     bare = token.strip() or token
     number = Decimal(bare) if numeric and re.match(NUMBER, bare) else None
     if is_text(column):
@@ -41,7 +44,7 @@ def is_token(column: pa.Array, token: str, numeric: bool) -> pa.Array:
 
 
 def plain(column: pa.Array) -> pa.Array:
-    """One Arrow type for each kind of value: names, whole numbers, numbers; lists as they are."""
+    """Casts names to `large_string`, integers to `int64` and real numbers to `float64`; lists are not changed."""
     column = column.dictionary_decode() if isinstance(column, pa.DictionaryArray) else column
     kind = column.type
     if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
@@ -53,16 +56,16 @@ def plain(column: pa.Array) -> pa.Array:
         return pc.if_else(pc.is_nan(column), None, column)
     if is_list(kind):
         return column
-    raise pa.ArrowInvalid(f"a column of {kind}, where names, numbers or lists of them are needed.")
+    raise pa.ArrowInvalid(f"a column of {kind} is neither names, numbers nor lists of them.")
 
 
 def from_text(column: pa.Array) -> pa.Array:
-    """Names as whole numbers, or else as numbers; and as they are if one of them is neither."""
+    """Converts text to integers or, if that fails, to real numbers. Returns the text if one cell is not a number."""
     trimmed = pc.utf8_trim_whitespace(column)
     numbers = pc.if_else(pc.is_in(trimmed, NO_NUMBER), None, trimmed)
-    if pc.any(pc.match_substring(numbers, "x", ignore_case=True)).as_py():  # 0x1F, which Arrow would take for 31
-        return column
-    numbers = pc.replace_substring_regex(numbers, r"^\+([0-9])", r"\1")  # Arrow reads a plus sign in real numbers alone
+    if pc.any(pc.match_substring(numbers, "x", ignore_case=True)).as_py():
+        return column  # Arrow would read 0x1F as the number 31.
+    numbers = pc.replace_substring_regex(numbers, r"^\+([0-9])", r"\1")  # Arrow reads no integers with a plus sign.
     for kind in (pa.int64(), pa.float64()):
         with contextlib.suppress(pa.ArrowException):
             return numbers.cast(kind)
@@ -72,7 +75,14 @@ def from_text(column: pa.Array) -> pa.Array:
 def numbers(
     column: pa.Array, place: Callable[[int], str], what: str = "Vectors", remedy: str = NUMBERS_REMEDY
 ) -> np.ndarray:
-    """(steps,) float64, NaN where missing; `what` they are and a `remedy` are for errors."""
+    """Returns a column as float64 of shape (steps,), with NaN for missing values.
+
+    Args:
+        column: Cells of the column.
+        place: Function that returns the location of a step, for errors.
+        what: Subject of an error message.
+        remedy: Last sentence of an error message.
+    """
     column = from_text(column) if is_text(column) else column
     if is_text(column):
         step = bisect.bisect_left(range(len(column)), True, key=lambda last: is_text(from_text(column[: last + 1])))
@@ -81,24 +91,27 @@ def numbers(
     if np.any(infinite := np.isinf(found)):
         step = int(np.argmax(infinite))
         raise ValueError(
-            f"{what} must be finite, but {place(step)} has {found[step]} instead. Set `missing_token` to it if it means missing."
+            f"{what} must be finite, but {place(step)} has {found[step]} instead. "
+            "If it means a missing value, set `missing_token` to it."
         )
     return found
 
 
 def vectors(column: pa.Array, clean: Callable[[pa.Array], pa.Array], place: Callable[[int], str]) -> np.ndarray:
-    """(steps, features) float64 of a column of lists, NaN where missing."""
+    """Returns a column of lists as float64 of shape (steps, features), with NaN for missing values."""
     there = column.is_valid().to_numpy(zero_copy_only=False)
     sizes = pc.list_value_length(column).fill_null(0).to_numpy()
     size = int(sizes[there][0]) if there.any() else 1
     if np.any(wrong := there & (sizes != size)):
         raise ValueError(
-            f"Vectors must have {size} features like the first, but {place(int(np.argmax(wrong)))} has one of {sizes[wrong][0]} instead."
+            f"Vectors must have {size} features like the first, but {place(int(np.argmax(wrong)))} has "
+            f"{sizes[wrong][0]} instead."
         )
     entries = plain(column.flatten())
     if is_list(entries.type):
         raise ValueError(
-            f"Vectors must hold numbers, but those in {place(int(np.argmax(there)))} hold lists instead. Choose another column with `columns`."
+            f"Vectors must contain numbers, but {place(int(np.argmax(there)))} contains nested lists. "
+            "Choose another column with `columns`."
         )
     found = np.full((len(column), size), np.nan)
     found[there] = numbers(clean(entries), lambda entry: place(int(np.flatnonzero(there)[entry // size]))).reshape(
@@ -108,11 +121,11 @@ def vectors(column: pa.Array, clean: Callable[[pa.Array], pa.Array], place: Call
 
 
 class Codes(NamedTuple):
-    """A column of names or whole numbers.
+    """A column of names or integers.
 
-    numbers: (steps,) int64, -1 where missing; where there are names, those of the sorted names.
-    names: the names that occur, sorted; ``None`` if the column holds whole numbers.
-    places: where each name first occurs.
+    numbers: (steps,) int64 integers, or indices into `names`; -1 for a missing value.
+    names: Names that occur, sorted, or ``None`` for a column of integers.
+    places: Location of the first occurrence of each name.
     """
 
     numbers: np.ndarray
@@ -123,23 +136,31 @@ class Codes(NamedTuple):
 def codes(
     column: pa.Array,
     place: Callable[[int], str],
-    rule: str = "Symbols must be whole numbers",
+    rule: str = "Symbols must be integers",
     remedy: str = SYMBOLS_REMEDY,
 ) -> Codes:
-    """A column of names, or of whole numbers from 0, as numbers; what the `rule` is and a `remedy` are for errors."""
+    """Converts a column of names, or of integers from 0, to indices.
+
+    Args:
+        column: Cells of the column.
+        place: Function that returns the location of a step, for errors.
+        rule: Beginning of an error message.
+        remedy: Last sentence of an error message.
+    """
     if not is_text(column):
         values = column.fill_null(MISSING).to_numpy()
         if np.any(wrong := (values != np.floor(values)) | (values < MISSING) | np.isinf(values)):
             step = int(np.argmax(wrong))
             raise ValueError(
-                f"{rule} from 0, or {MISSING} for a missing one, but {place(step)} has {values[step]} instead. {remedy}".rstrip()
+                f"{rule} from 0, or {MISSING} for a missing value, but {place(step)} has {values[step]} instead. "
+                f"{remedy}".rstrip()
             )
         return Codes(values.astype(np.int64))
     encoded = column.dictionary_encode()
     numbers, found = encoded.indices.fill_null(MISSING).to_numpy().astype(np.int64), encoded.dictionary.to_pylist()
     observed = np.flatnonzero(numbers != MISSING)
     steps = np.empty(len(found), np.int64)
-    steps[numbers[observed[::-1]]] = observed[::-1]  # the last written stays: the first occurrence
+    steps[numbers[observed[::-1]]] = observed[::-1]  # Later writes win, so each name keeps its first occurrence.
     order = sorted(range(len(found)), key=found.__getitem__)
     ranks = np.empty(len(found) + 1, np.int64)
     ranks[[*order, MISSING]] = [*range(len(found)), MISSING]
@@ -147,37 +168,38 @@ def codes(
 
 
 def flattened(column: pa.Array, lengths: np.ndarray | None, name: str, path: Path) -> pa.Array:
-    """The steps of a column that comes with the values.
+    """Returns one cell per step of a column that accompanies the values.
 
     Args:
-        column: one cell for each row, or one list for each row.
-        lengths: (rows,) the number of steps in each row if the values are lists, else ``None``.
-        name: of the column, for errors.
-        path: of the file, for errors.
+        column: One cell per row, or one list per row.
+        lengths: (rows,) number of steps in each row if the values are lists, else ``None``.
+        name: Name of the column, for errors.
+        path: Path of the file, for errors.
     """
     if lengths is None:
         if is_list(column.type):
             raise ValueError(
-                f"Column {name!r} must hold one value in each row, as the columns of values do, but holds lists in {path}."
+                f"Column {name!r} must contain one value per row like the values, but contains lists in {path}."
             )
         return column
     if not is_list(column.type):
-        raise ValueError(
-            f"Column {name!r} must hold lists, as the column of values does, but holds {column.type} in {path}."
-        )
+        raise ValueError(f"Column {name!r} must contain lists like the values, but contains {column.type} in {path}.")
     found = pc.list_value_length(column).fill_null(-1).to_numpy()
     if np.any(wrong := found != lengths):
         row = int(np.argmax(wrong))
         entries = "is null" if found[row] < 0 else f"has {found[row]}"
         raise ValueError(
-            f"Column {name!r} must have one entry for each step, but row {row + 1} of {path} has {lengths[row]} steps and {entries}."
+            f"Column {name!r} must have one entry per step, but row {row + 1} of {path} has {lengths[row]} steps and "
+            f"{entries}."
         )
     return column.flatten()
 
 
 def is_text(column: pa.Array) -> bool:
+    """Returns whether the cells of a column of `plain` are names."""
     return bool(pa.types.is_large_string(column.type))
 
 
 def is_list(kind: pa.DataType) -> bool:
+    """Returns whether a type is a list of fixed or variable size."""
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))

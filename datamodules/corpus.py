@@ -1,7 +1,8 @@
-"""Texts of any size, read in pieces: where they come from, how they are cleaned, and what becomes of them, one symbol after the other.
+"""Reads texts of any size in pieces, cleans them, and converts them to symbols.
 
-The text is read once, and its words or characters are numbered as they come; a second pass, over the numbers, makes symbols of them, when it is known
-where the training text ends and which words are rare. Between the passes, and for the symbols, there may be files instead of memory.
+The text is read once, and its words or characters are numbered in order of appearance. A second pass over these numbers
+creates the symbols, because the end of the training text and the rare words are known only after the first pass. The
+numbers and the symbols are kept in memory or in files.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ from typing import Any, Literal, NamedTuple
 import datasets
 import numpy as np
 
-from datamodules.base import no_progress_bars
+from datamodules.base import no_progress_bars, share
 from datamodules.paths import cache_name, some
 from lightning_hmm.columns import symbol_dtype
 
 LETTERS = " abcdefghijklmnopqrstuvwxyz"
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
-BLOCK = 1 << 20  # bytes, characters or numbers that are worked on at a time
+BLOCK = 1 << 20  # Number of bytes, characters or numbers that are processed at a time.
 
 
 class Source(NamedTuple):
-    """Where a text comes from.
+    """Source of a text.
 
-    name: for messages.
-    stamp: the name of a cache of it, other when the text is.
-    pieces: reads it, in pieces of any size.
+    name: Name for messages.
+    stamp: Function from options to the name of a cache file, which changes with the text.
+    pieces: Function that reads the text in pieces of any size.
     """
 
     name: str
@@ -45,7 +46,7 @@ class Source(NamedTuple):
 
 
 def python_help() -> Source:
-    """The English help texts that come with every Python."""
+    """Returns the English help texts of Python."""
 
     def pieces() -> Iterator[str]:
         from pydoc_data.topics import topics
@@ -56,12 +57,12 @@ def python_help() -> Source:
 
 
 def text_files(path: Path) -> Source:
-    """A file, a gzip file, or a folder of them; a line ends where a file does."""
+    """Returns a text file, a gzip file, or a folder of them. Files are separated by line breaks."""
     files = sorted([*path.glob("*.txt"), *path.glob("*.gz")]) if path.is_dir() else [path]
     if not files:
-        raise ValueError(f"`path` must be a text or a folder of texts (*.txt, *.gz), but {path} has none.")
+        raise ValueError(f"`path` must be a text or a folder of texts (*.txt, *.gz), but {path} contains none.")
     if not files[0].is_file():
-        raise FileNotFoundError(f"`path` must be a text or a folder of texts, but there is no {path}.")
+        raise FileNotFoundError(f"`path` must be a text or a folder of texts, but {path} does not exist.")
 
     def pieces() -> Iterator[str]:
         for n, file in enumerate(files):
@@ -71,6 +72,7 @@ def text_files(path: Path) -> Source:
 
 
 def _blocks(file: Path) -> Iterator[bytes]:
+    """Reads a file, decompressed if it ends in ".gz", in blocks of bytes."""
     read = 0
     try:
         with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
@@ -78,17 +80,18 @@ def _blocks(file: Path) -> Iterator[bytes]:
                 yield block
                 read += len(block)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        why = "ends early" if isinstance(error, EOFError) else "is no sound gzip file"
+        why = "is truncated" if isinstance(error, EOFError) else "is not a valid gzip file"
         raise ValueError(
             f"{file} {why}: nothing can be read after {read:,} bytes of text ({error}). Copy or download it again."
         ) from None
 
 
 def _decoded(file: Path) -> Iterator[str]:
-    for encoding in ("utf-8-sig", "latin-1"):  # the second is what older texts are in; it can read anything
+    """Reads a text in UTF-8 or, if that fails, in Latin-1, which is common for older texts and decodes any bytes."""
+    for encoding in ("utf-8-sig", "latin-1"):
         decoder = codecs.getincrementaldecoder(encoding)()
         try:
-            for block in _blocks(file):  # all of it before the first piece is handed on
+            for block in _blocks(file):  # The whole file is tried before the first piece is returned.
                 decoder.decode(block)
             decoder.decode(b"", final=True)
         except UnicodeDecodeError:
@@ -99,14 +102,15 @@ def _decoded(file: Path) -> Iterator[str]:
 
 
 def hub_texts(name: str, config: str | None, split: str, column: str, streaming: bool) -> Source:
-    """A text data set of Hugging Face, by its name there or a folder of data files; a line ends where a row does."""
+    """Returns a text data set of Hugging Face, given by its name or a folder. Rows are separated by line breaks."""
 
     def load(**options: Any) -> Any:
         try:
             return datasets.load_dataset(name, config, split=split, **options)
-        except Exception as error:  # that library has many
+        except Exception as error:  # The library raises many types of errors.
             raise ValueError(
-                f"`dataset` must be a data set that can be loaded, but {name!r} (config {config!r}, split {split!r}) cannot: {error}"
+                f"`dataset` must be a data set that can be loaded, but {name!r} (config {config!r}, split {split!r}) "
+                f"cannot: {error}"
             ) from error
 
     def pieces() -> Iterator[str]:
@@ -117,20 +121,20 @@ def hub_texts(name: str, config: str | None, split: str, column: str, streaming:
         for row in rows:
             text = row.get(column)
             if not isinstance(text, str):
-                what = f"has {type(text).__name__}" if column in row else f"has only {some(sorted(row))}"
-                raise ValueError(
-                    f"`column` must hold texts, but row {read} of {name!r} {what} where {column!r} should be a text."
-                )
+                what = type(text).__name__ if column in row else f"only the columns {some(sorted(row))}"
+                raise ValueError(f"`column` {column!r} must contain texts, but row {read} of {name!r} has {what}.")
             yield f"\n{text}" if read else text
             read += 1
         if expected and read < expected:
             raise ValueError(
-                f"{name!r} ends early: after {read:,} of the {expected:,} rows that its split {split!r} has. Read it again."
+                f"{name!r} is truncated: it ends after {read:,} of the {expected:,} rows of its split {split!r}. "
+                "Read it again."
             )
 
     def stamp(options: Any) -> str:
         builder = datasets.load_dataset_builder(name, config)
-        return f"{Path(name).name}-{_digest([options, name, config, split, column, str(builder.info.version), str(builder.hash)])}"
+        version = [str(builder.info.version), str(builder.hash)]
+        return f"{Path(name).name}-{_digest([options, name, config, split, column, *version])}"
 
     return Source(name, stamp, pieces)
 
@@ -140,25 +144,29 @@ def _digest(options: Any) -> str:
 
 
 class Store:
-    """Numbers that are added piece by piece, in memory or, where a path is given, in a file that is mapped into memory."""
+    """Array that grows piece by piece, in memory or in a memory-mapped file.
+
+    Args:
+        dtype: Type of the numbers.
+        path: File of the numbers; ``None`` to keep them in memory.
+    """
 
     def __init__(self, dtype: np.dtype | type, path: Path | None = None) -> None:
         self.dtype, self.path = dtype, path
         self._pieces: list[np.ndarray] = []
 
     def add(self, numbers: Iterable[int] | np.ndarray) -> None:
+        """Appends numbers."""
         array: np.ndarray = np.asarray(numbers if isinstance(numbers, np.ndarray) else list(numbers), self.dtype)
         if self.path is None:
             self._pieces.append(array)
-        elif len(array):  # an empty file cannot be mapped into memory
+        elif len(array):
             with self.path.open("ab") as file:
                 array.tofile(file)
 
     def array(self) -> np.ndarray:
-        """All of them so far."""
-        if (
-            self.path is None or not self.path.exists() or not self.path.stat().st_size
-        ):  # an empty file cannot be mapped
+        """Returns all numbers that were appended."""
+        if self.path is None or not self.path.exists():  # An empty file is not created, because it cannot be mapped.
             return np.concatenate([np.zeros(0, self.dtype), *self._pieces])
         return np.memmap(self.path, self.dtype, "c")
 
@@ -167,10 +175,10 @@ class Corpus(NamedTuple):
     """A text as symbols.
 
     Attributes:
-        names: names of the symbols.
-        symbols: the symbols of all parts, one part after the other.
-        sizes: number of symbols in each part: "train", "val", "test" and, where the whole training text is cleaned in another way than
-            its two parts, "whole".
+        names: Names of the symbols.
+        symbols: Symbols of all parts, one part after the other.
+        sizes: Number of symbols in each part: "train", "val", "test" and, if the whole training text is cleaned
+            differently from its two parts, "whole".
     """
 
     names: list[str]
@@ -181,11 +189,6 @@ class Corpus(NamedTuple):
 LetterCleaning = Literal["letters", "paper"]
 
 
-def share(fraction: float, size: int) -> int:
-    """The given fraction of `size`, rounded down. It is exact: 0.29 of 100 is 29, whereas ``int(0.29 * 100)`` is 28."""
-    return math.floor(Fraction(str(fraction)) * size)
-
-
 def read_letters(
     pieces: Iterable[str],
     test_fraction: float,
@@ -194,7 +197,7 @@ def read_letters(
     cleaning: LetterCleaning = "letters",
     folder: Path | None = None,
 ) -> Corpus:
-    """Letters and spaces; `TextDataModule` describes the two ways of `cleaning`."""
+    """Converts a text to letters and spaces. `TextDataModule` describes the two kinds of `cleaning`."""
     numbers: dict[str, int] = {}
     store = Store(np.int32, folder and folder / "words")
     for some_words in _words(pieces, cleaning):
@@ -219,9 +222,8 @@ def read_letters(
         spelled = [name if keep else "rare" for name, keep in zip(names, keeps, strict=True)]
         for block in _in_blocks(there):
             text = " ".join([spelled[word] for word in block.tolist()])
-            text = (
-                f" {text}" if sizes[part] or part in ("val", "test") else text
-            )  # these parts begin with the space after the part before
+            if sizes[part] or part in ("val", "test"):  # These parts begin with the space after the previous part.
+                text = f" {text}"
             symbols.add(code[np.frombuffer(text.encode(), np.uint8)])
             sizes[part] += len(text)
     return Corpus(
@@ -232,7 +234,7 @@ def read_letters(
 
 
 def _with_validation(num_train: int, num_test: int, val_fraction: float) -> dict[str, int]:
-    """The sizes of the parts when the last symbols of the training text are the validation part."""
+    """Returns the sizes of the parts if the last symbols of the training text are the validation part."""
     validation = share(val_fraction, num_train)
     return {"train": num_train - validation, "val": validation, "test": num_test}
 
@@ -240,11 +242,11 @@ def _with_validation(num_train: int, num_test: int, val_fraction: float) -> dict
 def _split(
     words: np.ndarray, names: list[str], test_fraction: float, max_train: int, cleaning: LetterCleaning
 ) -> tuple[int, np.ndarray]:
-    """The number of words in the training text, and for each of `names` whether it is kept.
+    """Returns the number of words in the training text, and whether each of `names` is kept.
 
-    Which words are rare depends on where the training text ends, and that depends on the lengths of the cleaned words. Both are
-    therefore found by iteration to a fixed point. Where the iteration does not settle within ten rounds, the rare words are those
-    of the last training text.
+    The rare words depend on the end of the training text, which depends on the lengths of the cleaned words. Both are
+    found by fixed-point iteration. If it does not converge in ten iterations, the rare words are those of the last
+    training text.
     """
     originals = np.array([len(name) + 1 for name in names], np.int64)
     sizes, before, kept = originals, -1, np.zeros(len(names), bool)
@@ -262,6 +264,7 @@ def _split(
 
 
 def _occurrences(words: np.ndarray, size: int) -> np.ndarray:
+    """Counts the words, (size,)."""
     counts = np.zeros(size, np.int64)
     for block in _in_blocks(words):
         counts += np.bincount(block, minlength=size)
@@ -269,12 +272,12 @@ def _occurrences(words: np.ndarray, size: int) -> np.ndarray:
 
 
 def _words(pieces: Iterable[str], cleaning: LetterCleaning) -> Iterator[list[str]]:
-    """Words of small letters, numbers spelled out; those of a piece at a time."""
+    """Yields the words of each piece in lower case, with numbers spelled out."""
     rest = ""
     for piece in chain(pieces, [" "]):
         ready = re.match(r"(.*\s)?", text := rest + piece, re.DOTALL)
         assert ready is not None
-        rest = text[ready.end() :]  # a word that may go on in the next piece
+        rest = text[ready.end() :]  # The last word may continue in the next piece.
         spelled = re.sub(r"\d+", lambda match: f" {spell(match[0])} ", ready[0])
         if cleaning == "paper":
             yield re.findall("[a-z]+", spelled.lower())
@@ -291,7 +294,7 @@ def _in_blocks(numbers: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _fitting(words: np.ndarray, sizes: np.ndarray, limit: int) -> int:
-    """How many of the first words have at most `limit` symbols together."""
+    """Returns the largest number of words from the start that have at most `limit` symbols together."""
     number, total = 0, 0
     for block in _in_blocks(words):
         ends = total + np.cumsum(sizes[block])
@@ -310,7 +313,7 @@ def read_characters(
     vocabulary: list[str] | None,
     folder: Path | None = None,
 ) -> Corpus:
-    """All characters as they are; those that the training text, or the vocabulary, does not have are unknown."""
+    """Converts all characters to symbols. Those outside the vocabulary, by default the training text, are unknown."""
     store = Store(np.uint32, folder and folder / "characters")
     for piece in pieces:
         store.add(np.frombuffer(piece.encode("utf-32-le", "surrogatepass"), np.uint32))
@@ -338,7 +341,7 @@ _LARGE = ((10**12, "trillion"), (10**9, "billion"), (10**6, "million"), (1000, "
 
 
 def spell(digits: str) -> str:
-    """A whole number, given by its digits, in words; digit by digit where it has more than fifteen."""
+    """Spells out an integer given by its digits, or each digit if there are more than fifteen."""
     digits = "".join(str(int(digit)) for digit in digits).lstrip("0") or "0"
     return " ".join(_SMALL[int(digit)] for digit in digits) if len(digits) > 15 else _in_words(int(digits))
 

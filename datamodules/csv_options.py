@@ -1,4 +1,4 @@
-"""How CSV files are parsed, for all modules that read them."""
+"""Parse options for CSV files, used by all modules that read them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from datamodules.paths import ending
 
 
 def parse_options(data: pa.Buffer, path: Path, delimiter: str | None) -> pa.csv.ParseOptions:
-    """The options of Arrow's reader for the content of a file. Raises where a quoted cell never ends, since Arrow would read the rest of the file into it."""
+    """Returns the options of Arrow's reader for the content of a file.
+
+    Raises an error if a quoted cell is not closed, because Arrow would read the rest of the file into that cell.
+    """
     delimiter = delimiter or ("\t" if ending(path) == ".tsv" else ",")
-    if (
-        int(np.count_nonzero(np.frombuffer(data, np.uint8) == ord('"'))) % 2
-    ):  # quotes come in pairs, but for those inside unquoted cells
+    # An even number of quotes is safe. An odd number can also be due to quotes inside unquoted cells.
+    if int(np.count_nonzero(np.frombuffer(data, np.uint8) == ord('"'))) % 2:
         _refuse_open_quote(data, path, delimiter)
-    # Without `newlines_in_values`, Arrow cuts a file of several blocks at any line break, also inside quotes.
+    # Without `newlines_in_values`, Arrow splits a large file into blocks at any line break, even inside quotes.
     return pa.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
 
 
@@ -39,7 +41,9 @@ def _refuse_open_quote(data: pa.Buffer, path: Path, delimiter: str) -> None:
         except csv.Error as error:
             if "unexpected end of data" in str(error):
                 raise ValueError(
-                    f"Every quoted cell must end with a quotation mark, but the row that begins in line {line + 1} of {path} has one that never ends."
+                    f"Every quoted cell must be closed, but the row that begins in line {line + 1} of {path} has a "
+                    "quoted cell without a closing quote."
                 ) from None
-            # Python's reader is stricter than Arrow's about what follows a closing quote, and has a limit on the size of a cell.
+            # Other errors are ignored: Python's reader is stricter than Arrow's about the characters after a closing
+            # quote, and it limits the size of a cell.
         line = rows.line_num

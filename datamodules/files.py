@@ -1,4 +1,4 @@
-"""Your own data, from tables (CSV, TSV, Parquet, JSON lines) or plain text."""
+"""Data module for your own files: tables (CSV, TSV, Parquet, JSON lines) and plain text."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import hashlib
 import json
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import datasets
 import numpy as np
 import torch
 
 from datamodules.base import as_dataset, as_table, from_table
+from datamodules.checks import require_choice
 from datamodules.paths import cache_name, ending, find_files, some
 from datamodules.reader import OPTIONS, Reader
 from datamodules.scaling import ScaledDataModule
@@ -23,7 +24,7 @@ from lightning_hmm.vocabulary import MISSING, Vocabulary
 Format = Literal["auto", "csv", "parquet", "jsonl", "text"]
 Kind = Literal["auto", "symbols", "vectors"]
 Unit = Literal["char", "word", "line-tokens"]
-Per = Literal["line", "file"]
+SequencePer = Literal["line", "file"]
 ENDINGS = {
     ".csv": "csv",
     ".tsv": "csv",
@@ -33,60 +34,78 @@ ENDINGS = {
     ".json": "jsonl",
     ".txt": "text",
 }
-CACHE_VERSION = 3  # raise it whenever the same file and options are read differently
+CACHE_VERSION = 3  # Increase it whenever the same files and options are read differently.
 
 
 class FileDataModule(ScaledDataModule):
-    """Sequences from one file, several, a folder or a pattern such as ``"walks/*.csv.gz"``.
+    """Sequences from your own files: one file, several, a folder, or a pattern such as ``"walks/*.csv.gz"``.
 
-    In a table, the rows of one sequence are its steps, in the order of the file; or a column holds whole lists, and each row is
-    a sequence. In a text, each line is a sequence. A sequence never goes on from one file into the next. What was read is kept
-    in ``<data_dir>/cache`` and read again only if the file or an option changes.
+    In a table, the rows of a sequence are its steps, in the order of the file. Alternatively, a column contains lists,
+    and each row is a sequence. In a text, each line is a sequence. A sequence never continues in the next file. The
+    parsed data are cached in ``<data_dir>/cache`` and read again only if a file or an option changes.
 
     Args:
-        path: where the training data is, looked up as given and then under `data_dir`; validation and test parts are taken from
-            it too, unless they have a path of their own. If a checkpoint of a model that was trained on other data is validated or
-            tested, all sequences of `path` are used.
-        val_path: where the validation part is.
-        test_path: where the test part is.
-        format: "csv", "parquet", "jsonl" or "text"; "auto" goes by the ending of the name, before a possible ".gz".
-        delimiter: what separates the cells of a CSV file; if not given, a tab for ".tsv" and a comma otherwise.
-        sequence_column: the column that says which sequence a row belongs to; its rows need not stand together. Without it a
-            file is one sequence.
-        columns: one column of names or whole numbers for symbols, one or several of numbers for vectors, or one that holds
-            lists of these; all that no other option names if not given. The columns of several files, and of new data for a trained
-            model, are matched by name. Columns that you choose for new data replace those of training in the given order.
-        categorical_columns: those of `columns` that hold categories, as names or as whole numbers from 0, among columns of numbers. In the
-            vectors, a category is its number. To choose the numbers, give a dictionary from each column to the names of its
-            categories in the order of their numbers; otherwise they are the names in the training part, sorted. For a column of
-            whole numbers the dictionary has the number of categories, which otherwise is one more than the largest. If a
-            trained model is used, categories that are not given are those of training.
-        label_column: the column of the known states, as names or as whole numbers from 0. An empty cell, or -1, is an unknown state.
-        input_columns: the columns of numbers that emissions or transitions may depend on. No input may be missing.
-        time_column: the column of times, as seconds or as dates, which become seconds since 1970. None may be missing, and they must not
-            decrease within a sequence.
-        time_format: how dates are written if in another way, in the directives of Python's `datetime.strptime`: ``"%d/%m/%Y %H:%M:%S"``.
-        action_column: the column of what was done at each step, as names or as whole numbers from 0. No action may be missing. Names of
-            labels and actions are numbered in sorted order, or as in training where a trained model is used. Where `columns` is one
-            of lists, the columns of labels, inputs, times and actions hold lists of the same lengths.
-        kind: "symbols" or "vectors"; "auto" takes names and whole numbers in a single column as symbols, the rest as vectors.
-        vocabulary: the names of the symbols in the order of their numbers. If not given, the names in the training part, sorted.
-            Whole numbers are taken as the symbols' own numbers, unless `vocabulary` or `unknown` is given: then as names.
-        unknown: the name that stands for names that are not in the vocabulary.
-        num_symbols: how many symbols there are, where they are whole numbers; one more than the largest if not given.
-        unit: what is a symbol in a text: every "char", every "word" between blanks, or with "line-tokens" every line, where
-            an empty line ends the sequence.
-        per: "file" makes each text file one sequence, not each line; for the unit "char" the ends of lines then are symbols too.
-            Empty lines of a text make no sequence.
-        missing_token: a cell or symbol that means a missing value, besides empty cells and null; and, for numbers, NaN. Blanks
-            around it do not matter. In tables a number may be written in any way: "-99" also means cells with "-99.0".
-        standardize: shift and scale each real column to mean 0 and standard deviation 1 in the training part.
-        kwargs: the words of `SequenceDataModule`.
+        path: Training data, relative to the working directory or to `data_dir`. Validation and test parts are split off
+            unless they have a path of their own. If you validate or test a model that was trained on other data, all
+            sequences of `path` are used.
+        val_path: Validation data.
+        test_path: Test data.
+        format: "csv", "parquet", "jsonl" or "text". "auto" determines the format from the ending, ignoring ".gz".
+        delimiter: Delimiter of a CSV file, by default a tab for ".tsv" and a comma otherwise.
+        sequence_column: Column that identifies the sequence of each row. The rows of a sequence need not be adjacent.
+            If it is ``None``, each file is one sequence.
+        columns: One column of names or integers for symbols, one or more columns of numbers for vectors, or one column
+            that contains lists of these. Defaults to all columns that no other option names. The columns of several
+            files, and of new data for a trained model, are matched by name. If you choose columns for new data, they
+            replace those of training in the given order.
+        categorical_columns: Those of `columns` that contain categories, as names or as integers from 0, in data with
+            several columns. In the vectors, a category is represented by its index. To choose the indices, pass a
+            dictionary from each column to the names of its categories in order; by default they are the names in the
+            training part, sorted. For a column of integers, the dictionary contains the number of categories; by
+            default it is one more than the largest integer. With a trained model, categories that are not given are
+            those of training.
+        label_column: Column of known states, as names or as integers from 0. An empty cell or -1 is an unknown state.
+        input_columns: Numeric columns that emissions or transitions may depend on. No input may be missing.
+        time_column: Column of times, as seconds or as dates, which are converted to seconds since 1970. No time may be
+            missing, and times must not decrease within a sequence.
+        time_format: Format of other dates, in the directives of `datetime.strptime`, such as ``"%d/%m/%Y %H:%M:%S"``.
+        action_column: Column of the action at each step, as names or as integers from 0. No action may be missing.
+            Names of labels and actions are numbered in sorted order, or as in training for a trained model. If
+            `columns` is a column of lists, labels, inputs, times and actions must be lists of the same lengths.
+        kind: "symbols" or "vectors". "auto" reads a single column of names or integers as symbols, and everything else
+            as vectors.
+        vocabulary: Names of the symbols in the order of their indices, by default the names in the training part,
+            sorted. Integers are used as indices of symbols, unless `vocabulary` or `unknown` is given; then they are
+            read as names.
+        unknown: Name of the symbol that replaces names outside the vocabulary.
+        num_symbols: Number of symbols if they are integers, by default one more than the largest.
+        unit: Symbols of a text: each "char", each "word" between blanks, or each line ("line-tokens"), where an empty
+            line ends the sequence.
+        sequence_per: "line" makes each line of a text a sequence, "file" each file. With "file" and the unit "char",
+            line breaks are symbols too. Empty lines of a text do not form sequences.
+        missing_token: Cell or symbol that means a missing value, in addition to empty cells, null and, for numbers,
+            NaN. Blanks around it are ignored. In tables, numbers are compared by value: "-99" also matches "-99.0".
+        standardize: Whether to shift and scale each real column to mean 0 and standard deviation 1 in the training
+            part.
+        **kwargs: Forwarded to `SequenceDataModule`.
 
     Attributes:
-        columns: what was read: one categorical column for symbols, otherwise one column for each entry of a vector.
-        mean: (columns,) mean of the training part as it was read, 0 for a categorical column; if `standardize`, after `setup`.
-        std: (columns,) standard deviation of the same, 1 for a categorical column.
+        columns: One categorical column for symbols, otherwise one column per entry of a vector.
+        mean: (columns,) mean of the training part before standardization, 0 for a categorical column. It is ``None``
+            before `setup` and without `standardize`.
+        std: (columns,) standard deviation, 1 for a categorical column; likewise.
+
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> _ = Path(folder.name, "weather.txt").write_text("sun sun rain\\nrain rain\\n")
+        >>> data = FileDataModule("weather.txt", data_dir=folder.name, val_fraction=0, test_fraction=0)
+        >>> data.setup()
+        >>> data.symbol_names
+        ['rain', 'sun']
+        >>> data.train_sequences.lengths.tolist()
+        [3, 2]
+        >>> folder.cleanup()
     """
 
     def __init__(
@@ -109,61 +128,44 @@ class FileDataModule(ScaledDataModule):
         unknown: str | None = None,
         num_symbols: int | None = None,
         unit: Unit = "word",
-        per: Per = "line",
+        sequence_per: SequencePer = "line",
         missing_token: str | None = None,
         standardize: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(standardize=standardize, **kwargs)
-        for name, value, allowed in (
-            ("format", format, Format),
-            ("kind", kind, Kind),
-            ("unit", unit, Unit),
-            ("per", per, Per),
-        ):
-            if value not in get_args(allowed):
-                raise ValueError(f"`{name}` must be one of {', '.join(get_args(allowed))}, but is {value!r} instead.")
+        require_choice("format", format, Format)
+        require_choice("kind", kind, Kind)
+        require_choice("unit", unit, Unit)
+        require_choice("sequence_per", sequence_per, SequencePer)
         if (named := vocabulary is not None or unknown is not None) and kind == "vectors":
-            raise ValueError("`vocabulary` and `unknown` are for symbols, but `kind` is 'vectors'. Leave them out.")
-
+            raise ValueError("`vocabulary` and `unknown` apply to symbols, but `kind` is 'vectors'. Omit them.")
         paths = {"train": path, "val": val_path, "test": test_path}
-        files = {
-            part: find_files(
-                given,
-                self.data_dir,
-                "path" if part == "train" else f"{part}_path",
-                ENDINGS if format == "auto" else None,
-            )
-            for part, given in paths.items()
-            if given is not None
-        }
-        formats = {file: format if format != "auto" else _format(file) for group in files.values() for file in group}
-        if len(set(formats.values())) > 1:
-            raise ValueError(
-                f"`path` must lead to files of one format, but they are {', '.join(sorted(set(formats.values())))}. Narrow it, or set `format`."
-            )
+        files, file_format = _find_parts(paths, self.data_dir, format)
         singles = {"labels": label_column, "times": time_column, "actions": action_column}
         others = {step: [name] for step, name in singles.items() if name is not None} | (
             {"inputs": input_columns} if input_columns else {}
         )
-        if set(formats.values()) == {"text"} and (columns or sequence_column or categorical_columns or others):
+        if file_format == "text":
             given = {"columns": columns, "sequence_column": sequence_column, "categorical_columns": categorical_columns}
             used = [option for option, value in given.items() if value] + [OPTIONS[step] for step in others]
-            raise ValueError(f"`{used[0]}` is for tables, but a text has no columns. Leave it out, or set `format`.")
+            if used:
+                raise ValueError(f"`{used[0]}` applies to tables, but the files are text. Omit it, or set `format`.")
         if time_format is not None and time_column is None:
-            raise ValueError(
-                "`time_format` is for the column of times, but there is no `time_column`. Set it, or leave `time_format` out."
-            )
+            raise ValueError("`time_format` requires `time_column`, which is not given. Set it, or omit `time_format`.")
         categories = categorical_columns if isinstance(categorical_columns, dict) else {}
         listed = dict.fromkeys(categorical_columns or [], False) | {
             name: not isinstance(given, int) for name, given in categories.items()
         }
         kind = "symbols" if named else kind
-        layout = (sequence_column, columns, kind, named, unit, per, missing_token, listed, others, time_format)
-        self._reader = Reader(next(iter(formats.values())), delimiter, *layout)
-        self._files, self._columns_given, self._categories = files, columns is not None, categories
-        self._vocabulary_given, self._num_symbols_given, self._unknown = vocabulary, num_symbols, unknown
-        self._given = vocabulary is not None or bool(categories)
+        layout = (sequence_column, columns, kind, named, unit, sequence_per, missing_token, listed, others, time_format)
+        self._reader = Reader(file_format, delimiter, *layout)
+        self._files = files
+        self._columns_given = columns is not None
+        self._categories = categories
+        self._vocabulary_given = vocabulary
+        self._num_symbols_given = num_symbols
+        self._unknown = unknown
         self.input_names = input_columns
 
     def open_source(self) -> None:
@@ -172,20 +174,19 @@ class FileDataModule(ScaledDataModule):
         vocabulary, categories = self._vocabulary_given, self._categories
         self._dataset, metadata = self.cached(cache_name([CACHE_VERSION, reader], files), lambda: reader.read(files))
         self._parts: dict[str, int] = json.loads(metadata["parts"])
-        self._read: list[dict[str, Any]] = json.loads(
-            metadata["columns"]
-        )  # name, kind, and names of categories with their places
-        self._coded: dict[str, dict[str, Any]] = json.loads(metadata["coded"])  # the same for labels and actions
-        self.label_names, self.action_names = (
-            self._coded[step]["names"] if step in self._coded else None for step in ("labels", "actions")
-        )
+        # Each entry has the name and the kind of a column, and the names of its categories with their locations.
+        self._read: list[dict[str, Any]] = json.loads(metadata["columns"])
+        self._coded: dict[str, dict[str, Any]] = json.loads(metadata["coded"])  # The same for labels and actions.
+        self.label_names = self._coded["labels"]["names"] if "labels" in self._coded else None
+        self.action_names = self._coded["actions"]["names"] if "actions" in self._coded else None
         values = self._values()
         if values.actions is not None:
             self.num_actions = len(self.action_names) if self.action_names else int(values.actions.max()) + 1
         if values.is_discrete:
             if self.standardize:
                 raise ValueError(
-                    f"`standardize` is for vectors, but {files['train'][0]} holds symbols. Leave it out, or set `kind` to 'vectors'."
+                    f"`standardize` applies to vectors, but {files['train'][0]} contains symbols. "
+                    "Omit it, or set `kind` to 'vectors'."
                 )
             chosen = next(iter(categories.values()), None)
             vocabulary = chosen if vocabulary is None and isinstance(chosen, list) else vocabulary
@@ -194,14 +195,14 @@ class FileDataModule(ScaledDataModule):
             found = self._symbols(values, vocabulary, num_symbols)
         else:
             found = [self._column(number, categories) for number in range(len(self._read))]
-        if self._read[0]["name"] is None:  # a text, whose symbols are not matched by the name of a column
-            self.columns = found
+        if self._read[0]["name"] is None:
+            self.columns = found  # A text has no column names to match in new data.
         else:
             self.set_columns(found, chosen=self._columns_given)
-        self._encoded(values)  # refuses names that are not among the categories
+        self._encoded(values)  # Raises an error for names that are not among the categories.
 
     def _symbols(self, values: Sequences, vocabulary: list[str] | None, num_symbols: int | None) -> list[Column]:
-        """The one column of symbols, and the vocabulary if they have names."""
+        """Returns the column of symbols, and sets the vocabulary if they have names."""
         names = self._read[0]["names"]
         if names is not None:
             self.vocabulary = (
@@ -214,13 +215,19 @@ class FileDataModule(ScaledDataModule):
             needed > num_symbols or (self.vocabulary is not None and needed != num_symbols)
         ):
             raise ValueError(
-                f"`num_symbols` must be {'' if self.vocabulary is not None else 'at least '}{needed} for this data, but is {num_symbols} instead."
+                f"`num_symbols` must be {'' if self.vocabulary is not None else 'at least '}{needed} for these data, "
+                f"but is {num_symbols} instead."
             )
         categories = num_symbols or needed if self.vocabulary is None else tuple(self.vocabulary.names)
         return [Column(self._read[0]["name"] or "symbol", "categorical", categories)]
 
     def _column(self, number: int, categories: dict[str, list[str] | int]) -> Column:
-        """One column of vectors; `categories` are the names, or the numbers of categories, that were given for some columns."""
+        """Returns one column of vectors.
+
+        Args:
+            number: Index of the column.
+            categories: Names, or numbers of categories, that the user gave for some columns.
+        """
         read = self._read[number]
         if read["kind"] == "real":
             return Column(read["name"])
@@ -229,35 +236,40 @@ class FileDataModule(ScaledDataModule):
             needed = int(_numbers(self._values(), number).max()) + 1
             if isinstance(given, int) and needed > given:
                 raise ValueError(
-                    f"Column {read['name']!r} must hold {given} categories, the whole numbers 0 to {given - 1}, but holds {needed - 1}."
+                    f"Column {read['name']!r} must contain integers from 0 to {given - 1}, for {given} categories, "
+                    f"but contains {needed - 1}."
                 )
             return Column(read["name"], "categorical", given if isinstance(given, int) else needed)
         if isinstance(given, int):
             raise ValueError(
-                f"`categorical_columns` has a number for column {read['name']!r}, which holds names. Give the names of its categories."
+                f"`categorical_columns` must have names for column {read['name']!r}, which contains names, but has "
+                f"the number {given} instead."
             )
         return Column(read["name"], "categorical", tuple(given or self._seen(number)))
 
-    # The sequences as they were read, and with the numbers of names
+    # Sequences as read, and with the indices of names
 
     def _values(self) -> Sequences:
-        """All parts as they were read."""
+        """Returns the sequences of all parts as they were read."""
         return from_table(self._dataset.with_format("arrow")[:])
 
     def _training(self, values: Sequences) -> Sequences:
-        """The training part of all parts."""
-        indices = self.split(self._parts["train"], [part for part in ("val", "test") if part not in self._parts])[
-            "train"
-        ]
+        """Returns the training part of the sequences of all parts."""
+        held_out = [part for part in ("val", "test") if part not in self._parts]
+        indices = self.split(self._parts["train"], held_out)["train"]
         part: Sequences = values[: self._parts["train"]]
         return part if indices is None else part[indices]
 
     def _seen(self, number: int) -> list[str]:
-        """The names in one column of the training part, sorted."""
+        """Returns the names in one column of the training part, sorted."""
         return _occurring(self._read[number]["names"], _numbers(self._training(self._values()), number))
 
     def _encoded(self, values: Sequences) -> Sequences:
-        """Sequences in the order of `columns`, with the numbers of names as in `columns`, `label_names` and `action_names`."""
+        """Replaces the indices of names by those of `columns`, `label_names` and `action_names`.
+
+        Args:
+            values: Sequences with their features in the order of `columns`.
+        """
         read = {entry["name"] or "symbol": entry for entry in self._read}
         packed = values.values
         for number, column in enumerate(self.columns):
@@ -278,7 +290,10 @@ class FileDataModule(ScaledDataModule):
         return encoded
 
     def _lookup(self, read: dict[str, Any], names: list[str], symbols: bool) -> np.ndarray | None:
-        """How the numbers of one column in the cache, which are for all names of all parts, become those of `names`."""
+        """Returns a table from the indices of one column in the cache to those in `names`; see the function `_lookup`.
+
+        Raises an error if a name in the data is not in `names` and there is no `unknown` symbol.
+        """
         strange = (
             None
             if self._unknown is not None
@@ -286,15 +301,17 @@ class FileDataModule(ScaledDataModule):
         )
         if strange is not None:
             option = "vocabulary" if symbols else "categorical_columns"
-            where = f"`{option}`" if self._given else "the training part"
+            is_given = self._vocabulary_given is not None or bool(self._categories)
+            where = f"`{option}`" if is_given else "the training part"
             what = "Symbols" if symbols else f"Categories of column {read['name']!r}"
             remedy = (
-                "Set `unknown` to a name for all such symbols, or name it in `vocabulary`."
+                "Set `unknown` to a name for all such symbols, or add it to `vocabulary`."
                 if symbols
-                else "Name the categories in `categorical_columns`."
+                else "List the categories in `categorical_columns`."
             )
             raise ValueError(
-                f"{what} must be in {where}, but {read['names'][strange]!r} in {read['places'][strange]} is not. {remedy}"
+                f"{what} must be in {where}, but {read['names'][strange]!r} in {read['places'][strange]} is not. "
+                f"{remedy}"
             )
         return _lookup(read, names, self._unknown)
 
@@ -314,12 +331,11 @@ class FileDataModule(ScaledDataModule):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Identifies the sequences of `path` as they were read, wherever the file is."""
+        """Hash of the sequences of `path` as they were read, independent of the location of the file."""
         values: Sequences = self._values()[: self._parts["train"]]
         packed, every = values.values.long() if values.is_discrete else values.values.clone(), []
-        for number, read in enumerate(
-            self._read
-        ):  # other names in the validation or test part must not change the numbers
+        # Names are renumbered, because other names in the validation or test part must not change the hash.
+        for number, read in enumerate(self._read):
             if read.get("names") is None:
                 continue
             numbers = _numbers(values, number)
@@ -346,8 +362,12 @@ class FileDataModule(ScaledDataModule):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores units and names of training. If the model was trained on other data, all sequences are used for validation and test."""
-        trained_on, before = state_dict.get("fingerprint", self.fingerprint), (self.label_names, self.action_names)
+        """Restores the standardization and the names of training.
+
+        If the model was trained on other data, all sequences are used for validation and testing.
+        """
+        trained_on = state_dict.get("fingerprint", self.fingerprint)
+        before = (self.label_names, self.action_names)
         coded = state_dict.get("coded", {})
         if "labels" in coded and "labels" in self._coded:
             self.label_names = self._names_of_training("labels", coded["labels"])
@@ -363,12 +383,13 @@ class FileDataModule(ScaledDataModule):
         self.score_everything(trained_on != self.fingerprint)
 
     def _names_of_training(self, step: str, names: list[str] | None) -> list[str] | None:
-        """The names of labels or actions in training, which must have all names that were read here."""
+        """Returns the names of labels or actions in training, after a check that they contain all names of the data."""
         read = self._coded[step]
         if (names is None) != (read["names"] is None):
-            forms = ("whole numbers", "names") if names is None else ("names", "whole numbers")
+            forms = ("integers", "names") if names is None else ("names", "integers")
             raise ValueError(
-                f"{step.capitalize()} must be {forms[0]} as in training, but column {read['name']!r} holds {forms[1]}."
+                f"{step.capitalize()} must be {forms[0]} as in training, but column {read['name']!r} contains "
+                f"{forms[1]}."
             )
         for name, place in zip(read["names"] or [], read["places"] or [], strict=True):
             if names is not None and name not in names:
@@ -379,28 +400,52 @@ class FileDataModule(ScaledDataModule):
 
 
 def _numbers(values: Sequences, number: int) -> np.ndarray:
-    """(steps,) int64 numbers of the categories in one column, -1 where a value is missing."""
+    """Returns (steps,) int64 indices of the categories in one column, -1 for a missing value."""
     entries = values.values if values.is_discrete else values.values[:, number].nan_to_num(nan=MISSING)
     numbers: np.ndarray = entries.long().numpy()
     return numbers
 
 
 def _occurring(names: list[str], numbers: np.ndarray) -> list[str]:
-    """Those of the names whose numbers occur, sorted."""
+    """Returns the names whose indices occur in `numbers`, sorted."""
     seen = np.bincount(numbers[numbers != MISSING], minlength=len(names)) > 0
     return sorted(name for name, there in zip(names, seen, strict=True) if there)
 
 
 def _lookup(read: dict[str, Any], names: list[str], unknown: str | None = None) -> np.ndarray | None:
-    """(names that were read + 1,) their numbers among `names`, and -1 at the end, for the number -1; ``None`` where no number changes."""
+    """Returns a table from the indices of the names in a column to those in `names`, or ``None`` if none changes.
+
+    The last entry is -1, so that the index -1 of a missing value is not changed.
+    """
     number = {name: i for i, name in enumerate(names)}
     lookup = [number[name] if name in number else number[str(unknown)] for name in read["names"]]
     return None if lookup == list(range(len(lookup))) else np.array([*lookup, MISSING], symbol_dtype(len(names)))
 
 
+def _find_parts(
+    paths: dict[str, str | list[str] | None], data_dir: Path, format: Format
+) -> tuple[dict[str, list[Path]], str]:
+    """Returns the files of each part that has a path, and their format."""
+    endings = ENDINGS if format == "auto" else None
+    files = {
+        part: find_files(given, data_dir, "path" if part == "train" else f"{part}_path", endings)
+        for part, given in paths.items()
+        if given is not None
+    }
+    formats = {_format(file) if format == "auto" else format for group in files.values() for file in group}
+    if len(formats) > 1:
+        raise ValueError(
+            f"`path` must match files of one format, but they are {', '.join(sorted(formats))}. "
+            "Use a narrower pattern, or set `format`."
+        )
+    return files, formats.pop()
+
+
 def _format(path: Path) -> str:
+    """Returns the format of a file according to its ending."""
     if ending(path) not in ENDINGS:
         raise ValueError(
-            f"`format` must be given for {path}, whose ending is none of {', '.join(ENDINGS)}, with or without .gz."
+            f"`format` must be given for {path}, because its ending is none of {', '.join(ENDINGS)} "
+            "(optionally with .gz)."
         )
     return ENDINGS[ending(path)]

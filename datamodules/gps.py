@@ -1,4 +1,4 @@
-"""Tracks of positions: from GPX, GeoJSON and tables, in metres and at a fixed step; or drawn visitors of an open-air museum."""
+"""Tracks of positions at a fixed step: read from GPX, GeoJSON and tables, or drawn visitors of an open-air museum."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 from xml.etree import ElementTree
 
 import datasets
@@ -18,6 +18,7 @@ from numba import njit
 
 from datamodules import series
 from datamodules.base import PARTS, as_dataset, as_table
+from datamodules.checks import require_choice, require_positive
 from datamodules.paths import cache_name, ending, find_files, some
 from datamodules.scaling import ScaledDataModule
 from datamodules.series import SECOND, as_numbers, as_times, read_table, resample
@@ -26,18 +27,18 @@ from lightning_hmm.random import generator
 from lightning_hmm.sequences import Sequences
 from lightning_hmm.vocabulary import MISSING
 
-Units = Literal["degrees", "metres"]
+Units = Literal["degrees", "meters"]
 ENDINGS = (".gpx", ".geojson", ".json", *series.ENDINGS)
-CACHE_VERSION = 2  # raise it whenever the same file and options are read differently
-WIDEST = 60.0  # degrees of longitude from the origin: beyond, metres on a plane mean little
+CACHE_VERSION = 3  # Increase it whenever the same files and options are read differently.
+WIDEST = 60.0  # Maximum degrees of longitude from the origin. Beyond, the projection distorts distances too much.
 
-# What columns and properties are called where the user does not say
+# Default names of columns and properties.
 TIMES = ("time", "timestamp", "datetime", "date")
 TRACKS = ("track", "track_id", "trackid", "trajectory", "trajectory_id")
 LATITUDES, LONGITUDES = ("lat", "latitude"), ("lon", "lng", "long", "longitude")
-COORDINATE_TIMES = ("coordTimes", "times", *TIMES)  # of a line in GeoJSON
+COORDINATE_TIMES = ("coordTimes", "times", *TIMES)  # Properties of a line in GeoJSON.
 
-# A drawn museum, in metres and seconds: a railway around it, exhibits on both sides of the rails, and how its visitors move.
+# The drawn museum, in meters and seconds: exhibits on both sides of a circular railway, and the visitors' movements.
 WAYS = ["on foot", "train"]
 EXHIBITS = (
     (-210, 40),
@@ -53,56 +54,69 @@ EXHIBITS = (
     (85, 45),
     (60, -60),
 )
-RAILS = (180.0, 115.0)  # half axes of the loop
-STATIONS = 4  # at equal angles
-WALKING, RIDING = (0.9, 1.5), (2.5, 5.0)  # speeds, m/s
-LOOKING, WAITING = (20.0, 150.0), (40.0, 90.0)  # s at an exhibit, and of the train at a station
-VISIT = (1200.0, 2400.0)  # s
-RIDERS = 0.5  # share of the visitors that board the train at the start; after some stations they go on on foot
-LEGS = (6, 14)  # stations that a rider passes
-DRAWN_STEP = 10.0  # s
-NOISE = 3.0  # m, of a position
-LOST = 0.01  # chance in each step that the signal is lost, and for how many steps
-LOST_STEPS = 4
+RAILS = (180.0, 115.0)  # Half axes of the loop.
+STATIONS = 4  # Stations, at equal angles.
+WALKING, RIDING = (0.9, 1.5), (2.5, 5.0)  # Ranges of speeds in m/s.
+LOOKING, WAITING = (20.0, 150.0), (40.0, 90.0)  # Ranges of seconds at an exhibit, and of the train at a station.
+VISIT = (1200.0, 2400.0)  # Range of the duration of a visit in seconds.
+RIDERS = 0.5  # Probability that a visitor starts on the train. Riders continue on foot after some stations.
+LEGS = (6, 14)  # Range of the number of stations that a rider passes.
+DRAWN_STEP = 10.0  # Seconds between steps.
+NOISE = 3.0  # Standard deviation of a position in meters.
+LOST = 0.01  # Probability per step that the signal is lost.
+LOST_STEPS = 4  # Number of steps for which it is lost.
 
 
 class GPSDataModule(ScaledDataModule):
-    """Positions in metres, east and north of an origin, at a fixed step; a sequence is a track.
+    """Tracks of positions in meters east and north of an origin, resampled to a fixed step.
 
-    A step holds the mean of the points that fall into it; where there are none, it is missing: nothing is interpolated. Tracks are
-    split into parts as wholes. Latitude and longitude (WGS 84) become metres by a transverse Mercator projection about the
-    origin, which keeps angles, and lengths to 3 in 100,000 up to 50 km east or west of it. Points that would need an impossible
-    speed, second points of the same time, and tracks of too few points are left out, and how many is said.
+    Use it for recordings of GPS devices. A step contains the mean of the points that fall into it, and is missing if
+    there are none; nothing is interpolated. Whole tracks are assigned to training, validation and test part. Latitude
+    and longitude (WGS 84) are converted to meters by a transverse Mercator projection about the origin. It preserves
+    angles, and lengths to within 3 in 100,000 up to 50 km east or west of the origin. Points that require an impossible
+    speed, points with the same time as the previous one, and tracks of too few points are omitted, and their numbers
+    are logged.
 
-    Without a file, visitors of an open-air museum are drawn, some of whom walk from exhibit to exhibit and some of whom take a train
-    whose rails the walkers cross. Both stand still now and then. Then the true states are known.
+    Without `path`, visitors of an open-air museum are drawn. Some walk from exhibit to exhibit, and some take a train
+    whose rails the walkers cross. Both stop now and then. The true states are known.
 
     Args:
-        path: file, folder, pattern or list of them, looked up as given and then under `data_dir`; GPX (".gpx"), GeoJSON (".geojson",
-            ".json"), CSV (".csv", ".tsv", ".txt") or Parquet (".parquet"), perhaps with ".gz"; ``None`` to draw visitors.
-        position_columns: of a table, two columns: latitude and longitude in degrees, or x and y in metres; if not given, those
-            called "lat" or "latitude" and "lon", "lng", "long" or "longitude".
-        units: "degrees", or "metres" for positions on a plane.
-        time_column: column of times, or a property in GeoJSON; if not given, one called "time", "timestamp", "datetime" or "date".
-            Times are dates as in ``2015-03-04 00:01:00``, or numbers of seconds, and must rise along a track.
-        time_format: how dates are written if in another way, in the directives of Python's `datetime.strptime`.
-        track_column: column that says which track a row belongs to; if not given, one called "track", "track_id", "trackid",
-            "trajectory" or "trajectory_id", and if there is none, a table is one track.
-        label_column: column of what is known to be the state, such as the means of transport; a property in GeoJSON, an
-            element of the track in GPX. A step has the label of its last point.
-        delimiter: what separates the cells of a CSV file; if not given, a tab for ".tsv" and a comma otherwise.
-        step: seconds between steps; the median distance of points if not given.
-        max_gap: seconds without a point after which a new sequence begins, instead of missing steps; ``None`` for never.
-        max_speed: in metres a second; of points that cannot all be reached at this speed the most that can are kept. ``None`` keeps all.
-        min_points: tracks with fewer are left out.
-        origin: latitude and longitude of the point (0, 0); if not given, the middle of the data.
-        standardize: shift and scale each coordinate to mean 0 and standard deviation 1 in the training part.
-        visitors: how many are drawn without a file.
-        kwargs: the words of `SequenceDataModule`; the fractions are of the tracks.
+        path: File, folder, pattern or list of these, relative to the working directory or to `data_dir`. The format is
+            GPX (".gpx"), GeoJSON (".geojson", ".json"), CSV (".csv", ".tsv", ".txt") or Parquet (".parquet"),
+            optionally with ".gz". ``None`` draws visitors.
+        position_columns: Two columns of a table: latitude and longitude in degrees, or x and y in meters. Defaults to
+            columns named "lat" or "latitude" and "lon", "lng", "long" or "longitude".
+        units: "degrees", or "meters" for positions on a plane.
+        time_column: Column of times, or property in GeoJSON, by default one named "time", "timestamp", "datetime" or
+            "date". Times are dates such as ``2015-03-04 00:01:00`` or seconds, and must increase along a track.
+        time_format: Format of other dates, in the directives of `datetime.strptime`.
+        track_column: Column that identifies the track of each row, by default one named "track", "track_id", "trackid",
+            "trajectory" or "trajectory_id". Without such a column, a table is one track.
+        label_column: Column of known states, such as the means of transport; a property in GeoJSON, an element of the
+            track in GPX. A step has the label of its last point.
+        delimiter: Delimiter of a CSV file, by default a tab for ".tsv" and a comma otherwise.
+        step: Seconds between steps, by default the median interval between points.
+        max_gap: Seconds without a point after which a new sequence begins. ``None`` makes all such steps missing.
+        max_speed: Maximum speed in meters per second. The largest set of points that can be reached at this speed is
+            kept. ``None`` keeps all points.
+        min_points: Minimum number of points per track. Shorter tracks are omitted.
+        origin: Latitude and longitude of the point (0, 0), by default the median position.
+        standardize: Whether to shift and scale each coordinate to mean 0 and standard deviation 1 in the training part.
+        visitors: Number of visitors to draw if `path` is ``None``.
+        **kwargs: Forwarded to `SequenceDataModule`. The fractions refer to tracks.
 
     Attributes:
-        step: seconds between steps; known after `setup` at the latest.
-        origin: latitude and longitude of the point (0, 0), or ``None`` for positions on a plane; known after `setup` at the latest.
+        step: Seconds between steps. It is set by `setup` if not given.
+        origin: Latitude and longitude of the point (0, 0), or ``None`` for positions on a plane. It is set by `setup`
+            if not given.
+
+    Example:
+        >>> data = GPSDataModule(visitors=4, val_fraction=0, test_fraction=0.25)
+        >>> data.setup()
+        >>> len(data.train_sequences), len(data.test_sequences)
+        (3, 1)
+        >>> data.step, data.state_names
+        (10.0, ['on foot', 'train'])
     """
 
     def __init__(
@@ -125,50 +139,32 @@ class GPSDataModule(ScaledDataModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(standardize=standardize, **kwargs)
-        if units not in get_args(Units):
-            raise ValueError(f"`units` must be one of {', '.join(get_args(Units))}, but is {units!r} instead.")
-        positive = {
-            "step": step,
-            "max_gap": max_gap,
-            "max_speed": max_speed,
-            "min_points": min_points,
-            "visitors": visitors,
-        }
-        for name, value in positive.items():
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"`{name}` must be positive, but is {value} instead.")
+        require_choice("units", units, Units)
+        require_positive(step=step, max_gap=max_gap, max_speed=max_speed, min_points=min_points, visitors=visitors)
         if position_columns is not None and len(set(position_columns)) != 2:
             raise ValueError(f"`position_columns` must be two columns, but is {position_columns} instead.")
-        if units == "metres" and path is not None and position_columns is None:
-            raise ValueError("`position_columns` must be given for positions in metres.")
+        if units == "meters" and path is not None and position_columns is None:
+            raise ValueError("`position_columns` must be given for positions on a plane.")
         if origin is not None:
-            if units == "metres":
-                raise ValueError(f"`origin` is for degrees, but `units` is 'metres'. Leave it out; it is {origin}.")
+            if units == "meters":
+                raise ValueError(f"`origin` applies to degrees, but `units` is 'meters'. Omit it; it is {origin}.")
             if len(origin) != 2 or not (abs(origin[0]) <= 90 and abs(origin[1]) <= 180):
                 raise ValueError(f"`origin` must be a latitude and a longitude in degrees, but is {origin} instead.")
         self.columns = feature_columns(2, ["east", "north"])
-        self.visitors, self.step, self.origin = visitors, step, origin
+        self.visitors = visitors
+        self.step = step
+        self.origin = origin
         if path is None:
             if step not in (None, DRAWN_STEP):
                 raise ValueError(
-                    f"`step` is for files, but without `path` visitors are drawn every {DRAWN_STEP:g} s. Leave it out; it is {step}."
+                    f"`step` must be {DRAWN_STEP:g} or omitted without `path`, because visitors are drawn with this "
+                    f"step, but is {step}."
                 )
             self.step, self.state_names = DRAWN_STEP, WAYS
         self._files = None if path is None else find_files(path, self.data_dir, endings=ENDINGS)
-        self._reader = _Reader(
-            position_columns,
-            units,
-            time_column,
-            time_format,
-            track_column,
-            label_column,
-            delimiter,
-            step,
-            max_gap,
-            max_speed,
-            min_points,
-            origin,
-        )
+        names = (time_column, time_format, track_column, label_column, delimiter)
+        limits = (step, max_gap, max_speed, min_points)
+        self._reader = _Reader(position_columns, units, *names, *limits, origin)
 
     def load_dataset(self) -> dict[str, datasets.Dataset]:
         if self._files is None:
@@ -182,9 +178,9 @@ class GPSDataModule(ScaledDataModule):
             table = dataset.with_format("arrow")[:]
             self.step, self.origin = json.loads(metadata["step"]), json.loads(metadata["origin"])
             self.state_names = json.loads(metadata["labels"])
-            tracks = np.array(json.loads(metadata["segments"]))  # sequences of each track
-            if metadata["said"]:
-                rank_zero_info(metadata["said"])
+            tracks = np.array(json.loads(metadata["segments"]))  # Number of sequences of each track.
+            if metadata["omitted"]:
+                rank_zero_info(metadata["omitted"])
         values = Sequences.from_arrow(table["values"])
         states = Sequences.from_arrow(table["states"]) if "states" in table.column_names else None
         indices = self.split(len(tracks))
@@ -204,7 +200,7 @@ class GPSDataModule(ScaledDataModule):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What other data must be read with to fit a trained model: its units, its step and its origin."""
+        """Returns mean, standard deviation, step and origin, which a trained model needs to read new data."""
         return {**super().state_dict(), "step": self.step, "origin": self.origin}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -215,7 +211,15 @@ class GPSDataModule(ScaledDataModule):
 
 
 class _Points(NamedTuple):
-    """What one file holds, a row for each point: microseconds, two coordinates, label or ``None``, number of its track in `names`."""
+    """The points of one file.
+
+    times: (points,) microseconds.
+    positions: (points, 2) coordinates.
+    labels: Labels of the points, ``None`` for an unknown one, or ``None`` if there are no labels.
+    tracks: (points,) indices into `names`.
+    names: Names of the tracks.
+    place: Function that returns the location of a point, for errors.
+    """
 
     times: np.ndarray
     positions: np.ndarray
@@ -226,6 +230,8 @@ class _Points(NamedTuple):
 
 
 class _Track(NamedTuple):
+    """The points of one track, as in `_Points`, and its location for errors."""
+
     times: np.ndarray
     positions: np.ndarray
     labels: list[str | None] | None
@@ -233,7 +239,7 @@ class _Track(NamedTuple):
 
 
 class _Reader(NamedTuple):
-    """Reads tracks into one packed Arrow table; the fields are the options that what it reads depends on."""
+    """Reads tracks into one packed Arrow table. The fields are the options of reading and enter the cache name."""
 
     position_columns: list[str] | None
     units: str
@@ -249,7 +255,10 @@ class _Reader(NamedTuple):
     origin: list[float] | None
 
     def read(self, files: list[Path]) -> pa.Table:
-        """A row of columns `values` and `states` for each stretch; the metadata has how many of them each track has, and what to say."""
+        """Returns one row of `values` and `states` per segment without a long gap.
+
+        The metadata contain the number of segments per track, and a message about omitted points.
+        """
         found = [track for file in files for track in self._tracks(self._read_file(file), file)]
         same_time = sum(int((np.diff(track.times) == 0).sum()) for track in found)
         found = [_select(track, np.append(True, np.diff(track.times) > 0)) for track in found]
@@ -259,7 +268,7 @@ class _Reader(NamedTuple):
             origin = _middle(degrees) if origin is None else origin
             found = [track._replace(positions=self._project(track, origin)) for track in found]
         kept = (
-            [_select(track, _reachable(track.times, track.positions, self.max_speed)) for track in found]
+            [_select(track, reachable(track.times, track.positions, self.max_speed)) for track in found]
             if self.max_speed is not None
             else found
         )
@@ -267,20 +276,22 @@ class _Reader(NamedTuple):
         tracks = [track for track in kept if len(track.times) >= self.min_points]
         if not tracks:
             raise ValueError(
-                f"There must be a track of at least {self.min_points} points, but all {len(found)} of {some(list(map(str, files)))} have fewer."
+                f"There must be a track of at least {self.min_points} points, but all {len(found)} of "
+                f"{some(list(map(str, files)))} have fewer."
             )
-        said = {
-            f"{same_time} points of the same time as the one before": same_time,
-            f"{jumps} points that need more than {self.max_speed:g} m/s" if self.max_speed is not None else "": jumps,
-            f"{len(kept) - len(tracks)} of {len(kept)} tracks with fewer than {self.min_points} points": len(kept)
-            - len(tracks),
-        }
+        omitted = []
+        if same_time:
+            omitted.append(f"{same_time} points with the same time as the previous point")
+        if jumps:
+            omitted.append(f"{jumps} points that require more than {self.max_speed:g} m/s")
+        if short := len(kept) - len(tracks):
+            omitted.append(f"{short} of {len(kept)} tracks with fewer than {self.min_points} points")
         intervals = np.concatenate([np.diff(track.times) for track in tracks])
         if self.step is None and not len(intervals):
-            raise ValueError("`step` must be given where each track has one point only.")
+            raise ValueError("`step` must be given if each track has only one point.")
         step = int(np.median(intervals)) if self.step is None else max(1, round(self.step * SECOND))
         sampled = [resample(track.times, track.positions, step, self.max_gap, track.where) for track in tracks]
-        lengths = np.concatenate([stretches for _, stretches, _ in sampled])
+        lengths = np.concatenate([segments for _, segments, _ in sampled])
         values = Sequences.from_lengths(np.concatenate([means for means, _, _ in sampled]), lengths)
         names, states = None, None
         if self.label_column is not None:
@@ -289,29 +300,27 @@ class _Reader(NamedTuple):
             labels = []
             for track, (means, _, steps) in zip(tracks, sampled, strict=True):
                 labels.append(np.full(len(means), MISSING))
-                labels[-1][steps] = [
-                    numbers[label] for label in track.labels or [None] * len(steps)
-                ]  # of several the last stays
+                # Later writes win, so each step has the label of its last point.
+                labels[-1][steps] = [numbers[label] for label in track.labels or [None] * len(steps)]
             states = Sequences.from_lengths(np.concatenate(labels), lengths)
         metadata = {
             "step": json.dumps(step / SECOND),
             "origin": json.dumps(origin),
             "labels": json.dumps(names),
-            "segments": json.dumps([len(stretches) for _, stretches, _ in sampled]),
-            "said": "Left out: " + "; ".join(what for what, count in said.items() if count) + "."
-            if any(said.values())
-            else "",
+            "segments": json.dumps([len(segments) for _, segments, _ in sampled]),
+            "omitted": f"Omitted: {'; '.join(omitted)}." if omitted else "",
         }
         return as_table(values, states).replace_schema_metadata(metadata)
 
     def _tracks(self, points: _Points, path: Path) -> list[_Track]:
-        """The tracks of a file, each checked; points without a position are missing, not wrong."""
+        """Checks the points of a file and returns its tracks. Points without a position are dropped."""
         if self.units == "degrees":
             for column, (name, limit) in enumerate((("Latitudes", 90), ("Longitudes", 180))):
                 if (wrong := np.flatnonzero(np.abs(points.positions[:, column]) > limit)).size:
                     row = int(wrong[0])
                     raise ValueError(
-                        f"{name} must be from {-limit} to {limit} degrees, but {points.place(row)} has {points.positions[row, column]:g} instead."
+                        f"{name} must be from {-limit} to {limit} degrees, but {points.place(row)} has "
+                        f"{points.positions[row, column]:g} instead."
                     )
         there = ~np.isnan(points.positions).any(axis=1)
         tracks = []
@@ -320,29 +329,24 @@ class _Reader(NamedTuple):
             times = points.times[rows]
             if (wrong := np.flatnonzero(np.diff(times) < 0)).size:
                 raise ValueError(
-                    f"Times must rise along a track, but {points.place(int(rows[wrong[0] + 1]))} is earlier than the point before it. "
-                    "Sort the file, or set `track_column` if it holds several tracks."
+                    f"Times must increase along a track, but {points.place(int(rows[wrong[0] + 1]))} is earlier than "
+                    "the previous point. Sort the file, or set `track_column` if it contains several tracks."
                 )
             labels = None if points.labels is None else [points.labels[row] for row in rows]
+            where = f"track {name!r} of {path}" if len(points.names) > 1 else str(path)
             if len(rows):
-                tracks.append(
-                    _Track(
-                        times,
-                        points.positions[rows],
-                        labels,
-                        f"track {name!r} of {path}" if len(points.names) > 1 else str(path),
-                    )
-                )
+                tracks.append(_Track(times, points.positions[rows], labels, where))
         if not tracks:
-            raise ValueError(f"{path} must hold positions, but has none.")
+            raise ValueError(f"{path} must contain positions, but has none.")
         return tracks
 
     def _project(self, track: _Track, origin: list[float]) -> np.ndarray:
+        """Projects the positions of a track that is not too far from the origin."""
         away = np.abs((track.positions[:, 1] - origin[1] + 180) % 360 - 180)
         if away.max() > WIDEST:
             raise ValueError(
-                f"Tracks must be within {WIDEST:g} degrees of longitude of the origin {origin}, but {track.where} is {away.max():.0f} away. "
-                "Set `origin`, or read distant places apart."
+                f"Tracks must be within {WIDEST:g} degrees of longitude of the origin {origin}, but {track.where} is "
+                f"{away.max():.0f} away. Set `origin`, or read distant places separately."
             )
         return project(track.positions[:, 0], track.positions[:, 1], *origin)
 
@@ -352,12 +356,10 @@ class _Reader(NamedTuple):
         kind = ending(path)
         if kind not in (".gpx", ".geojson", ".json"):
             return self._table(path)
-        if self.units == "metres":
-            raise ValueError(
-                f"`units` must be 'degrees' for GPX and GeoJSON, but is 'metres', and {path} is one of these."
-            )
+        if self.units == "meters":
+            raise ValueError(f"`units` must be 'degrees' for GPX and GeoJSON such as {path}, but is 'meters'.")
         try:
-            with pa.input_stream(str(path)) as stream:  # undoes gzip by the ending of the name
+            with pa.input_stream(str(path)) as stream:  # Decompresses files that end in ".gz".
                 data = stream.read()
         except OSError as error:
             raise ValueError(f"{path} cannot be read: {error}. Copy or download it again.") from None
@@ -365,11 +367,11 @@ class _Reader(NamedTuple):
             tracks = self._gpx(ElementTree.fromstring(data)) if kind == ".gpx" else self._geojson(json.loads(data))
         except (ElementTree.ParseError, json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(
-                f"{path} must be {'GPX' if kind == '.gpx' else 'GeoJSON'}, but cannot be read as it: {error}"
+                f"{path} must be {'GPX' if kind == '.gpx' else 'GeoJSON'}, but cannot be read as such: {error}"
             ) from None
         if not any(rows for _, rows in tracks):
             wanted = "a `trk` with points" if kind == ".gpx" else "a LineString, MultiLineString or Point with times"
-            raise ValueError(f"{path} must hold {wanted}, but has none.")
+            raise ValueError(f"{path} must contain {wanted}, but has none.")
         sizes = [len(rows) for _, rows in tracks]
         times, latitudes, longitudes, labels = zip(*(row for _, rows in tracks for row in rows), strict=True)
 
@@ -396,7 +398,10 @@ class _Reader(NamedTuple):
         )
 
     def _gpx(self, root: ElementTree.Element) -> list[tuple[str, list[tuple[Any, ...]]]]:
-        """The name of each track, and time, latitude, longitude and label of its points; its segments are one track with a gap."""
+        """Returns the name of each track, and time, latitude, longitude and label of its points.
+
+        The segments of a track are read as one track with gaps.
+        """
         found = []
         for number, track in enumerate(root.iterfind("{*}trk")):
             label = track.findtext(f"{{*}}{self.label_column}") if self.label_column is not None else None
@@ -408,7 +413,11 @@ class _Reader(NamedTuple):
         return found
 
     def _geojson(self, root: Any) -> list[tuple[str, list[tuple[Any, ...]]]]:
-        """The same. A line is a track with a list of times among its properties; points are of the track that a property names."""
+        """Returns the same as `_gpx`.
+
+        A line is a track and has a list of times among its properties. Points belong to the track that a property
+        names.
+        """
         found: list[tuple[str, list[tuple[Any, ...]]]] = []
         points: dict[str, list[tuple[Any, ...]]] = {}
         for number, feature in enumerate(root.get("features", [root]) if isinstance(root, dict) else []):
@@ -443,7 +452,8 @@ class _Reader(NamedTuple):
                     if not isinstance(given, list) or len(given) != len(coordinates):
                         count = len(given) if isinstance(given, list) else "none"
                         raise ValueError(
-                            f"A line must have a {what} for each of its {len(coordinates)} points, but that of feature {number + 1} has {count}."
+                            f"A line must have a {what} for each of its {len(coordinates)} points, but feature "
+                            f"{number + 1} has {count}."
                         )
                 rows = [
                     (time, point[1], point[0], label)
@@ -453,6 +463,7 @@ class _Reader(NamedTuple):
         return [*found, *points.items()]
 
     def _table(self, path: Path) -> _Points:
+        """Reads the points of a table."""
         chosen: list[str | None] = []
 
         def choose(names: list[str]) -> list[str]:
@@ -484,7 +495,8 @@ class _Reader(NamedTuple):
             encoded = track[1].dictionary_encode()
             if encoded.null_count:
                 raise ValueError(
-                    f"`track_column` must name a track for each row, but {place(int(np.argmax(encoded.is_null())))} is empty."
+                    f"`track_column` must have a value in each row, but {place(int(np.argmax(encoded.is_null())))} is "
+                    "empty."
                 )
             ids, names = encoded.indices.to_numpy(), [str(name) for name in encoded.dictionary.to_pylist()]
         labels = (
@@ -500,14 +512,14 @@ class _Reader(NamedTuple):
     def _pick(
         names: list[str], given: str | None, option: str, usual: tuple[str, ...], needed: bool, path: Path
     ) -> str | None:
-        """The column that the user named, or the first with a usual name."""
+        """Returns the column that the user named, or the first with a usual name."""
         found = (
             [name for name in names if name == given]
             if given is not None
             else [name for name in names if name.strip().lower() in usual]
         )
         if not found and (needed or given is not None):
-            wanted = repr(given) if given is not None else f"called {' or '.join(usual)}"
+            wanted = repr(given) if given is not None else f"named {' or '.join(usual)}"
             raise ValueError(
                 f"`{option}` must be in the file, but {path} has no column {wanted}. It has {some(names)}."
             )
@@ -519,8 +531,11 @@ def _select(track: _Track, rows: np.ndarray) -> _Track:
     return track._replace(times=track.times[rows], positions=track.positions[rows], labels=labels)
 
 
-def _reachable(times: np.ndarray, positions: np.ndarray, max_speed: float) -> np.ndarray:
-    """(points,) which to keep so that no two neighbours need more than `max_speed`: as many as possible, and of equal choices the shortest way."""
+def reachable(times: np.ndarray, positions: np.ndarray, max_speed: float) -> np.ndarray:
+    """Returns (points,) the largest subset in which no two neighbors require more than `max_speed`.
+
+    Among subsets of the same size, it is the one with the shortest path.
+    """
     before, last = _longest_chain(times, positions, max_speed)
     kept = np.zeros(len(times), bool)
     while last >= 0:
@@ -531,18 +546,20 @@ def _reachable(times: np.ndarray, positions: np.ndarray, max_speed: float) -> np
 
 @njit(cache=True)
 def _longest_chain(times: np.ndarray, positions: np.ndarray, max_speed: float) -> tuple[np.ndarray, int]:
-    """Dynamic programming over points: the point before each in the longest chain that ends in it, -1 for none; the end of the longest of all.
+    """Finds the longest chain of reachable points by dynamic programming.
 
-    The points before are tried from the last to the first, until all earlier chains are shorter than the one found. For a track with few jumps
-    this takes few comparisons for each point; at worst it takes one for each pair of points.
+    Previous points are tried from the last to the first, until all earlier chains are shorter than the best one. This
+    takes few comparisons per point for a track with few jumps, and one per pair of points in the worst case.
+
+    Returns:
+        The predecessor of each point in the longest chain that ends in it, -1 for none, and the end of the longest
+        chain.
     """
     size = len(times)
-    lengths, ways, before = (
-        np.ones(size, np.int64),
-        np.zeros(size),
-        np.full(size, -1),
-    )  # points and metres of the chain that ends in each point
-    longest = np.ones(size, np.int64)  # points of the longest chain that ends in this point or earlier
+    lengths = np.ones(size, np.int64)  # Number of points of the longest chain that ends in each point.
+    ways = np.zeros(size)  # Length of that chain in meters.
+    before = np.full(size, -1)
+    longest = np.ones(size, np.int64)  # Number of points of the longest chain that ends in this point or earlier.
     last = 0
     for point in range(size):
         other = point - 1
@@ -561,7 +578,7 @@ def _longest_chain(times: np.ndarray, positions: np.ndarray, max_speed: float) -
 
 
 def _middle(degrees: np.ndarray) -> list[float]:
-    """Median latitude and longitude, also across the 180th meridian; rounded to a metre or so, to be read by people."""
+    """Returns the median latitude and longitude, also across the 180th meridian, rounded to about a meter."""
     turns = np.exp(1j * np.radians(degrees[:, 1]))
     rough = np.degrees(np.angle(turns.mean()))
     longitude = rough + np.median((degrees[:, 1] - rough + 180) % 360 - 180)
@@ -569,10 +586,10 @@ def _middle(degrees: np.ndarray) -> list[float]:
 
 
 def project(latitude: np.ndarray, longitude: np.ndarray, origin_latitude: float, origin_longitude: float) -> np.ndarray:
-    """(points,) degrees on WGS 84 -> (points, 2) metres east and north of the origin: the transverse Mercator projection.
+    """Applies the transverse Mercator projection: (points,) degrees on WGS 84 -> (points, 2) meters east and north.
 
-    Series of Krueger (1912) to the fourth power of the third flattening, as in Karney (2011), "Transverse Mercator with an accuracy of a few
-    nanometers", with scale 1 on the meridian of the origin.
+    It uses the series of Krueger (1912) to the fourth power of the third flattening, as in Karney (2011), "Transverse
+    Mercator with an accuracy of a few nanometers", with scale 1 on the meridian of the origin.
     """
     axis, flattening = 6_378_137.0, 1 / 298.257223563
     n = flattening / (2 - flattening)
@@ -587,9 +604,8 @@ def project(latitude: np.ndarray, longitude: np.ndarray, origin_latitude: float,
 
     def flat(latitude: Any, longitude: Any) -> tuple[np.ndarray, np.ndarray]:
         sine = np.sin(np.radians(latitude))
-        conformal = np.sinh(
-            np.arctanh(sine) - eccentricity * np.arctanh(eccentricity * sine)
-        )  # tangent of the conformal latitude
+        # Tangent of the conformal latitude.
+        conformal = np.sinh(np.arctanh(sine) - eccentricity * np.arctanh(eccentricity * sine))
         away = np.radians((longitude - origin_longitude + 180) % 360 - 180)
         north = np.arctan2(conformal, np.cos(away))
         east = np.arcsinh(np.sin(away) / np.hypot(conformal, np.cos(away)))
@@ -599,22 +615,20 @@ def project(latitude: np.ndarray, longitude: np.ndarray, origin_latitude: float,
             radius * (north + sum(c * np.sin(j * north) * np.cosh(j * east) for j, c in terms)),
         )
 
-    with np.errstate(divide="ignore"):  # the poles
-        (east, north), (_, zero) = (
-            flat(latitude, longitude),
-            flat(np.float64(origin_latitude), np.float64(origin_longitude)),
-        )
+    with np.errstate(divide="ignore"):  # `arctanh` is infinite at the poles.
+        east, north = flat(latitude, longitude)
+        _, zero = flat(np.float64(origin_latitude), np.float64(origin_longitude))
     return np.stack([east, north - zero], axis=1)
 
 
 def rails(angle: np.ndarray) -> np.ndarray:
-    """(points,) radians -> (points, 2) metres: the loop of the drawn museum's train; it comes near its middle on two sides."""
+    """Returns points of the railway of the drawn museum: (points,) radians -> (points, 2) meters."""
     radius = 1 + 0.18 * np.cos(3 * angle)
     return np.stack([RAILS[0] * radius * np.cos(angle), RAILS[1] * radius * np.sin(angle)], axis=1)
 
 
 def draw_visitors(visitors: int, seed: int) -> pa.Table:
-    """A track for each visitor, and in each step whether on foot or on the train."""
+    """Draws a track per visitor, and in each step the true state, on foot or on the train."""
     draw = np.random.default_rng(generator(seed, "visitors").initial_seed())
     exhibits = np.array(EXHIBITS, float)
     values, states, lengths = [], [], []

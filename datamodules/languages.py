@@ -1,6 +1,6 @@
-"""Two made-up languages with long dependencies, whose best possible prediction is known exactly.
+"""Two artificial languages with long-range dependencies, for which the best possible prediction is known exactly.
 
-Both are drawn from a Markov chain whose states emit one symbol each for certain, so the true model is a cloned HMM.
+Both are drawn from a Markov chain in which every state emits exactly one symbol, so the true model is a cloned HMM.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from scipy.special import xlogy
 
 from datamodules.base import Part, SequenceDataModule, as_dataset, as_table
+from datamodules.checks import require_positive
 from lightning_hmm.columns import symbol_column
 from lightning_hmm.random import generator
 from lightning_hmm.sequences import Sequences
@@ -23,27 +24,29 @@ from lightning_hmm.vocabulary import Vocabulary
 
 
 class Machine(NamedTuple):
-    """A Markov chain whose states emit a symbol each: `symbols` (S,), `transition` (S, S), `initial` (S,)."""
+    """A Markov chain in which every state emits exactly one symbol.
+
+    symbols: (S,) symbol of each state.
+    transition: (S, S) transition matrix.
+    initial: (S,) initial distribution.
+    """
 
     symbols: np.ndarray
     transition: np.ndarray
     initial: np.ndarray
 
     def draw(self, length: int, uniforms: np.ndarray) -> np.ndarray:
-        """The states of a run, from one uniform number a step."""
+        """Draws the states of a run from one uniform number per step."""
         following = [(np.flatnonzero(row), np.cumsum(row[row > 0])) for row in self.transition]
-        states, choices, upto = (
-            np.empty(length, np.int64),
-            np.flatnonzero(self.initial),
-            np.cumsum(self.initial[self.initial > 0]),
-        )
+        states = np.empty(length, np.int64)
+        choices, cumulative = np.flatnonzero(self.initial), np.cumsum(self.initial[self.initial > 0])
         for t in range(length):
-            states[t] = choices[min(int(np.searchsorted(upto, uniforms[t], side="right")), len(choices) - 1)]
-            choices, upto = following[states[t]]
+            states[t] = choices[min(int(np.searchsorted(cumulative, uniforms[t], side="right")), len(choices) - 1)]
+            choices, cumulative = following[states[t]]
         return states
 
     def bits_per_symbol(self, symbols: Sequence[int] | np.ndarray) -> float:
-        """-log2 p per symbol of a run that starts where the machine does; infinite where it cannot make it."""
+        """Returns -log2 p per symbol of a run from the initial distribution; infinite if the run is impossible."""
         belief, total = self.initial, 0.0
         of_symbol = {int(v): np.flatnonzero(self.symbols == v) for v in np.unique(self.symbols)}
         here = np.arange(len(self.symbols))
@@ -57,7 +60,10 @@ class Machine(NamedTuple):
         return total / max(len(symbols), 1)
 
     def entropy_rate(self) -> float:
-        """Bits per symbol, where a state and the next symbol tell the next state: the mean over states of the entropy of their row."""
+        """Returns the entropy rate in bits per symbol, if a state and the next symbol determine the next state.
+
+        It is the mean entropy of the rows of the transition matrix under the stationary distribution.
+        """
         size = len(self.symbols)
         equations = np.vstack([self.transition.T - np.eye(size), np.ones(size)])
         share = np.linalg.lstsq(equations, np.append(np.zeros(size), 1.0), rcond=None)[0]
@@ -66,19 +72,21 @@ class Machine(NamedTuple):
 
 
 class LanguageDataModule(SequenceDataModule):
-    """Symbols drawn from a `Machine`: training data in contiguous sequences, validation and test data in one run each.
+    """Base class for symbols drawn from a `Machine`.
+
+    The training part is cut into contiguous sequences; validation and test part are one sequence each.
 
     Args:
-        length: symbols to train on.
-        sequence_length: symbols of a training sequence; the batches of online EM are made of these.
-        val_length: symbols to validate on.
-        test_length: symbols to test on; as many as to train on if not given.
-        kwargs: the words of `SequenceDataModule`; the parts are drawn apart, so that its fractions have no say.
+        length: Number of training symbols.
+        sequence_length: Number of symbols per training sequence.
+        val_length: Number of validation symbols.
+        test_length: Number of test symbols, by default `length`.
+        **kwargs: Forwarded to `SequenceDataModule`. The parts are drawn separately, so the fractions are ignored.
 
     Attributes:
-        machine: what training and validation data are drawn from.
-        test_machine: what test data are drawn from.
-        optimal_bits: bits per symbol of the true model on endless data of the training kind.
+        machine: Machine of the training and validation data.
+        test_machine: Machine of the test data.
+        optimal_bits: Expected bits per symbol of the true model on training data of infinite length.
     """
 
     machine: Machine
@@ -94,16 +102,11 @@ class LanguageDataModule(SequenceDataModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        sizes = {
-            "length": length,
-            "sequence_length": sequence_length,
-            "val_length": val_length,
-            "test_length": length if test_length is None else test_length,
-        }
-        for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"`{name}` must be positive, but is {size} instead.")
-        self.length, self.sequence_length, self.val_length, self.test_length = sizes.values()
+        require_positive(length=length, sequence_length=sequence_length, val_length=val_length, test_length=test_length)
+        self.length = length
+        self.sequence_length = sequence_length
+        self.val_length = val_length
+        self.test_length = length if test_length is None else test_length
 
     def load_dataset(self) -> dict[str, datasets.Dataset]:
         sizes = {"train": self.length, "val": self.val_length, "test": self.test_length}
@@ -123,44 +126,52 @@ class LanguageDataModule(SequenceDataModule):
         return in_pieces(sequences, self.sequence_length)
 
     def exact_bits(self, part: Part) -> float:
-        """Bits per symbol of the true training model on a part, its first symbol included."""
+        """Returns the bits per symbol of the true training model on a part, including the first symbol."""
         values, _, _ = self._source(part)
         return self.machine.bits_per_symbol(values.values.numpy())
 
 
 def pieces(length: int, piece: int) -> list[int]:
-    """The lengths of contiguous pieces; the last may be shorter."""
+    """Returns the lengths of contiguous pieces. The last one may be shorter."""
     return [piece] * (length // piece) + ([length % piece] if length % piece else [])
 
 
 def in_pieces(sequences: Sequences, piece: int) -> Sequences:
-    """Every sequence cut into contiguous ones of at most `piece` steps, each with the weight of the sequence."""
+    """Cuts every sequence into contiguous pieces of at most `piece` steps, each with the weight of the sequence."""
     sizes = [pieces(length, piece) for length in sequences.lengths.tolist()]
     offsets = torch.tensor([0, *itertools.accumulate(itertools.chain.from_iterable(sizes))], dtype=torch.int64)
-    weights = (
-        None
-        if sequences.weights is None
-        else sequences.weights.repeat_interleave(torch.tensor(list(map(len, sizes)), dtype=torch.int64))
-    )
+    weights = sequences.weights
+    if weights is not None:
+        weights = weights.repeat_interleave(torch.tensor(list(map(len, sizes)), dtype=torch.int64))
     return sequences.with_steps(slice(None), offsets, weights)
 
 
 class ToyMachineDataModule(LanguageDataModule):
-    r"""Runs of 3k symbols: a signal 0 or 2, then 3k - 2 noise symbols, then the signal's answer, 1 or 3.
+    r"""Runs of 3k symbols: a signal 0 or 2, then 3k - 2 noise symbols, then the response to the signal, 1 or 3.
 
-    The noise is 4 or 5, 6, 7, 8 or 9, 10, 11, ... up to 4k or 4k + 1. A signal foretells its answer over all that noise, which
-    two clones of each noise symbol can carry and no n-gram of a reasonable order can. Each run has k + 1 bits.
+    Use it to test whether a model represents long-range dependencies. The noise is 4 or 5, 6, 7, 8 or 9, 10, 11, ... up
+    to 4k or 4k + 1. The signal determines the response after all the noise. A cloned HMM with two clones per noise
+    symbol can represent this, but an n-gram model of moderate order cannot. The entropy of a run is k + 1 bits.
 
-    With `alpha`, the last two groups of noise are gone through again with that probability, so that the length of the noise is
-    random; with two of them, each run takes the first with probability `alpha_share`.
+    With `alpha`, the last two groups of noise are repeated with this probability, so that the length of the noise is
+    random. With two values, each run uses the first one with probability `alpha_share`.
 
     Args:
-        k: groups of noise.
-        alpha: probability of going back from 8 or 9 to 6, for k = 2; none if not given.
-        alpha_share: of the runs that have the first alpha.
-        num_runs: training runs, of 3k symbols each without alpha; 1875, 3750, 7500, 15000 for k = 2, 3, 4, 5 if not given.
-        length: symbols to train on, instead of a number of runs.
-        kwargs: the words of `LanguageDataModule`.
+        k: Number of groups of noise.
+        alpha: One or two probabilities of returning from 8 or 9 to 6, for k = 2. ``None`` disables repeats.
+        alpha_share: Fraction of the runs that use the first value of `alpha`.
+        num_runs: Number of training runs, each with 3k symbols if `alpha` is ``None``. Defaults to 1875, 3750, 7500 and
+            15000 for k = 2, 3, 4 and 5.
+        length: Number of training symbols, which replaces `num_runs`.
+        **kwargs: Forwarded to `LanguageDataModule`.
+
+    Example:
+        >>> data = ToyMachineDataModule(k=2, num_runs=4, sequence_length=12, val_length=6, test_length=6)
+        >>> data.setup()
+        >>> data.train_sequences.lengths.tolist()
+        [12, 12]
+        >>> data.optimal_bits
+        0.5
     """
 
     def __init__(
@@ -177,7 +188,7 @@ class ToyMachineDataModule(LanguageDataModule):
         alphas = [0.0] if alpha is None else list(alpha)
         if alpha is not None and (k != 2 or len(alpha) not in (1, 2) or not all(0 <= a < 1 for a in alpha)):
             raise ValueError(
-                f"`alpha` must be one or two probabilities below 1, with `k` 2, but is {alpha} with `k` {k} instead."
+                f"`alpha` must be one or two probabilities below 1 and requires `k=2`, but is {alpha} with `k={k}`."
             )
         if not 0 <= alpha_share <= 1:
             raise ValueError(f"`alpha_share` must be a probability, but is {alpha_share} instead.")
@@ -193,9 +204,9 @@ class ToyMachineDataModule(LanguageDataModule):
 
 
 def _toy_machine(k: int, alphas: list[float], shares: list[float]) -> Machine:
-    """States: answers 1 and 3; for each signal and alpha, the signal and its noise."""
+    """Returns the machine, whose states are the responses 1 and 3 and, for each signal and alpha, signal and noise."""
     symbols = [1, 3]
-    names: dict[tuple[Any, ...], int] = {("answer", 0): 0, ("answer", 2): 1}
+    names: dict[tuple[Any, ...], int] = {("response", 0): 0, ("response", 2): 1}
     for signal in (0, 2):
         for a in range(len(alphas)):
             for symbol in (signal, *range(4, 4 * k + 2)):
@@ -213,7 +224,7 @@ def _toy_machine(k: int, alphas: list[float], shares: list[float]) -> Machine:
                     if n < k:
                         transition[state[symbol], state[4 * n + 2]] = 1
                     else:
-                        transition[state[symbol], names["answer", signal]] = 1 - alpha
+                        transition[state[symbol], names["response", signal]] = 1 - alpha
                         if alpha:
                             transition[state[symbol], state[6]] = alpha
                 if n < k:
@@ -223,10 +234,11 @@ def _toy_machine(k: int, alphas: list[float], shares: list[float]) -> Machine:
 
 
 def _run_length_and_bits(k: int, alphas: list[float], shares: list[float]) -> tuple[float, float]:
-    """The mean length of a run and its entropy: the signal, a bit for each group, and how often the last group is repeated.
+    """Returns the mean length of a run and its entropy in bits.
 
-    The number of repeats is a mixture of geometric distributions. Their sum is taken term by term up to where only the one with the largest
-    alpha counts in double precision, and in closed form from there on. A single alpha has the closed form alone.
+    The entropy is one bit for the signal, one per group of noise, and the entropy of the number of repeats. This number
+    has a mixture of geometric distributions. The entropy is summed term by term as long as several components
+    contribute in double precision, and in closed form for the rest, to which only the largest alpha contributes.
     """
     mixed: dict[float, float] = {}
     for alpha, share in zip(alphas, shares, strict=True):
@@ -239,7 +251,7 @@ def _run_length_and_bits(k: int, alphas: list[float], shares: list[float]) -> tu
             logs = math.log(1e-18 * share * (1 - largest) / (other * (1 - alpha)))
             terms = max(terms, 1 if alpha == 0 else math.ceil(logs / math.log(alpha / largest)))
     chances = sum(share * (1 - alpha) * alpha ** np.arange(terms) for alpha, share in mixed.items())
-    rest = share * largest**terms  # probability of at least this many repeats
+    rest = share * largest**terms  # Probability of at least this many repeats.
     entropy = -float(xlogy(chances, chances).sum()) - float(
         xlogy(rest, share * (1 - largest)) + xlogy(rest * (terms + largest / (1 - largest)), largest)
     )
@@ -247,23 +259,33 @@ def _run_length_and_bits(k: int, alphas: list[float], shares: list[float]) -> tu
     return 3 * k + 3 * repeats, 1 + k + repeats + entropy / math.log(2)
 
 
-_OPENING, _CLOSING, _END = (0, 2), (1, 3), 4  # ( [ and ) ] and |
+_OPENING, _CLOSING, _END = (0, 2), (1, 3), 4  # The symbols ( and [, the symbols ) and ], and the symbol |.
 
 
 class BracketDataModule(LanguageDataModule):
-    r"""Sentences of nested round and square brackets, at most k deep, each ended by \|.
+    r"""Sentences of nested round and square brackets with depth at most k, each terminated by \|.
 
-    A sentence starts with ( or [ with the probabilities `start`. Inside a bracket, the probabilities of ( and [ and of closing
-    are `inside`; k deep one can only close. After a group at depth 0, (, [ and the end are equally probable. The state is all
-    that is open: 2^k - 1 clones a symbol hold it.
+    Use it to test whether a model represents nested structure. A sentence starts with ( or [ with the probabilities
+    `start`. Inside a bracket, `inside` are the probabilities of (, [ and closing; at depth k, the next symbol always
+    closes. After a group at depth 0, the symbols (, [ and \| are equally probable. The state is the stack of open
+    brackets, which 2^k - 1 clones per symbol can represent.
 
     Args:
-        k: how deep brackets nest.
-        length: symbols to train on.
-        start: probabilities of ( and [ at the start of a sentence.
-        inside: probabilities of (, [ and closing.
-        test_start, test_inside: of the test data; those of training if not given.
-        kwargs: the words of `LanguageDataModule`.
+        k: Maximum depth.
+        length: Number of training symbols.
+        start: Probabilities of ( and [ at the start of a sentence, by default equal.
+        inside: Probabilities of (, [ and closing inside a bracket, by default equal.
+        test_start: Probabilities `start` of the test data, by default those of training.
+        test_inside: Probabilities `inside` of the test data, by default those of training.
+        **kwargs: Forwarded to `LanguageDataModule`.
+
+    Example:
+        >>> data = BracketDataModule(k=1, length=20, sequence_length=10, val_length=5)
+        >>> data.setup()
+        >>> data.train_sequences.lengths.tolist()
+        [10, 10]
+        >>> data.symbol_names
+        ['(', ')', '[', ']', '|']
     """
 
     def __init__(
@@ -279,11 +301,10 @@ class BracketDataModule(LanguageDataModule):
         super().__init__(length=length, **kwargs)
         if k < 1:
             raise ValueError(f"`k` must be at least 1, but is {k} instead.")
-        start, inside = [0.5, 0.5] if start is None else start, [1 / 3, 1 / 3, 1 / 3] if inside is None else inside
-        test_start, test_inside = (
-            start if test_start is None else test_start,
-            inside if test_inside is None else test_inside,
-        )
+        start = [0.5, 0.5] if start is None else start
+        inside = [1 / 3, 1 / 3, 1 / 3] if inside is None else inside
+        test_start = start if test_start is None else test_start
+        test_inside = inside if test_inside is None else test_inside
         given = {
             "start": (start, 2),
             "inside": (inside, 3),
@@ -294,19 +315,17 @@ class BracketDataModule(LanguageDataModule):
             if len(probs) != size or min(probs) < 0 or abs(sum(probs) - 1) > 1e-9:
                 raise ValueError(f"`{name}` must be {size} probabilities that sum to 1, but is {probs} instead.")
         if inside[2] == 0 or test_inside[2] == 0:
-            raise ValueError("`inside` must leave a chance to close, or no sentence would end.")
+            raise ValueError("`inside` and `test_inside` must have a positive probability of closing, but one has 0.")
         self.k = k
         self.vocabulary = Vocabulary("()[]|")
         self.columns = symbol_column(len(self.vocabulary), self.vocabulary.names)
-        self.machine, self.test_machine = (
-            _bracket_machine(k, start, inside),
-            _bracket_machine(k, test_start, test_inside),
-        )
+        self.machine = _bracket_machine(k, start, inside)
+        self.test_machine = _bracket_machine(k, test_start, test_inside)
         self.optimal_bits = self.machine.entropy_rate()
 
 
 def _bracket_machine(k: int, start: list[float], inside: list[float]) -> Machine:
-    """States: the symbol just made, and what is open after it."""
+    """Returns the machine, whose states are pairs of the current symbol and the stack of open brackets after it."""
     names: dict[tuple[int, tuple[int, ...]], int] = {}
     rows: list[dict[int, float]] = []
     waiting: list[tuple[int, tuple[int, ...]]] = []
@@ -331,9 +350,9 @@ def _bracket_machine(k: int, start: list[float], inside: list[float]) -> Machine
             choices = list(zip((*_OPENING, _CLOSING[stack[-1]] if stack else _END), chances, strict=True))
         for chosen, chance in choices:
             if chance > 0:
-                after = (
-                    (*stack, _OPENING.index(chosen)) if chosen in _OPENING else stack[:-1] if chosen in _CLOSING else ()
-                )
+                after = stack[:-1]  # The stack is empty at the end of a sentence.
+                if chosen in _OPENING:
+                    after = (*stack, _OPENING.index(chosen))
                 row[number(chosen, after)] = chance
     transition, initial = np.zeros((len(names), len(names))), np.zeros(len(names))
     for state, row in enumerate(rows):

@@ -1,4 +1,4 @@
-"""Particles that move from target to target (Jarboui and Perchet, 2021), and the prediction of whoever knows the targets."""
+"""Particles that move from target to target (Jarboui and Perchet, 2021), and their optimal prediction."""
 
 from __future__ import annotations
 
@@ -12,36 +12,51 @@ from scipy.special import gammaln, hyp1f1
 from torch import Tensor
 
 from datamodules.base import Part, SequenceDataModule, as_dataset, as_table
+from datamodules.checks import require_positive
 from lightning_hmm.columns import feature_columns
 from lightning_hmm.random import generator
 from lightning_hmm.sequences import Sequences
 
-NODES = 64  # of the quadrature over distances
+NODES = 64  # Number of nodes of the quadrature over distances.
 
 
 class MovingTargetDataModule(SequenceDataModule):
     r"""Trajectories of particles that take steps of length 1 towards their targets.
 
+    Use it to evaluate models of continuous trajectories against the best possible prediction. The trajectories follow
+    eq. 19 of the paper:
+
     .. math::
-        i_t \sim \begin{cases} \mathcal{U}\{1, \dots, K\} & \text{if } \|y_t - X_{i_{t-1}}\| \le \epsilon \\ i_{t-1} & \text{otherwise,} \end{cases} \qquad
+        i_t \sim \begin{cases} \mathcal{U}\{1, \dots, K\} & \text{if } \|y_t - X_{i_{t-1}}\| \le \epsilon \\
+        i_{t-1} & \text{otherwise,} \end{cases} \qquad
         x_t \sim \mathcal{N}(X_{i_t}, \sigma^2 I), \qquad y_{t+1} = y_t + \frac{x_t - y_t}{\|x_t - y_t\|}
 
-    (eq. 19 of the paper). The state of a step is the target that it is headed for. Who predicts that a particle stands still errs by 1;
-    `bayes_error` is the error of the mean of the exact filter, which knows the targets and has followed each particle since before the burn-in.
+    The true state of a step is the current target. Predicting the previous position has an error of 1. `bayes_error` is
+    the error of the mean of the exact filter, which is computed from the true targets and from the trajectory including
+    the burn-in.
 
     Args:
-        num_features: d, at least 2.
-        num_targets: K, drawn evenly from a cube.
-        extent: the cube is from minus this to this in each direction.
-        noise: sigma.
-        radius: epsilon; with less than 1, particles circle around a target that they cannot hit.
-        num_sequences: how many trajectories.
-        length: steps of each.
-        burn_in: steps before the first that is kept.
-        kwargs: the words of `SequenceDataModule`.
+        num_features: Dimension d, at least 2.
+        num_targets: Number of targets K, which are drawn uniformly from a cube.
+        extent: Half the side of the cube, which is centered at the origin.
+        noise: Standard deviation sigma.
+        radius: Distance epsilon within which a target is reached. With less than 1, particles circle around targets
+            that they cannot reach.
+        num_sequences: Number of trajectories.
+        length: Number of steps per trajectory.
+        burn_in: Number of steps that are discarded at the start of each trajectory.
+        **kwargs: Forwarded to `SequenceDataModule`.
 
     Attributes:
-        targets: (K, d).
+        targets: (K, d) positions of the targets.
+
+    Example:
+        >>> data = MovingTargetDataModule(num_features=2, num_sequences=4, length=5, val_fraction=0, test_fraction=0.25)
+        >>> data.setup()
+        >>> data.train_sequences.lengths.tolist()
+        [5, 5, 5]
+        >>> tuple(data.targets.shape)
+        (5, 2)
     """
 
     def __init__(
@@ -57,31 +72,27 @@ class MovingTargetDataModule(SequenceDataModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        for name, value in {
-            "num_targets": num_targets,
-            "extent": extent,
-            "noise": noise,
-            "radius": radius,
-            "num_sequences": num_sequences,
-            "length": length,
-        }.items():
-            if not 0 < value < math.inf:
-                raise ValueError(f"`{name}` must be positive, but is {value} instead.")
+        require_positive(num_targets=num_targets, extent=extent, noise=noise, radius=radius)
+        require_positive(num_sequences=num_sequences, length=length)
         if num_features < 2:
-            raise ValueError(
-                f"`num_features` must be at least 2, for steps to have a direction, but is {num_features} instead."
-            )
+            raise ValueError(f"`num_features` must be at least 2, but is {num_features} instead.")
         if burn_in < 0:
             raise ValueError(f"`burn_in` must not be negative, but is {burn_in} instead.")
-        self.columns, self.noise, self.radius = feature_columns(num_features), noise, radius
-        self.extent, self.num_sequences, self.length, self.burn_in = extent, num_sequences, length, burn_in
+        self.columns = feature_columns(num_features)
+        self.extent = extent
+        self.noise = noise
+        self.radius = radius
+        self.num_sequences = num_sequences
+        self.length = length
+        self.burn_in = burn_in
         self.targets = self._uniform(generator(self.seed, "targets"), num_targets)
 
     def _uniform(self, draw: torch.Generator, count: int) -> Tensor:
+        """Draws points uniformly from the cube, (count, d)."""
         return self.extent * (2 * torch.rand(count, len(self.columns), dtype=torch.float64, generator=draw) - 1)
 
     def _trajectories(self) -> tuple[Tensor, Tensor]:
-        """(N, burn_in + length, d) positions and (N, burn_in + length) targets; the same at every call."""
+        """Returns (N, burn_in + length, d) positions and (N, burn_in + length) targets, the same in every call."""
         draw = generator(self.seed, "trajectories")
         position = self._uniform(draw, self.num_sequences)
         target = torch.randint(len(self.targets), (self.num_sequences,), generator=draw)
@@ -91,11 +102,8 @@ class MovingTargetDataModule(SequenceDataModule):
             target = torch.where((position - self.targets[target]).norm(dim=1) <= self.radius, fresh, target)
             positions.append(position)
             targets.append(target)
-            away = (
-                self.targets[target]
-                + self.noise * torch.randn(position.shape, dtype=torch.float64, generator=draw)
-                - position
-            )
+            noise = self.noise * torch.randn(position.shape, dtype=torch.float64, generator=draw)
+            away = self.targets[target] + noise - position
             position = position + away / away.norm(dim=1, keepdim=True)
         return torch.stack(positions, dim=1), torch.stack(targets, dim=1)
 
@@ -105,10 +113,10 @@ class MovingTargetDataModule(SequenceDataModule):
         return as_dataset(as_table(Sequences.from_lengths(values, lengths), Sequences.from_lengths(states, lengths)))
 
     def bayes_error(self, part: Part = "test") -> float:
-        """Mean distance between the next position and its expectation by a filter that knows targets, noise and radius.
+        """Returns the mean distance between the next position and its expectation under the exact filter.
 
-        The filter starts where the particles do, before the burn-in. It thus has seen more than the sequences show, and no predictor
-        that reads only the sequences has a smaller expected error.
+        The filter uses the true targets, noise and radius, and starts before the burn-in. No predictor that uses only
+        the sequences has a smaller expected error.
         """
         _, _, indices = self._source(part)
         positions, _ = self._trajectories()
@@ -118,14 +126,23 @@ class MovingTargetDataModule(SequenceDataModule):
 
 
 def bayes_predictions(positions: Tensor, targets: Tensor, noise: float, radius: float) -> Tensor:
-    """(N, T, d) positions of particles, (K, d) targets -> (N, T, d): E[y_{t+1} | y_1:t] for each step; at first, all targets are equally probable."""
+    """Returns E[y_{t+1} | y_1:t] for each step; initially, all targets are equally probable.
+
+    Args:
+        positions: (N, T, d) positions of the particles.
+        targets: (K, d) positions of the targets.
+        noise: Standard deviation of the direction noise.
+        radius: Distance within which a target is reached.
+
+    Returns:
+        (N, T, d) expected next positions.
+    """
     num_targets = len(targets)
     away = targets - positions.unsqueeze(2)  # (N, T, K, d)
     reached = away.norm(dim=3) <= radius
     steps = positions[:, 1:] - positions[:, :-1]
-    evidence = direction_log_density(
-        (steps / steps.norm(dim=2, keepdim=True)).unsqueeze(2), away[:, :-1], noise
-    )  # (N, T - 1, K)
+    directions = (steps / steps.norm(dim=2, keepdim=True)).unsqueeze(2)
+    evidence = direction_log_density(directions, away[:, :-1], noise)  # (N, T - 1, K)
     ahead = torch.empty_like(away[..., 0])  # p(i_t | y_1:t)
     belief = torch.full_like(ahead[:, 0], 1 / num_targets)
     for t in range(positions.shape[1]):
@@ -136,38 +153,39 @@ def bayes_predictions(positions: Tensor, targets: Tensor, noise: float, radius: 
     return positions + (ahead.unsqueeze(3) * mean_direction(away, noise)).sum(2)
 
 
-def mean_direction(centre: Tensor, noise: float) -> Tensor:
-    r"""(..., d) -> (..., d): E[x / |x|] for x ~ N(centre, noise^2 I).
+def mean_direction(center: Tensor, noise: float) -> Tensor:
+    r"""Returns E[x / |x|] for x ~ N(center, noise^2 I): (..., d) -> (..., d).
 
-    .. math:: \frac{\mu}{\sigma} \frac{\Gamma((d + 1) / 2)}{\sqrt{2} \, \Gamma(d / 2 + 1)} \, {}_1F_1(1/2; d/2 + 1; -|\mu|^2 / 2 \sigma^2)
+    .. math::
+        \frac{\mu}{\sigma} \frac{\Gamma((d + 1) / 2)}{\sqrt{2} \, \Gamma(d / 2 + 1)} \,
+        {}_1F_1(1/2; d/2 + 1; -|\mu|^2 / 2 \sigma^2)
     """
-    d = centre.shape[-1]
-    scaled = centre / noise
+    d = center.shape[-1]
+    scaled = center / noise
     factor = math.exp(gammaln((d + 1) / 2) - gammaln(d / 2 + 1)) / math.sqrt(2)
-    return (
-        scaled
-        * factor
-        * torch.from_numpy(np.asarray(hyp1f1(0.5, d / 2 + 1, -scaled.square().sum(-1, keepdim=True).numpy() / 2)))
-    )
+    hypergeometric = hyp1f1(0.5, d / 2 + 1, -scaled.square().sum(-1, keepdim=True).numpy() / 2)
+    return scaled * factor * torch.from_numpy(np.asarray(hypergeometric))
 
 
-def direction_log_density(direction: Tensor, centre: Tensor, noise: float) -> Tensor:
-    r"""(..., d) unit vectors, (..., d) -> (...): log density on the sphere of x / |x| for x ~ N(centre, noise^2 I), the projected normal distribution.
+def direction_log_density(direction: Tensor, center: Tensor, noise: float) -> Tensor:
+    r"""Returns the log density of the direction x / |x| for x ~ N(center, noise^2 I): (..., d), (..., d) -> (...).
 
-    .. math:: (2 \pi)^{-d/2} e^{-|m|^2 / 2} \int_0^\infty r^{d-1} e^{-r^2/2 + r a} dr, \qquad m = \mu / \sigma, \ a = u \cdot m
+    This is the projected normal distribution on the sphere,
 
-    The integral is taken by Gauss and Legendre's rule around the maximum of the integrand, whose logarithm is concave.
+    .. math::
+        (2 \pi)^{-d/2} e^{-|m|^2 / 2} \int_0^\infty r^{d-1} e^{-r^2/2 + r a} dr,
+        \qquad m = \mu / \sigma, \ a = u \cdot m.
+
+    The integrand is log-concave. The integral is computed by Gauss-Legendre quadrature around its maximum.
     """
-    d = centre.shape[-1]
-    scaled = centre / noise
+    d = center.shape[-1]
+    scaled = center / noise
     along = (direction * scaled).sum(-1, keepdim=True)
     root = (along.square() + 4 * (d - 1)).sqrt()
-    mode = torch.where(along > 0, (along + root) / 2, 2 * (d - 1) / (root - along))  # without cancellation
+    mode = torch.where(along > 0, (along + root) / 2, 2 * (d - 1) / (root - along))  # Avoids cancellation.
     width = (1 + (d - 1) / mode.square()).rsqrt()
-    low, high = (
-        (mode - 10 * width).clamp(min=0),
-        mode + 16 * width,
-    )  # the upper tail is that of a gamma distribution where `along` is very negative
+    # The upper limit is larger because the tail is that of a gamma distribution if `along` is very negative.
+    low, high = (mode - 10 * width).clamp(min=0), mode + 16 * width
     nodes, weights = (torch.from_numpy(array) for array in np.polynomial.legendre.leggauss(NODES))
     distance = low + (high - low) * (nodes + 1) / 2  # (..., nodes)
     logs = (d - 1) * distance.log() - distance.square() / 2 + distance * along + weights.log()

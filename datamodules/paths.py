@@ -1,4 +1,4 @@
-"""Finding the files that a user named, and telling whether they have changed since they were read."""
+"""Finds the files that a path option refers to, and derives names of cache files from them."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ from typing import Any
 def find_files(
     given: str | list[str], data_dir: Path, option: str = "path", endings: Collection[str] | None = None
 ) -> list[Path]:
-    """The files that a path, a folder or a pattern, or each of a list of them, leads to; looked up as given and then under `data_dir`.
+    """Returns the files of a path, a folder, a pattern, or a list of these.
 
-    Of a folder only files with one of the `endings` are taken, before a possible ".gz"; all if there are none. The error
-    names the `option` of the user.
+    Args:
+        given: Where to look, first relative to the working directory and then relative to `data_dir`.
+        data_dir: Folder of the data.
+        option: Name of the option, for errors.
+        endings: Endings of the files to take from a folder, without ".gz"; all files if ``None``.
     """
     found: list[Path] = []
     for pattern in [given] if isinstance(given, str) else given:
         places = [Path(pattern).expanduser(), data_dir / pattern]
         for place in places:
-            entries = (
-                sorted(place.iterdir())
-                if place.is_dir()
-                else [place]
-                if place.exists()
-                else sorted(map(Path, glob.glob(str(place), recursive=True)))
-            )
+            if place.is_dir():
+                entries = sorted(place.iterdir())
+            elif place.exists():
+                entries = [place]
+            else:
+                entries = sorted(map(Path, glob.glob(str(place), recursive=True)))
             files = [file for file in entries if file.is_file() and not file.name.startswith(".")]
             if place.is_dir() and endings is not None:
                 files = [file for file in files if ending(file) in endings]
@@ -37,12 +39,13 @@ def find_files(
         else:
             folders = dict.fromkeys(place if place.is_dir() else place.parent for place in places)
             listing = "; ".join(
-                f"{folder}/ holds {some(sorted(entry.name for entry in folder.iterdir()))}"
+                f"{folder}/ contains {some(sorted(entry.name for entry in folder.iterdir()))}"
                 for folder in folders
                 if folder.is_dir()
             )
             raise FileNotFoundError(
-                f"`{option}` must lead to a file, but {pattern!r} does not, here or under {data_dir}. {listing or 'No such folder'}."
+                f"`{option}` must match a file, but {pattern!r} matches none, here or under {data_dir}. "
+                f"{listing or 'No such folder'}."
             )
         found += files
     if not found:
@@ -51,7 +54,7 @@ def find_files(
 
 
 def cache_name(options: Any, files: Mapping[str, list[Path]]) -> str:
-    """A name for what is read from the files of each part: another one when a file or one of the plain-valued `options` changes."""
+    """Returns a name for the cache of files, which changes with the files and with the `options` (plain values)."""
     stamps = [
         (part, str(file), str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns)
         for part, group in files.items()
@@ -62,10 +65,10 @@ def cache_name(options: Any, files: Mapping[str, list[Path]]) -> str:
 
 
 def ending(path: Path) -> str:
-    """The ending of the name in small letters, before a possible ".gz"."""
+    """Returns the ending of a file name in lower case, without ".gz"."""
     return Path(path.name.removesuffix(".gz")).suffix.lower()
 
 
 def some(names: list[str]) -> str:
-    """The first ten of the names, for a message."""
+    """Returns the first ten names as text, for a message."""
     return (", ".join(names[:10]) or "nothing") + (f" and {len(names) - 10} more" if len(names) > 10 else "")

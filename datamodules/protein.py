@@ -1,4 +1,4 @@
-"""Proteins as sequences of amino acids: from FASTA files, from the Protein Data Bank, or drawn."""
+"""Proteins as sequences of amino acids: read from FASTA files or from the Protein Data Bank, or drawn."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import urllib.request
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
+from datamodules.checks import require_choice
 from datamodules.symbols import SymbolDataModule, Symbols
 from datamodules.synthetic import draw_states, draw_symbols
 from lightning_hmm.random import generator
@@ -23,18 +24,18 @@ from lightning_hmm.random import generator
 Molecule = Literal["protein", "any"]
 ENDINGS = (".fa", ".fasta", ".faa", ".txt")
 URL = "https://files.rcsb.org/pub/pdb/derived_data/pdb_seqres.txt.gz"
-LETTERS = [
-    chr(letter) for letter in range(ord("A"), ord("Z") + 1)
-]  # every letter means an amino acid, or a choice of some
+# Every letter is the code of an amino acid, or of an ambiguous one.
+LETTERS = [chr(letter) for letter in range(ord("A"), ord("Z") + 1)]
 
-# What a byte of a sequence means: the number of its letter, nothing (blanks and ends of lines), or that it must not be there.
+# Meaning of each byte of a sequence: the index of its letter, a blank or line break to skip, or a wrong character.
 BLANK, WRONG = 26, 27
 MEANING = np.full(256, WRONG, np.uint8)
 MEANING[[ord(mark) for mark in " \t\r\n"]] = BLANK
 for _number, _letter in enumerate(LETTERS):
     MEANING[[ord(_letter), ord(_letter.lower())]] = _number
 
-# Of each amino acid: its share of all in Swiss-Prot, in percent, and its preference for helix, strand and turn (Chou and Fasman, 1978).
+# For each amino acid, its frequency in Swiss-Prot in percent, and its preference for helix, strand and turn (Chou and
+# Fasman, 1978).
 AMINO_ACIDS = {
     "A": (8.25, 1.42, 0.83, 0.66),
     "C": (1.38, 0.70, 1.19, 1.19),
@@ -60,33 +61,45 @@ AMINO_ACIDS = {
     "Y": (2.92, 0.69, 1.47, 1.14),
 }
 STRUCTURES = ["helix", "strand", "turn", "start"]
-# Helices of 10 residues on average, strands of 5, turns of 5; half of all chains start with methionine, as in the Protein Data Bank.
+# The mean lengths are 10 residues for helices and 5 for strands and turns. About half of all chains start with
+# methionine, as in the Protein Data Bank.
 TRANSITIONS = [[0.90, 0.01, 0.09, 0.0], [0.02, 0.80, 0.18, 0.0], [0.09, 0.11, 0.80, 0.0], [0.20, 0.15, 0.65, 0.0]]
 METHIONINE_FIRST = 0.49
-MEDIAN_LENGTH, LENGTH_SPREAD = 209, 0.72  # of the Protein Data Bank; the spread is that of the logarithm
+MEDIAN_LENGTH, LENGTH_SPREAD = 209, 0.72  # Median, and standard deviation of the logarithm, in the Protein Data Bank.
 
 
 class ProteinDataModule(SymbolDataModule):
-    """Chains of amino acids; a symbol is a letter.
+    """Chains of amino acids. The symbols are their one-letter codes.
 
-    A file is FASTA (a line with ``>`` and a name, then lines of letters, small or capital), such as ``pdb_seqres.txt.gz`` of the
-    Protein Data Bank, or plain text with one chain in a line. Without a file, chains are drawn from a hidden Markov model of
-    secondary structure with the amino acids' known frequencies and preferences; then the true states are known.
-
-    The defaults are those of the DenseHMM paper; its published code cuts at 500 and takes 0.05 as `rare_fraction`.
+    Files are in FASTA format (a line with ``>`` and a name, then lines of letters in upper or lower case), such as
+    ``pdb_seqres.txt.gz`` of the Protein Data Bank, or plain text with one chain per line. Without `path`, chains are
+    drawn from a hidden Markov model of secondary structure with the known frequencies and preferences of amino acids.
+    The true states are known. The defaults are those of the DenseHMM paper; its published code uses a `max_length` of
+    500 and a `rare_fraction` of 0.05.
 
     Args:
-        path: file, folder, pattern or list of them, looked up as given and then under `data_dir`; ``None`` to draw chains.
-        download: get ``pdb_seqres.txt.gz`` from the RCSB into `data_dir`, unless it is there, and take that as `path`. The file
-            grows every week, so its SHA-256 checksum is noted beside it when it comes, and checked every time after that.
-        molecule: "protein" leaves out records that are marked as something else, as ``mol:na`` in `pdb_seqres.txt`; "any" takes
-            all. Records without such a mark are taken.
-        num_sequences: how many chains are taken, from the first on; fewer if there are not so many; ``None`` for all.
-        max_length: where a chain is cut; ``None`` for nowhere.
-        rare_fraction: the rarest symbols that together make up less than this fraction of all become one, `residual`.
-        val_fraction: see `SequenceDataModule`.
-        test_fraction: the same; one half, as in the paper.
-        kwargs: the words of `SymbolDataModule` and `SequenceDataModule`.
+        path: File, folder, pattern or list of these, relative to the working directory or to `data_dir`. ``None`` draws
+            chains.
+        download: Whether to use ``pdb_seqres.txt.gz`` from the RCSB, which is downloaded to `data_dir` if it is not
+            there. The file grows every week, so its SHA-256 checksum is saved after the download and verified on every
+            use.
+        molecule: "protein" omits records that are marked as something else, such as ``mol:na`` in `pdb_seqres.txt`.
+            "any" uses all records. Records without a mark are always used.
+        num_sequences: Maximum number of chains to use, from the first on; ``None`` for all.
+        max_length: Number of amino acids after which a chain is cut; ``None`` does not cut.
+        rare_fraction: The rarest symbols that together make up less than this fraction of all symbols are merged into
+            `residual`.
+        val_fraction: Fraction of the chains that are held out for validation.
+        test_fraction: Fraction of the chains that are held out for testing.
+        **kwargs: Forwarded to `SymbolDataModule` and `SequenceDataModule`.
+
+    Example:
+        >>> data = ProteinDataModule(num_sequences=4, max_length=10)
+        >>> data.setup()
+        >>> data.train_sequences.lengths.tolist()
+        [10, 10]
+        >>> data.state_names
+        ['helix', 'strand', 'turn', 'start']
     """
 
     def __init__(
@@ -109,13 +122,15 @@ class ProteinDataModule(SymbolDataModule):
             test_fraction=test_fraction,
             **kwargs,
         )
-        if molecule not in get_args(Molecule):
-            raise ValueError(f"`molecule` must be one of {', '.join(get_args(Molecule))}, but is {molecule!r} instead.")
+        require_choice("molecule", molecule, Molecule)
         if download and path is not None:
-            raise ValueError(f"`download` brings its own file, but `path` is {path!r}. Leave one of them out.")
+            raise ValueError(
+                f"Only one of `download` and `path` may be given, but `path` is {path!r}. Omit one of them."
+            )
         if path is None and not download:
             self.state_names = STRUCTURES
-        self.download, self.molecule = download, molecule
+        self.download = download
+        self.molecule = molecule
         if not download:
             self.use_files(path, ENDINGS, molecule)
 
@@ -147,7 +162,7 @@ class ProteinDataModule(SymbolDataModule):
         logarithms = math.log(MEDIAN_LENGTH) + LENGTH_SPREAD * torch.randn(
             num_sequences, dtype=torch.float64, generator=draw
         )
-        lengths = logarithms.exp().long().clamp(3, self.max_length)  # what lies behind the cut need not be drawn
+        lengths = logarithms.exp().long().clamp(3, self.max_length)  # Steps after the cut need not be drawn.
         states = draw_states(initial, torch.tensor(TRANSITIONS, dtype=torch.float64), lengths, draw)
         symbols = draw_symbols(emission / emission.sum(1, keepdim=True), states, draw)
         return Symbols(symbols.numpy(), lengths.numpy(), names, states.numpy())
@@ -156,14 +171,17 @@ class ProteinDataModule(SymbolDataModule):
 def read_fasta(
     path: Path, molecule: Molecule = "protein", block_size: int = 2**21
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The chains of a FASTA file, or of a text with one in a line, block by block: letters as numbers, packed, and lengths.
+    """Reads the chains of a FASTA file, or of a text with one chain per line, block by block.
 
-    Reads no more of the file than is asked for, and holds a few times `block_size` bytes. No loop over chains.
+    It reads only as much of the file as is consumed, and uses a few times `block_size` bytes of memory.
+
+    Yields:
+        Indices of the letters of some chains, packed, and the lengths of the chains.
     """
     records = kept = letters = 0
     for block, first_line, fasta in _blocks(path, block_size):
         marks = np.frombuffer(block, np.uint8)
-        starts = np.concatenate([[0], np.flatnonzero(marks[:-1] == ord("\n")) + 1])  # of the lines
+        starts = np.concatenate([[0], np.flatnonzero(marks[:-1] == ord("\n")) + 1])  # First byte of each line.
         heads = marks[starts] == ord(">") if fasta else np.zeros(len(starts), bool)
         meaning = MEANING[marks]
         meaning[np.repeat(heads, np.diff(starts, append=len(marks)))] = BLANK
@@ -172,7 +190,8 @@ def read_fasta(
             text = block[starts[line] :].split(b"\n", 1)[0].decode("utf-8", "replace")
             sign = block[wrong[0] :].decode("utf-8", "replace")[0]
             raise ValueError(
-                f"Amino acids must be letters from A to Z, but line {first_line + line} of {path} has {sign!r} instead: {text[:60]!r}."
+                f"Amino acids must be letters from A to Z, but line {first_line + line} of {path} has {sign!r} "
+                f"instead: {text[:60]!r}."
             )
         is_letter = meaning < BLANK
         per_line = np.add.reduceat(is_letter, starts, dtype=np.int64)
@@ -192,21 +211,17 @@ def read_fasta(
         kept, letters = kept + len(lengths), letters + len(numbers)
         yield numbers, lengths
     if not letters:
-        what = (
-            "no records"
-            if not records
-            else f"{records} records, none of a protein. Set `molecule` to 'any'"
-            if not kept
-            else "records without a letter"
-        )
-        raise ValueError(f"{path} must hold at least one chain of amino acids, but has {what}.")
+        what = "no records" if not records else "only empty records"
+        if records and not kept:
+            what = f"{records} records, none of a protein. Set `molecule` to 'any'"
+        raise ValueError(f"{path} must contain at least one chain of amino acids, but has {what}.")
 
 
 def _blocks(path: Path, size: int) -> Iterator[tuple[bytes, int, bool]]:
-    """Whole records of the file, about `size` bytes at a time, the number of their first line, and whether they are FASTA."""
+    """Yields whole records of about `size` bytes, the number of their first line, and whether they are in FASTA."""
     rest, line, fasta = b"", 1, None
     try:
-        with pa.input_stream(str(path)) as stream:  # undoes gzip by the ending of the name
+        with pa.input_stream(str(path)) as stream:  # Decompresses files that end in ".gz".
             while True:
                 new = stream.read(size)
                 if fasta is None:
@@ -228,7 +243,10 @@ def _blocks(path: Path, size: int) -> Iterator[tuple[bytes, int, bool]]:
 
 
 def downloaded(url: str, folder: Path) -> Path:
-    """The file of that address in the folder, fetched if it is not there; its checksum is noted when it comes and checked ever after."""
+    """Returns the path of a file in `folder`, which is downloaded from `url` if it is not there.
+
+    The checksum is saved after the download and verified afterwards.
+    """
     path = folder / url.rpartition("/")[2]
     note = path.with_name(f"{path.name}.sha256")
     if not path.exists():
@@ -240,17 +258,19 @@ def downloaded(url: str, folder: Path) -> Path:
                     target.write(piece)
                 expected = source.headers.get("Content-Length")
             if expected is not None and int(expected) != unfinished.stat().st_size:
-                raise OSError(f"{unfinished.stat().st_size} of {expected} bytes came")
+                raise OSError(f"only {unfinished.stat().st_size} of {expected} bytes were received")
             note.write_text(f"{_checksum(unfinished)}  {path.name}\n")
             unfinished.replace(path)
         except (OSError, urllib.error.URLError) as error:
             unfinished.unlink(missing_ok=True)
             raise OSError(
-                f"{url} could not be downloaded to {folder} ({error}). Get it by other means and set `path`, or leave out `download`."
+                f"{url} could not be downloaded to {folder} ({error}). "
+                "Download it by other means and set `path`, or omit `download`."
             ) from error
     elif note.exists() and (noted := note.read_text().split()[0]) != (now := _checksum(path)):
         raise ValueError(
-            f"{path} must be what was downloaded, with the SHA-256 {noted} of {note.name}, but has {now} instead. Delete both to get it anew."
+            f"{path} must have the SHA-256 checksum {noted} in {note.name}, but has {now} instead. "
+            "Delete both files to download it again."
         )
     return path
 

@@ -1,4 +1,4 @@
-"""Vectors in units of the training part: mean 0 and standard deviation 1 there."""
+"""Base class of the data modules that can standardize vectors with the mean and deviation of the training part."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ from lightning_hmm.sequences import Sequences
 
 
 class ScaledDataModule(SequenceDataModule):
-    """Vectors that may be standardized. Columns and units of training are saved in the checkpoint, and other data are read with them.
+    """Base class for vectors that can be standardized.
 
-    A subclass sets `columns`, with `set_columns` if they have names in the data. It passes what it has read through `in_order` and,
-    to standardize, through `scaled`.
+    Columns, mean and standard deviation of the training data are saved in the checkpoint and applied to new data. A
+    subclass sets `columns`, with `set_columns` if the columns have names in the data. It passes the values through
+    `in_order` and, to standardize them, through `scaled`.
 
     Args:
-        standardize: shift and scale each real column to mean 0 and standard deviation 1 in the training part.
-        kwargs: the words of `SequenceDataModule`.
+        standardize: Whether to shift and scale each real column to mean 0 and standard deviation 1 in the training
+            part.
+        **kwargs: Forwarded to `SequenceDataModule`.
 
     Attributes:
-        mean: (columns,) mean of the training part as it was read, 0 for a categorical column; if `standardize`, after `setup`.
-        std: (columns,) standard deviation of the same, 1 for a categorical column.
+        mean: (columns,) mean of the training part before standardization, 0 for a categorical column. It is ``None``
+            before `setup` and without `standardize`.
+        std: (columns,) standard deviation, 1 for a categorical column; likewise.
     """
 
     def __init__(self, standardize: bool = False, **kwargs: Any) -> None:
@@ -36,30 +39,37 @@ class ScaledDataModule(SequenceDataModule):
         self.std: Tensor | None = None
         self._columns_read: list[Column] = []
         self._columns_chosen = False
-        self._trained = False  # whether columns and units come from a checkpoint
+        self._trained = False  # Whether columns, mean and standard deviation come from a checkpoint.
         self._constant: str | None = None
 
     def set_columns(self, columns: list[Column], chosen: bool) -> None:
-        """Sets the columns as they were read, and whether the user chose them. Those of other data are matched with them by name."""
-        self.columns, self._columns_read, self._columns_chosen = columns, columns, chosen
+        """Sets the columns in the order of the data.
+
+        Args:
+            columns: Columns of the data. A trained model matches them by name.
+            chosen: Whether the user chose the columns. Chosen columns keep their order.
+        """
+        self.columns = columns
+        self._columns_read = columns
+        self._columns_chosen = chosen
 
     @property
     def reordered(self) -> bool:
-        """Whether the columns have another order than they were read in, that of training."""
+        """Whether the columns are in the order of training, and that differs from their order in the data."""
         return bool(self._columns_read) and _names(self.columns) != _names(self._columns_read)
 
     def in_order(self, values: Sequences) -> Sequences:
-        """Vectors as they were read, with their features in the order of `columns`."""
+        """Returns vectors with their features in the order of `columns`, given in the order of the data."""
         if not self.reordered:
             return values
         names = _names(self._columns_read)
         return values.with_values(values.values[:, [names.index(column.name) for column in self.columns]])
 
     def require_variation(self, training: Tensor) -> None:
-        """Looks for a real column of (training steps, columns) without two different values.
+        """Finds a real column of (training steps, columns) that is constant.
 
-        Such a column is refused when sequences are first used, not here: when the data are read, the checkpoint of a trained model
-        may not have been loaded yet, and its units apply to constant columns too.
+        The error is raised when sequences are first used, not here. When the data are read, the checkpoint of a trained
+        model may not have been loaded yet, and its mean and standard deviation also apply to constant columns.
         """
         self._constant = None
         for feature, (column, entries) in enumerate(zip(self.columns, training.T, strict=True)):
@@ -72,7 +82,10 @@ class ScaledDataModule(SequenceDataModule):
                 return
 
     def scaled(self, values: Tensor, training: Tensor) -> Tensor:
-        """(steps, columns) in the units of (training steps, columns), or in those that came with a checkpoint. Categories are left as they are."""
+        """Returns (steps, columns) standardized with (training steps, columns), or with the values of a checkpoint.
+
+        Categorical columns are not changed.
+        """
         if not self._trained:
             self.require_variation(training)
             count = (~training.isnan()).sum(0)
@@ -91,7 +104,7 @@ class ScaledDataModule(SequenceDataModule):
         return source
 
     def state_dict(self) -> dict[str, Any]:
-        """What a trained model needs to read other data: the columns and units that it was trained on."""
+        """Returns columns, mean and standard deviation of training, which a trained model needs to read new data."""
         units = {} if self.mean is None or self.std is None else {"mean": self.mean, "std": self.std}
         return units if not self._columns_read else {**units, "columns": [asdict(column) for column in self.columns]}
 
@@ -107,24 +120,28 @@ class ScaledDataModule(SequenceDataModule):
             self.setup()
 
     def _matched(self, trained: list[Column]) -> list[Column]:
-        """The columns that were read in the order, and with the categories, of those of training. Chosen columns keep their order."""
+        """Returns the columns of the data in the order and with the categories of training.
+
+        Columns that the user chose keep their order.
+        """
         own = {column.name: column for column in self._columns_read}
         if not self._columns_chosen and sorted(_names(trained)) != sorted(own):
             raise ValueError(
-                f"The data must have the columns that the model was trained on, {some(_names(trained))}, but have {some(list(own))}. "
-                "Choose them with `columns`, in that order."
+                f"The data must have the columns that the model was trained on, {some(_names(trained))}, but have "
+                f"{some(list(own))}. Choose them with `columns`, in that order."
             )
         if len(trained) != len(own):
             raise ValueError(
-                f"The data must have {len(trained)} columns as in training, {some(_names(trained))}, but {len(own)} are chosen: {some(list(own))}."
+                f"The data must have {len(trained)} columns as in training, {some(_names(trained))}, but {len(own)} "
+                f"are chosen: {some(list(own))}."
             )
         matched = self._columns_read if self._columns_chosen else [own[column.name] for column in trained]
         if len(matched) == 1:
-            return matched  # the categories of symbols are the vocabulary, which the model has
+            return matched  # The categories of symbols are the vocabulary, which is saved with the model.
         for old, new in zip(trained, matched, strict=True):
             if _contents(old) != _contents(new):
                 raise ValueError(
-                    f"Column {new.name!r} must hold {_contents(old)} as in training, but holds {_contents(new)}. "
+                    f"Column {new.name!r} must contain {_contents(old)} as in training, but contains {_contents(new)}. "
                     "Set `categorical_columns` as in training, or choose other columns with `columns`."
                 )
         return [replace(new, categories=old.categories) for old, new in zip(trained, matched, strict=True)]
@@ -135,10 +152,6 @@ def _names(columns: list[Column]) -> list[str]:
 
 
 def _contents(column: Column) -> str:
-    return (
-        "numbers"
-        if not column.is_categorical
-        else "numbers of categories"
-        if column.category_names is None
-        else "names of categories"
-    )
+    if not column.is_categorical:
+        return "numbers"
+    return "category numbers" if column.category_names is None else "category names"

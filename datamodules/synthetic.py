@@ -1,15 +1,16 @@
-"""Sequences drawn from a random hidden Markov model, whose parameters and state paths are known."""
+"""Sequences drawn from a random hidden Markov model with known parameters and state paths."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import datasets
 import torch
 from torch import Tensor
 
 from datamodules.base import SequenceDataModule, as_dataset, as_table
+from datamodules.checks import require_choice, require_fraction, require_positive
 from lightning_hmm.columns import feature_columns, symbol_column
 from lightning_hmm.random import generator
 from lightning_hmm.sequences import Sequences
@@ -18,54 +19,66 @@ from lightning_hmm.vocabulary import MISSING
 Emission = Literal["categorical", "gaussian"]
 Transitions = Literal["dirichlet", "mostly_constant", "graded"]
 Layout = Literal["random", "grid"]
-DRAWS = 100  # tries to draw data with every symbol
+DRAWS = 100  # Maximum number of attempts to draw data in which every symbol occurs.
 
 
 class SyntheticDataModule(SequenceDataModule):
-    r"""A random HMM with K states, and N sequences drawn from it.
+    r"""N sequences drawn from a random HMM with K states.
+
+    Use it to try out models and to compare estimates with the true parameters and states.
 
     .. math::
         A_k \sim \mathrm{Dirichlet}(c), \qquad z_1 \sim \pi = \pi A, \qquad z_{t+1} \sim A_{z_t}, \qquad
         y_t \sim \mathrm{Cat}(B_{z_t}), \ B_k \sim \mathrm{Dirichlet}(c) \quad \text{or} \quad
         y_t \sim \mathcal{N}(\mu_{z_t}, \mathrm{diag}\, \sigma^2_{z_t}).
 
-    The same words give the same data, on every rank. Made in memory in O(N T K) time; nothing is downloaded.
+    The same options give the same data on every rank. The data are drawn in memory in O(N T K) time.
 
-    The DenseHMM paper's data (Sicking et al., 2021) are ``num_states=num_symbols=n, concentration=0.1, num_sequences=20, length=200,
-    every_symbol=True, val_fraction=0, test_fraction=0.5``. Those of the Dense-Mostly-Constant paper (Siddiqi and Moore, 2005) are
-    ``emission="gaussian", num_states=20, layout="grid", num_sequences=5, length=5000, val_fraction=0, test_fraction=0.2`` with
-    ``transitions="mostly_constant"`` or, where its assumption is broken, "graded".
+    The data of the DenseHMM paper (Sicking et al., 2021) are ``num_states=num_symbols=n, concentration=0.1,
+    num_sequences=20, length=200, every_symbol=True, val_fraction=0, test_fraction=0.5``. Those of the
+    Dense-Mostly-Constant paper (Siddiqi and Moore, 2005) are ``emission="gaussian", num_states=20, layout="grid",
+    num_sequences=5, length=5000, val_fraction=0, test_fraction=0.2`` with ``transitions="mostly_constant"``, or with
+    "graded" to violate its assumption.
 
     Args:
         emission: "categorical" for symbols, "gaussian" for real vectors.
-        num_states: K.
-        num_symbols: size of the alphabet, for symbols.
-        num_features: entries of a vector, for real vectors.
-        num_sequences: N.
-        length: steps of each sequence.
-        min_length: if given, lengths are drawn evenly from this to `max_length`; `length` otherwise.
-        max_length: if given, lengths are drawn evenly from `min_length` to this; `length` otherwise.
-        concentration: c; the smaller, the more of a row's probability sits in a few entries.
-        transitions: "dirichlet" draws rows from the Dirichlet distribution; "mostly_constant" gives `kept` random entries of each
-            row the probability `kept_mass` together, and all others the same; "graded" makes rows proportional to 1, 2, ..., K in
-            random order.
-        kept: how many entries of a row stand out if transitions are mostly constant. What each has above the others is again
+        num_states: Number of states K.
+        num_symbols: Number of symbols, for categorical emissions.
+        num_features: Number of entries per vector, for Gaussian emissions.
+        num_sequences: Number of sequences N.
+        length: Number of steps per sequence.
+        min_length: Smallest length, if lengths are drawn uniformly. Defaults to `length`.
+        max_length: Largest length, if lengths are drawn uniformly. Defaults to `length`.
+        concentration: Concentration c of the Dirichlet distribution. The smaller it is, the more the probability of a
+            row is concentrated in a few entries.
+        transitions: "dirichlet" draws rows from the Dirichlet distribution. "mostly_constant" gives `kept` random
+            entries of each row the total probability `kept_mass`, and all others equal probabilities. "graded" makes
+            rows proportional to 1, 2, ..., K in random order.
+        kept: Number of large entries per row if transitions are mostly constant. Their excess over the constant is
             drawn from the Dirichlet distribution.
-        kept_mass: their probability together.
-        layout: "random" draws means from a normal distribution and standard deviations between 0.5 and 1.5; "grid" puts the means on
-            the points of a square grid, in random order, with standard deviations of 1.
-        separation: how far apart the states' means are: their spread along each feature if random, and on a grid the distance
-            between neighbours; the smaller, the more states overlap.
-        every_symbol: draw everything anew until each symbol occurs in the training part.
-        missing_fraction: chance that a symbol, or a single entry of a vector, is missing.
-        kwargs: the words of `SequenceDataModule`.
+        kept_mass: Total probability of these entries.
+        layout: "random" draws means from a normal distribution and standard deviations uniformly from 0.5 to 1.5.
+            "grid" places the means on the points of a square grid in random order, with standard deviation 1.
+        separation: Distance scale of the means: their standard deviation in each feature if random, or the distance of
+            neighboring points on a grid. The smaller it is, the more the states overlap.
+        every_symbol: Whether to repeat drawing until each symbol occurs in the training part.
+        missing_fraction: Probability that a symbol, or a single entry of a vector, is missing.
+        **kwargs: Forwarded to `SequenceDataModule`.
 
     Attributes:
-        initial_probs: (K,) the stationary distribution of the transitions.
-        transition_probs: (K, K).
-        emission_probs: (K, num_symbols), or ``None`` for real vectors.
-        means: (K, num_features), or ``None`` for symbols.
-        variances: (K, num_features), or ``None`` for symbols.
+        initial_probs: (K,) stationary distribution of the transitions.
+        transition_probs: (K, K) transition matrix.
+        emission_probs: (K, num_symbols) probabilities of the symbols, or ``None`` for real vectors.
+        means: (K, num_features) means, or ``None`` for symbols.
+        variances: (K, num_features) variances, or ``None`` for symbols.
+
+    Example:
+        >>> data = SyntheticDataModule(num_sequences=4, length=5, val_fraction=0, test_fraction=0.25)
+        >>> data.setup()
+        >>> data.train_sequences.lengths.tolist()
+        [5, 5, 5]
+        >>> tuple(data.transition_probs.shape), tuple(data.emission_probs.shape)
+        ((5, 5), (5, 10))
     """
 
     def __init__(
@@ -89,66 +102,61 @@ class SyntheticDataModule(SequenceDataModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        for name, value, allowed in (
-            ("emission", emission, Emission),
-            ("transitions", transitions, Transitions),
-            ("layout", layout, Layout),
-        ):
-            if value not in get_args(allowed):
-                raise ValueError(f"`{name}` must be one of {', '.join(get_args(allowed))}, but is {value!r} instead.")
-        sizes = {
-            "num_states": num_states,
-            "num_symbols": num_symbols,
-            "num_features": num_features,
-            "num_sequences": num_sequences,
-        }
-        for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"`{name}` must be positive, but is {size} instead.")
-        if not concentration > 0:
-            raise ValueError(f"`concentration` must be positive, but is {concentration} instead.")
+        require_choice("emission", emission, Emission)
+        require_choice("transitions", transitions, Transitions)
+        require_choice("layout", layout, Layout)
+        require_positive(num_states=num_states, num_symbols=num_symbols, num_features=num_features)
+        require_positive(num_sequences=num_sequences, concentration=concentration)
         if not separation >= 0:
             raise ValueError(f"`separation` must not be negative, but is {separation} instead.")
-        if not 0 <= missing_fraction < 1:
-            raise ValueError(
-                f"`missing_fraction` must be at least 0 and less than 1, but is {missing_fraction} instead."
-            )
+        require_fraction(missing_fraction=missing_fraction)
         if transitions == "mostly_constant" and not 0 < kept < num_states:
             raise ValueError(
-                f"`kept` must be positive and less than the {num_states} of `num_states`, but is {kept} instead."
+                f"`kept` must be positive and less than `num_states` ({num_states}), but is {kept} instead."
             )
         if transitions == "mostly_constant" and not kept / num_states <= kept_mass < 1:
             raise ValueError(
-                f"`kept_mass` must be at least {kept} of {num_states}, for the kept to stand out, and less than 1, but is {kept_mass} instead."
+                f"`kept_mass` must be at least `kept` / `num_states` ({kept / num_states:g}) and less than 1, "
+                f"but is {kept_mass} instead."
             )
         if every_symbol and emission != "categorical":
-            raise ValueError("`every_symbol` is for symbols, but `emission` is 'gaussian'. Leave it out.")
+            raise ValueError("`every_symbol` applies to symbols, but `emission` is 'gaussian'. Omit it.")
         self.min_length = length if min_length is None else min_length
         self.max_length = length if max_length is None else max_length
         if not 0 <= self.min_length <= self.max_length:
             raise ValueError(
-                f"Lengths must be from `min_length` >= 0 up to `max_length`, but are from {self.min_length} to {self.max_length} instead."
+                "`min_length` must be at least 0 and at most `max_length`, but they are "
+                f"{self.min_length} and {self.max_length} instead."
             )
-        self.num_states, self.num_sequences, self.missing_fraction = num_states, num_sequences, missing_fraction
-        self.concentration, self.transitions, self.kept, self.kept_mass = concentration, transitions, kept, kept_mass
-        self.layout, self.separation = layout, separation
+        self.num_states = num_states
+        self.num_sequences = num_sequences
+        self.concentration = concentration
+        self.transitions = transitions
+        self.kept = kept
+        self.kept_mass = kept_mass
+        self.layout = layout
+        self.separation = separation
+        self.missing_fraction = missing_fraction
         self.columns = symbol_column(num_symbols) if emission == "categorical" else feature_columns(num_features)
+        self._draw_model(every_symbol)
 
-        for self._tries in range(DRAWS):
+    def _draw_model(self, every_symbol: bool) -> None:
+        """Draws parameters, repeatedly if every symbol must occur in the training part."""
+        for self._attempt in range(DRAWS):
             self._draw_parameters()
             if not every_symbol or self._has_every_symbol():
-                break
-        else:
-            raise ValueError(
-                f"`every_symbol` must be possible, but {DRAWS} times not all of the {num_symbols} symbols occurred. "
-                "Raise `num_sequences`, `length` or `concentration`."
-            )
+                return
+        raise ValueError(
+            f"`every_symbol` must be possible, but in {DRAWS} draws not all {self.num_symbols} symbols occurred. "
+            "Increase `num_sequences`, `length` or `concentration`."
+        )
 
     def _generator(self, purpose: str) -> torch.Generator:
-        """The first try does not depend on whether there may be others."""
-        return generator(self.seed, purpose, self._tries) if self._tries else generator(self.seed, purpose)
+        """Returns the random generator of the current attempt. The first one does not depend on `every_symbol`."""
+        return generator(self.seed, purpose, self._attempt) if self._attempt else generator(self.seed, purpose)
 
     def _draw_parameters(self) -> None:
+        """Draws transition and emission parameters."""
         draw = self._generator("parameters")
         self.transition_probs = self._draw_transitions(draw)
         self.initial_probs = stationary(self.transition_probs)
@@ -168,12 +176,11 @@ class SyntheticDataModule(SequenceDataModule):
             self.variances = torch.ones(shape, dtype=torch.float64)
 
     def _draw_transitions(self, draw: torch.Generator) -> Tensor:
+        """Draws the transition matrix, (K, K)."""
         size = self.num_states
         if self.transitions == "dirichlet":
             return _dirichlet(self.concentration, size, size, draw)
-        order = torch.rand(size, size, dtype=torch.float64, generator=draw).argsort(
-            dim=1
-        )  # a random order for each row
+        order = torch.rand(size, size, dtype=torch.float64, generator=draw).argsort(dim=1)  # One permutation per row.
         if self.transitions == "graded":
             return (order.double() + 1) / (size * (size + 1) / 2)
         constant = (1 - self.kept_mass) / (size - self.kept)
@@ -190,7 +197,7 @@ class SyntheticDataModule(SequenceDataModule):
         return as_dataset(as_table(*self._draw_sequences()))
 
     def _draw_sequences(self) -> tuple[Sequences, Sequences]:
-        """The values and the states."""
+        """Draws sequences and their states."""
         draw = self._generator("sequences")
         lengths = torch.randint(self.min_length, self.max_length + 1, (self.num_sequences,), generator=draw)
         assert self.transition_probs is not None
@@ -198,7 +205,7 @@ class SyntheticDataModule(SequenceDataModule):
         return Sequences.from_lengths(self._emit(states, draw), lengths), Sequences.from_lengths(states, lengths)
 
     def _emit(self, states: Tensor, draw: torch.Generator) -> Tensor:
-        """Draws one symbol, (steps,), or vector, (steps, num_features), for each state."""
+        """Draws one symbol, (steps,), or one vector, (steps, num_features), per state."""
         if self.emission_probs is not None:
             values = draw_symbols(self.emission_probs, states, draw)
         else:
@@ -211,7 +218,7 @@ class SyntheticDataModule(SequenceDataModule):
 
 
 def draw_states(initial_probs: Tensor, transition_probs: Tensor, lengths: Tensor, draw: torch.Generator) -> Tensor:
-    """(K,), (K, K), (N,) -> (steps,): a path of states for each of N sequences, packed."""
+    """Draws a path of states for each of N sequences: (K,), (K, K), (N,) -> (steps,), packed."""
     longest = int(lengths.max()) if len(lengths) else 0
     path = torch.empty(len(lengths), longest, dtype=torch.int64)
     probs = initial_probs.expand(len(lengths), -1)
@@ -222,7 +229,7 @@ def draw_states(initial_probs: Tensor, transition_probs: Tensor, lengths: Tensor
 
 
 def draw_symbols(emission_probs: Tensor, states: Tensor, draw: torch.Generator) -> Tensor:
-    """(K, V), (steps,) -> (steps,): a symbol for each state."""
+    """Draws a symbol for each state: (K, V), (steps,) -> (steps,)."""
     symbols = torch.empty(len(states), dtype=torch.int64)
     for state, probs in enumerate(emission_probs):
         visits = torch.nonzero(states == state).squeeze(1)
@@ -232,10 +239,10 @@ def draw_symbols(emission_probs: Tensor, states: Tensor, draw: torch.Generator) 
 
 
 def stationary(transition_probs: Tensor) -> Tensor:
-    """(K, K) -> (K,): the distribution that the transitions leave as it is.
+    """Returns the stationary distribution of a transition matrix: (K, K) -> (K,).
 
-    States are eliminated one by one without a single subtraction, so every entry is right to nearly all its digits
-    (Grassmann, Taksar and Heyman, 1985). O(K^3).
+    States are eliminated one by one without subtractions, so every entry is accurate to nearly all digits (Grassmann,
+    Taksar and Heyman, 1985). The time is O(K^3).
     """
     reduced = transition_probs.clone()
     for last in range(len(reduced) - 1, 0, -1):
@@ -247,23 +254,24 @@ def stationary(transition_probs: Tensor) -> Tensor:
     probs = weights / weights.sum()
     if not bool(probs.isfinite().all()):
         raise ValueError(
-            "`concentration` must be large enough for every state to be reached from every other, but the transitions drawn fall apart. Raise it."
+            "`concentration` must be large enough for every state to be reachable from every other, but some states of "
+            "the drawn transition matrix are not. Increase it."
         )
     return probs
 
 
 def _grid(points: int, dimensions: int) -> Tensor:
-    """(points, dimensions): the first points of a square or cubic grid with distance 1."""
-    side = math.ceil(round(points ** (1 / dimensions), 9))  # 27 ** (1 / 3) is 3.0000000000000004 or so
+    """Returns the first points of a square or cubic grid with distance 1, (points, dimensions)."""
+    side = math.ceil(round(points ** (1 / dimensions), 9))  # Roots such as 27 ** (1 / 3) may exceed 3 by rounding.
     axes = torch.unravel_index(torch.arange(points), (side,) * dimensions)
     return torch.stack(axes, dim=1).double()
 
 
 def _dirichlet(concentration: float, rows: int, columns: int, draw: torch.Generator) -> Tensor:
-    """(rows, columns), each row from the Dirichlet distribution.
+    """Draws (rows, columns), each row from the Dirichlet distribution.
 
-    Drawn through the logarithm of gamma variables, log G(c) = log G(c + 1) + log(U) / c, because for a small concentration the
-    variables themselves may all be too small for a float.
+    It uses the logarithm of gamma variables, log G(c) = log G(c + 1) + log(U) / c, because for a small concentration
+    the variables themselves may underflow.
     """
     gamma: Tensor = torch._standard_gamma(
         torch.full((rows, columns), concentration + 1, dtype=torch.float64), generator=draw

@@ -959,7 +959,7 @@ def test_a_product_is_used_on_files_with_fewer_categories_in_another_order(tmp_p
     ):
         main(["test", "--config=mixed.yaml", "--data.init_args.path=other.csv", f"--ckpt_path={checkpoint}"])
     Path("other.csv").write_text("id,x,visits,weather,code\n7,0.5,2,sun,5\n")
-    with pytest.raises(ValueError, match="Column 'code' must hold 5 categories, the whole numbers 0 to 4, but holds 5"):
+    with pytest.raises(ValueError, match="Column 'code' must contain integers from 0 to 4, for 5 categories, but contains 5"):
         main(["test", "--config=mixed.yaml", "--data.init_args.path=other.csv", f"--ckpt_path={checkpoint}"])
     Path("mixed.yaml").write_text(
         MIXED.replace(

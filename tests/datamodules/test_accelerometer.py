@@ -166,7 +166,7 @@ class TestResampling:
         assert same(train("x.csv", step=5, max_gap=10), [[[1.0], [2.0], [NAN], [3.0]], [[4.0], [5.0]], [[6.0]]])
         assert same(train("x.csv", step=5, max_gap=9.9), [[[1.0], [2.0]], [[3.0]], [[4.0], [5.0]], [[6.0]]])
         with pytest.raises(
-            ValueError, match=r"x.csv has 6 rows in 1001 steps of 5 s: 3995 s pass after row 5. Set `max_gap`"
+            ValueError, match=r"x.csv has 6 rows in 1001 steps of 5 s, with a gap of 3995 s after row 5. Set `max_gap`"
         ):
             AccelerometerDataModule("x.csv", step=5).setup()
 
@@ -217,20 +217,23 @@ class TestSplit:
     ("text", "message"),
     [
         ("", "x.csv must not be empty, but is"),
-        ("t,x\n", "x.csv must not be empty, but has no rows with data"),
+        ("t,x\n", "x.csv must not be empty, but has no rows of data"),
         (
             table([0, 1, 2], [7, 7, 7]),
             "Each feature must vary in the training part, but column 'x' is always 7 there. Leave it out of `columns`",
         ),
         (
             table([0, 1, 2], [7, 8, 9], [None, "NaN", ""]),
-            "Each file and column must have an observed value, but in column 'y' in x.csv nothing is observed",
+            "Each column of each file must have an observed value, but column 'y' of x.csv has none",
         ),
         (
             table([0, 2, 1], [1, 2, 3]),
-            "Times must rise, but row 3 of x.csv is earlier than the row before it: 1. Sort the file",
+            "Times must increase, but row 3 of x.csv is earlier than the row before it: 1. Sort the rows",
         ),
-        (table([0, 1, 1], [1, 2, 3]), "Times must rise, but row 3 of x.csv has the same time as the row before it: 1"),
+        (
+            table([0, 1, 1], [1, 2, 3]),
+            "Times must increase, but row 3 of x.csv has the same time as the row before it: 1",
+        ),
         (
             table(["2015-03-04", "2015-03-05", "noon"], [1, 2, 3]),
             "Times must be dates .* column 't' in row 3 of x.csv has 'noon' instead. Set `time_column`",
@@ -245,10 +248,10 @@ class TestSplit:
         (table([0, 1, 2], [1, "inf", 3]), "Values must be finite, but column 'x' in row 2 of x.csv has inf instead"),
         (
             "t\n1\n2\n",
-            "There must be a column of values beside that of times, but x.csv has only t. Set `delimiter` or `skip_rows`",
+            "There must be a column of values besides the times, but x.csv has only t. Set `delimiter` or `skip_rows`",
         ),
         ("t,x\n1,2\n3\n", "x.csv must be a table in CSV or Parquet, but cannot be read as one"),
-        (table([0], [1]), "`step` must be given where there is one row only, as in x.csv"),
+        (table([0], [1]), "`step` must be given if files have only one row, as x.csv has"),
     ],
 )
 def test_wrong_files(text, message):
@@ -283,7 +286,7 @@ def test_columns_are_matched_by_name(standardize):
 def test_a_file_without_an_observation_is_refused():
     write("x.csv", table([0, 1, 2], [1, 3, 2]))
     write("y.csv", table([0, 1, 2], [None, "NaN", ""]))
-    with pytest.raises(ValueError, match=r"in column 'x' in y.csv nothing is observed"):
+    with pytest.raises(ValueError, match=r"column 'x' of y.csv has none"):
         AccelerometerDataModule(["x.csv", "y.csv"]).setup()
 
 
@@ -302,16 +305,16 @@ def test_two_columns_of_one_name():
         ({"num_steps": 0}, "`num_steps` must be positive, but is 0 instead"),
         ({"days": 0}, "`days` must be positive, but is 0 instead"),
         ({"skip_rows": -1}, "`skip_rows` must not be negative, but is -1 instead"),
-        ({"step": 5}, "`step` is for files, but without `path` minutes are drawn"),
+        ({"step": 5}, "`step` must be 60 or omitted without `path`, because minutes are drawn, but is 5"),
         (
             {"path": "x.csv", "columns": ["z"]},
             "`columns` must be in the file, but x.csv has no column 'z'. It has t, x, y",
         ),
         ({"path": "x.csv", "time_column": "z"}, "`time_column` must be in the file, but x.csv has no column 'z'"),
-        ({"path": "x.csv", "columns": ["t", "x"]}, "`columns` must be others than `time_column`, but 't' is both"),
+        ({"path": "x.csv", "columns": ["t", "x"]}, "`columns` must not contain `time_column`, but 't' is in both"),
         (
             {"path": "x.csv", "time_format": "%H:%M"},
-            "Times must be dates as %H:%M, but column 't' in row 1 of x.csv has '0' instead",
+            "Times must be dates such as %H:%M, but column 't' in row 1 of x.csv has '0' instead",
         ),
         (
             {"path": "day.csv", "time_format": "%d/%m/%Y"},
@@ -319,13 +322,13 @@ def test_two_columns_of_one_name():
         ),
         (
             {"path": "day.csv", "time_format": "%d/%m/%Y %Z"},
-            "`time_format` must not contain %Z, but is '%d/%m/%Y %Z': names of time zones are ambiguous",
+            "`time_format` must not contain %Z, because names of time zones are ambiguous, but is '%d/%m/%Y %Z'",
         ),
         ({"path": "day.csv", "time_format": "%d/%m/%K"}, "'K' is a bad directive"),
         ({"path": "twice.csv"}, "Columns must have different names, but twice.csv has 2 columns 'x'"),
         (
             {"path": ["x.csv", "y.csv"]},
-            "All files must have the same columns, but y.csv has x and x.csv has x, y. Choose with `columns`",
+            "All files must have the same columns, but y.csv has x and x.csv has x, y. Choose them with `columns`",
         ),
     ],
 )

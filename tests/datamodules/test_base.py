@@ -240,7 +240,7 @@ def test_where_nothing_may_be_written_the_table_stays_in_memory(tmp_path, monkey
 
     monkeypatch.setattr(Path, "mkdir", refuse)
     table = as_table(Sequences.from_list([[1, 2], [3]])).replace_schema_metadata({"note": "hello"})
-    with pytest.warns(UserWarning, match="cannot be written to, so the data is read again each time"):
+    with pytest.warns(UserWarning, match="is not writable, so the data are read again each time"):
         dataset, metadata = Counting(data_dir=str(tmp_path)).cached("pair", lambda: table)
     assert dataset["values"][:] == [[1, 2], [3]]
     assert metadata == {"note": "hello"}
@@ -292,7 +292,7 @@ def test_the_command_line_knows_the_words_of_the_base():
         ({"num_workers": -1}, "`num_workers` must not be negative, but is -1 instead"),
         ({"val_fraction": 1.0}, "`val_fraction` must be at least 0 and less than 1, but is 1.0 instead"),
         ({"test_fraction": -0.1}, "`test_fraction` must be at least 0 and less than 1, but is -0.1 instead"),
-        ({"val_fraction": 0.9, "test_fraction": 0.1}, "must leave something to train on, but 0.9 \\+ 0.1"),
+        ({"val_fraction": 0.9, "test_fraction": 0.1}, "must sum to less than 1, but are 0.9 and 0.1"),
     ],
 )
 def test_wrong_words(words, message):
@@ -303,7 +303,7 @@ def test_wrong_words(words, message):
 def test_wrong_data():
     with pytest.raises(ValueError, match="at least one training sequence, but has none"):
         Counting(0).setup()
-    with pytest.raises(ValueError, match=r"must give the part 'train'.* but gives \['dev', 'train'\]"):
+    with pytest.raises(ValueError, match=r"must return 'train' .* but returns \['dev', 'train'\]"):
         Counting(given={"train": 2, "dev": 2}).setup()
     with pytest.raises(RuntimeError, match=r"Call `setup\(\)` of the Counting first"):
         _ = Counting().train_sequences

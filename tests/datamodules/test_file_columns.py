@@ -168,7 +168,7 @@ class TestTimes:
             86400.0,
             2 * 86400.0,
         ]
-        with pytest.raises(ValueError, match="`time_format` is for the column of times, but there is no `time_column`"):
+        with pytest.raises(ValueError, match="`time_format` requires `time_column`, which is not given"):
             FileDataModule("x.csv", columns=["y"], time_format="%d/%m/%Y").setup()
 
     def test_numbers_are_not_rounded(self):
@@ -183,7 +183,10 @@ class TestTimes:
             0.0,
             1.0,
         ]
-        message = "Times must not decrease within a sequence, but column 't' in row 2 of x.csv is 5 s before row 1 of x.csv. Sort the rows"
+        message = (
+            "Times must not decrease within a sequence, but column 't' in row 2 of x.csv is 5 s before row 1 of x.csv. "
+            "Sort the rows"
+        )
         with pytest.raises(ValueError, match=message):
             FileDataModule("x.csv", columns=["y"], time_column="t").setup()
         write("x.csv", "id,y,t\na,0,5\nb,1,0\nb,2,1\na,3,4\n")
@@ -243,7 +246,10 @@ class TestCategories:
     def test_names_that_only_validation_has(self):
         write("x.csv", self.TEXT)
         write("y.csv", "x,w,n\n1,c,0\n2,a,1\n")
-        message = "Categories of column 'w' must be in the training part, but 'c' in row 1 of y.csv is not. Name the categories in `categorical_columns`"
+        message = (
+            "Categories of column 'w' must be in the training part, but 'c' in row 1 of y.csv is not. "
+            "List the categories in `categorical_columns`"
+        )
         with pytest.raises(ValueError, match=message):
             FileDataModule("x.csv", val_path="y.csv", categorical_columns=["w", "n"]).setup()
         data = ready("x.csv", val_path="y.csv", categorical_columns={"w": ["a", "b", "c"], "n": ["0", "1", "2"]})
@@ -259,15 +265,15 @@ class TestCategories:
         [
             (
                 {},
-                "Vectors must be numbers, but row 1 of x.csv has 'b' instead. .*`categorical_columns` to those of names",
+                "Vectors must be numbers, but row 1 of x.csv has 'b' instead. .*`categorical_columns` to columns of",
             ),
             (
                 {"categorical_columns": ["x", "w"]},
-                "Categories must be names or whole numbers from 0, .* row 1 of x.csv has 0.5 instead. Leave the column out",
+                "Categories must be names or integers from 0, .* row 1 of x.csv has 0.5 instead. Remove the column",
             ),
             (
                 {"categorical_columns": ["z"]},
-                "`categorical_columns` must be columns of values, but 'z' is not. In x.csv they are x, w, n",
+                "`categorical_columns` must be columns of values, but 'z' is not. The columns of values in x.csv are x, w, n",
             ),
             (
                 {"categorical_columns": ["n"], "columns": ["x", "w"]},
@@ -291,20 +297,26 @@ class TestCategories:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"label_column": "z"}, "`label_column` must be in the file, but x.csv has no column 'z'. It has id, y, state, u, v, t, do"),
+        ({"label_column": "z"},
+         "`label_column` must be in the file, but x.csv has no column 'z'. It has id, y, state, u, v, t, do"),
         ({"input_columns": ["u", "z"]}, "`input_columns` must be in the file, but x.csv has no column 'z'"),
         ({"time_column": "z"}, "`time_column` must be in the file, but x.csv has no column 'z'"),
         ({"action_column": "z"}, "`action_column` must be in the file, but x.csv has no column 'z'"),
-        ({"label_column": "y"}, "Each column must have one use, but 'y' is in `columns` and in `label_column`. Leave it out of one of them"),
-        ({"columns": ["y", "y"]}, "Each column must have one use, but 'y' is twice in `columns`"),
-        ({"input_columns": ["u", "u"]}, "Each column must have one use, but 'u' is twice in `input_columns`"),
+        ({"label_column": "y"},
+         "Each column must be used once, but 'y' is in `columns` and in `label_column`. Remove one of them"),
+        ({"columns": ["y", "y"]}, "Each column must be used once, but 'y' is twice in `columns`"),
+        ({"input_columns": ["u", "u"]}, "Each column must be used once, but 'u' is twice in `input_columns`"),
         ({"input_columns": ["u", "t"], "time_column": "t"}, "'t' is in `.*_columns?` and in `.*_columns?`"),
         ({"sequence_column": "id", "label_column": "id"}, "'id' is in `sequence_column` and in `label_column`"),
-        ({"input_columns": ["v", "do"]}, "Inputs must be numbers, but column 'do' in row 1 of x.csv has 'stay' instead. Set `input_columns`"),
+        ({"input_columns": ["v", "do"]},
+         "Inputs must be numbers, but column 'do' in row 1 of x.csv has 'stay' instead. Set `input_columns`"),
         ({"action_column": "state"}, "Each row must have an action, but column 'state' in row 3 of x.csv is empty"),
-        ({"action_column": "u"}, "Actions must be names or whole numbers from 0, .* column 'u' in row 1 of x.csv has 0.5 instead"),
-        ({"label_column": "u"}, "Labels must be names or whole numbers from 0, or -1 .* column 'u' in row 1 of x.csv has 0.5 instead"),
-        ({"columns": None, "sequence_column": "id", "input_columns": ["y", "u", "v"], "label_column": "state", "time_column": "t", "action_column": "do"},
+        ({"action_column": "u"},
+         "Actions must be names or integers from 0, .* column 'u' in row 1 of x.csv has 0.5 instead"),
+        ({"label_column": "u"},
+         "Labels must be names or integers from 0, or -1 .* column 'u' in row 1 of x.csv has 0.5 instead"),
+        ({"columns": None, "sequence_column": "id", "input_columns": ["y", "u", "v"], "label_column": "state",
+          "time_column": "t", "action_column": "do"},
          "There must be a column of values apart from `sequence_column`, .*`input_columns`, but x.csv has only"),
     ],
 )  # fmt: skip
@@ -321,7 +333,7 @@ def test_wrong_options(options, message):
         (
             "0\n-1",
             {"action_column": "z"},
-            "Actions must be names or whole numbers from 0, but column 'z' in row 2 of x.csv has -1 instead",
+            "Actions must be names or integers from 0, but column 'z' in row 2 of x.csv has -1 instead",
         ),
         ("0\n-2", {"label_column": "z"}, "Labels must be .* column 'z' in row 2 of x.csv has -2 instead"),
         ("0\n", {"input_columns": ["z"]}, "Each row must have all inputs, but column 'z' in row 2 of x.csv is empty"),
@@ -343,16 +355,16 @@ def test_wrong_cells(column, options, message):
     [
         (
             {"l": [[0, 1, 2], [0]]},
-            "Column 'l' must have one entry for each step, but row 1 of x.jsonl has 2 steps and has 3",
+            "Column 'l' must have one entry per step, but row 1 of x.jsonl has 2 steps and has 3",
         ),
         (
             {"l": [[0, 1], None]},
-            "Column 'l' must have one entry for each step, but row 2 of x.jsonl has 1 steps and is null",
+            "Column 'l' must have one entry per step, but row 2 of x.jsonl has 1 steps and is null",
         ),
-        ({"l": [0, 1]}, "Column 'l' must hold lists, as the column of values does, but holds int64 in x.jsonl"),
+        ({"l": [0, 1]}, "Column 'l' must contain lists like the values, but contains int64 in x.jsonl"),
         (
             {"y": [0, 1], "l": [[0], [1]]},
-            "Column 'l' must hold one value in each row, as the columns of values do, but holds lists in x.jsonl",
+            "Column 'l' must contain one value per row like the values, but contains lists in x.jsonl",
         ),
     ],
 )
@@ -418,10 +430,10 @@ class TestNewDataForATrainedModel:
                 "x,w,l,a\n5,p,up,run\n",
                 "Actions must be those of training, go, stay, but column 'a' in row 1 of new.csv has 'run' instead",
             ),
-            ("x,w,l,a\n5,p,1,go\n", "Labels must be names as in training, but column 'l' holds whole numbers"),
+            ("x,w,l,a\n5,p,1,go\n", "Labels must be names as in training, but column 'l' contains integers"),
             (
                 "x,w,l,a\n5,1,up,go\n",
-                "Column 'w' must hold names of categories as in training, but holds numbers of categories",
+                "Column 'w' must contain category names as in training, but contains category numbers",
             ),
         ],
     )
@@ -432,7 +444,7 @@ class TestNewDataForATrainedModel:
             data.load_state_dict(state)
 
     def test_labels_do_not_make_other_data(self):
-        """Whether validation uses all sequences depends on the observations alone: training sequences stay training sequences."""
+        """Whether validation uses all sequences depends only on the observations, not on the other columns."""
         write("x.csv", "x,l\n1.5,a\n2,b\n")
         assert ready("x.csv", columns=["x"]).fingerprint == ready("x.csv", columns=["x"], label_column="l").fingerprint
 

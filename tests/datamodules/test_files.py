@@ -149,26 +149,26 @@ class TestLists:
             torch.testing.assert_close(
                 values, torch.tensor(expected, dtype=torch.float64), equal_nan=True, rtol=0, atol=0
             )
-        with pytest.raises(ValueError, match=r"entry 1 of column 'y' in x.* nothing is observed"):
+        with pytest.raises(ValueError, match=r"entry 1 of column 'y' of x.* has none"):
             FileDataModule(name, columns=["y"], missing_token=token).setup()
         assert train(name, columns=["z"], missing_token=token) == [[1, MISSING]]
 
     def test_lists_in_vectors_are_refused(self, folder, name):
         write_table(name, {"x": [[[[1.0]], [[2.0]]], [[[3.0]]]]})
-        with pytest.raises(ValueError, match=r"Vectors must hold numbers, but those in row 1 of x.* hold lists"):
+        with pytest.raises(ValueError, match=r"Vectors must contain numbers, but row 1 of x.* contains nested lists"):
             FileDataModule(name).setup()
 
     def test_mistakes(self, folder, name):
         write_table(name, {"n": [1, 2], "x": [[[1.0, 2.0]], [[3.0]]], "y": [[1], None]})
-        with pytest.raises(ValueError, match=r"2 features like the first, but row 2 of x.* has one of 1 instead"):
+        with pytest.raises(ValueError, match=r"2 features like the first, but row 2 of x.* has 1 instead"):
             FileDataModule(name, columns=["x"]).setup()
         with pytest.raises(
-            ValueError, match=r"Column 'y' must hold lists, but row 2 of x.* is null. Use an empty list"
+            ValueError, match=r"Column 'y' must contain lists, but row 2 of x.* is null. Use an empty list"
         ):
             FileDataModule(name, columns=["y"]).setup()
         with pytest.raises(ValueError, match=r"must be the only one, but 'x' .* Set `columns` to it alone"):
             FileDataModule(name).setup()
-        with pytest.raises(ValueError, match="Symbols must be in one column, but here are vectors"):
+        with pytest.raises(ValueError, match="Symbols must be in one column, but there are vectors"):
             FileDataModule(name, columns=["x"], kind="symbols").setup()
 
 
@@ -182,15 +182,15 @@ class TestText:
 
     def test_words(self, folder, name):
         assert self.words(name) == [["so", "be"], ["to", "be", "é"]]
-        assert self.words(name, per="file") == [["so", "be", "to", "be", "é"]]
+        assert self.words(name, sequence_per="file") == [["so", "be", "to", "be", "é"]]
 
     def test_characters(self, folder, name):
         assert self.words(name, unit="char") == [list("so be"), list("  to  be é")]
-        assert self.words(name, unit="char", per="file") == [list("so be\n\n  to  be é\n")]
+        assert self.words(name, unit="char", sequence_per="file") == [list("so be\n\n  to  be é\n")]
 
     def test_a_line_is_a_token(self, folder, name):
         assert self.words(name, unit="line-tokens") == [["so be"], ["to  be é"]]
-        assert self.words(name, unit="line-tokens", per="file") == [["so be", "to  be é"]]
+        assert self.words(name, unit="line-tokens", sequence_per="file") == [["so be", "to  be é"]]
 
     def test_missing_token(self, folder, name):
         assert self.words(name, missing_token="be") == [["so", None], ["to", None, "é"]]
@@ -336,7 +336,9 @@ def test_line_breaks_in_quotes(folder):
 @pytest.mark.parametrize("options", [{}, {"columns": ["v"]}])
 def test_a_quote_that_is_never_closed_is_refused(folder, options):
     write("open.csv", "id,note,v\n" + "".join(f"{n},{chr(34) if n == 30 else 'fine'},{n % 3}\n" for n in range(100)))
-    with pytest.raises(ValueError, match=r"row that begins in line 32 of .*open\.csv has one that never ends"):
+    with pytest.raises(
+        ValueError, match=r"row that begins in line 32 of .*open\.csv has a quoted cell without a closing quote"
+    ):
         ready("open.csv", sequence_column="id", **options)
     write(
         "inch.csv", "id,note,v\n" + "".join(f"{n},5{chr(34)} pipe,{n % 3}\n" for n in range(101))
@@ -389,7 +391,7 @@ def test_columns_of_a_new_file_are_those_of_training(folder, standardize):
 
 
 def test_columns_and_units_go_with_a_checkpoint(folder):
-    """The log-likelihoods of new data do not depend on the order of their columns, and a feature may be constant in them."""
+    """Log-likelihoods of new data do not depend on the order of the columns, and a feature may be constant in them."""
     write("train.csv", "id,x,y\n" + "".join(f"{n // 10},{n % 3},{100 * (n % 7)}\n" for n in range(80)))
     write("same.csv", "id,x,y\n1,2,300\n1,2,500\n2,2,0\n")
     write("other.csv", "y,id,x\n300,1,2\n500,1,2\n0,2,2\n")
@@ -453,20 +455,20 @@ def test_files_and_columns_without_an_observation_are_refused(folder, name):
         {"columns": ["y", "x"], "sequence_column": "id"},
         {"columns": ["x"], "kind": "symbols"},
     ):
-        with pytest.raises(ValueError, match=rf"column 'x' in {name} nothing is observed"):
+        with pytest.raises(ValueError, match=rf"column 'x' of {name} has none"):
             FileDataModule(name, **options).setup()
-        with pytest.raises(ValueError, match=rf"column 'x' in {name} nothing is observed"):
+        with pytest.raises(ValueError, match=rf"column 'x' of {name} has none"):
             FileDataModule([other, name], **options).setup()
-    with pytest.raises(ValueError, match=rf"column 'w' in {name} nothing is observed"):
+    with pytest.raises(ValueError, match=rf"column 'w' of {name} has none"):
         FileDataModule(other, val_path=name, columns=["w"], missing_token="?").setup()
-    with pytest.raises(ValueError, match=rf"column 'm' in {name} nothing is observed"):
+    with pytest.raises(ValueError, match=rf"column 'm' of {name} has none"):
         FileDataModule([other, name], columns=["m"]).setup()
 
 
 def test_a_text_without_an_observation_is_refused(folder):
     write("a.txt", "so be\n")
     write("b.txt", "? ?\n?\n")
-    with pytest.raises(ValueError, match=r"in b.txt nothing is observed"):
+    with pytest.raises(ValueError, match=r"but b.txt has none"):
         FileDataModule(["a.txt", "b.txt"], missing_token="?").setup()
 
 
@@ -530,7 +532,7 @@ def test_standardize(folder):
     ):
         ready("flat.csv", standardize=True).train_dataloader()
     write("words.txt", "a b\n")
-    with pytest.raises(ValueError, match=r"`standardize` is for vectors, but words.txt holds symbols"):
+    with pytest.raises(ValueError, match=r"`standardize` applies to vectors, but words.txt contains symbols"):
         FileDataModule("words.txt", standardize=True).setup()
 
 
@@ -579,8 +581,8 @@ def test_batches_of_a_text(folder):
         ({"format": "xls"}, "`format` must be one of auto, csv, parquet, jsonl, text, but is 'xls' instead"),
         ({"kind": "words"}, "`kind` must be one of auto, symbols, vectors, but is 'words' instead"),
         ({"unit": "byte"}, "`unit` must be one of char, word, line-tokens, but is 'byte' instead"),
-        ({"per": "page"}, "`per` must be one of line, file, but is 'page' instead"),
-        ({"kind": "vectors", "unknown": "?"}, "`vocabulary` and `unknown` are for symbols, but `kind` is 'vectors'"),
+        ({"sequence_per": "page"}, "`sequence_per` must be one of line, file, but is 'page' instead"),
+        ({"kind": "vectors", "unknown": "?"}, "`vocabulary` and `unknown` apply to symbols, but `kind` is 'vectors'"),
         ({"columns": ["z"]}, "`columns` must be in the file, but x.csv has no column 'z'. It has id, x, y, w, i"),
         (
             {"sequence_column": "z"},
@@ -593,18 +595,21 @@ def test_batches_of_a_text(folder):
         ({"columns": ["x", "w"]}, "Vectors must be numbers, but row 2 of x.csv has 'two' instead"),
         (
             {"columns": ["x", "y"], "kind": "symbols"},
-            "Symbols must be in one column, but here are 2. Choose it with `columns`",
+            "Symbols must be in one column, but there are 2 columns. Choose one with `columns`",
         ),
         (
             {"columns": ["y"], "kind": "symbols"},
-            "whole numbers from 0, .* but row 3 of x.csv has 0.5 instead. To take them as names",
+            "integers from 0, .* but row 3 of x.csv has 0.5 instead. To read them as names",
         ),
         ({"columns": ["x", "i"]}, "Vectors must be finite, but row 3 of x.csv has inf instead"),
-        ({"columns": ["i"], "kind": "symbols"}, "whole numbers from 0, .* but row 3 of x.csv has inf instead"),
-        ({"columns": ["x"]}, "whole numbers from 0, .* but row 3 of x.csv has -3 instead"),
-        ({"columns": ["x"], "format": "text"}, "`columns` is for tables, but a text has no columns"),
-        ({"action_column": "x", "format": "text"}, "`action_column` is for tables, but a text has no columns"),
-        ({"columns": ["x"], "sequence_column": "id"}, "which sequence it belongs to, but row 2 of x.csv is empty"),
+        ({"columns": ["i"], "kind": "symbols"}, "integers from 0, .* but row 3 of x.csv has inf instead"),
+        ({"columns": ["x"]}, "integers from 0, .* but row 3 of x.csv has -3 instead"),
+        ({"columns": ["x"], "format": "text"}, "`columns` applies to tables, but the files are text"),
+        ({"action_column": "x", "format": "text"}, "`action_column` applies to tables, but the files are text"),
+        (
+            {"columns": ["x"], "sequence_column": "id"},
+            "`sequence_column` must have a value in each row, but row 2 of x.csv is empty",
+        ),
     ],
 )
 def test_wrong_words(folder, words, message):
@@ -617,11 +622,11 @@ def test_wrong_files(folder):
     write("here/a.csv", "x\n1\n")
     with pytest.raises(
         FileNotFoundError,
-        match=r"`path` must lead to a file, but 'here/b.csv' does not, here or under data. here/ holds a.csv",
+        match=r"`path` must match a file, but 'here/b.csv' matches none, here or under data. here/ contains a.csv",
     ):
         FileDataModule("here/b.csv").setup()
     with pytest.raises(
-        FileNotFoundError, match=r"`val_path` must lead to a file, but 'nowhere/b.csv' does not.* No such folder"
+        FileNotFoundError, match=r"`val_path` must match a file, but 'nowhere/b.csv' matches none.* No such folder"
     ):
         FileDataModule("here/a.csv", val_path="nowhere/b.csv").setup()
     with pytest.raises(ValueError, match="`path` must name at least one file, but is an empty list"):
@@ -638,15 +643,17 @@ def test_wrong_files(folder):
         with pytest.raises(ValueError, match=f"{name} must not be empty, but"):
             FileDataModule(write(name, text)).setup()
     write("all.csv", 'x,y\n"",1\n"",2\n')
-    with pytest.raises(ValueError, match=r"in column 'x' in all.csv nothing is observed. Leave it out of `columns`"):
+    with pytest.raises(ValueError, match=r"column 'x' of all.csv has none. Remove it from `columns`"):
         FileDataModule("all.csv", columns=["x"]).setup()
-    with pytest.raises(ValueError, match=r"`format` must be given for x.dat, whose ending is none of .csv"):
+    with pytest.raises(ValueError, match=r"`format` must be given for x.dat, because its ending is none of .csv"):
         FileDataModule(write("x.dat", "x\n1\n")).setup()
     assert train("x.dat", format="csv") == [[1]]
     assert train(write("x.dat", "x;y\n1;2\n"), format="csv", delimiter=";", columns=["y"]) == [[2]]
     write("mixed/a.csv", "x\n1\n")
     write("mixed/a.txt", "x\n1\n")
-    with pytest.raises(ValueError, match=r"files of one format, but they are csv, text. Narrow it, or set `format`"):
+    with pytest.raises(
+        ValueError, match=r"files of one format, but they are csv, text. Use a narrower pattern, or set `format`"
+    ):
         FileDataModule("mixed").setup()
     with pytest.raises(ValueError, match=r"ragged.csv must be a csv file, but cannot be read as one"):
         FileDataModule(write("ragged.csv", "x,y\n1\n1,2,3\n")).setup()
@@ -667,6 +674,6 @@ def test_wrong_files(folder):
     write("text.jsonl", '{"x": "a"}\n')
     write("number.jsonl", '{"x": 1}\n')
     with pytest.raises(
-        ValueError, match=r"Columns must be of one type in all files, but those of text.jsonl, number.jsonl are not"
+        ValueError, match=r"Columns must have the same type in all files, but differ in text.jsonl, number.jsonl"
     ):
         FileDataModule(["text.jsonl", "number.jsonl"]).setup()

@@ -1,4 +1,4 @@
-"""Tracks: read from GPX, GeoJSON and tables, projected, cleaned, resampled, split as wholes; drawn visitors; and what is said about bad ones."""
+"""Tracks from GPX, GeoJSON and tables: projection, cleaning, resampling and split; drawn visitors; error messages."""
 
 import gzip
 import json
@@ -12,11 +12,11 @@ from sklearn.cluster import KMeans
 from sklearn.metrics import adjusted_rand_score
 
 from datamodules import GPSDataModule
-from datamodules.gps import WAYS, _reachable, project
+from datamodules.gps import WAYS, project, reachable
 from datamodules.series import SECOND
 
 RAW = {"standardize": False, "val_fraction": 0.0, "test_fraction": 0.0}
-METRES = {**RAW, "units": "metres", "position_columns": ["x", "y"]}
+METERS = {**RAW, "units": "meters", "position_columns": ["x", "y"]}
 NAN = float("nan")
 
 
@@ -51,10 +51,11 @@ def close(found, expected, atol=0.0) -> None:
     )
 
 
-# A degree is 111 km: 1e-4 degrees of latitude are 11.1 m. A gap of two steps in the first track, its fourth point without longitude.
+# A degree is 111 km: 1e-4 degrees of latitude are 11.1 m. The first track has a gap of two steps, and its fourth point
+# has no longitude.
 POINTS = [(0, 47.0, 13.0), (5, 47.0001, 13.0), (20, 47.0001, 13.0001), (25, 47.0, None), (30, 47.0, 13.0)]
 OTHER = [(100, 47.0002, 13.0), (105, 47.0002, 13.0001)]
-NORTH, EAST = 11.1174, 7.6056  # metres for 1e-4 degrees at a latitude of 47, by the radii of curvature of the ellipsoid
+NORTH, EAST = 11.1174, 7.6056  # meters for 1e-4 degrees at a latitude of 47, by the radii of curvature of the ellipsoid
 TRACKS = [
     [[0.0, 0.0], [0.0, NORTH], [NAN, NAN], [NAN, NAN], [EAST, NORTH], [NAN, NAN], [0.0, 0.0]],
     [[0.0, 2 * NORTH], [EAST, 2 * NORTH]],
@@ -70,7 +71,8 @@ def gpx(**tracks: list) -> str:
         f"<trk><name>{name}</name><type>{name}s</type><trkseg>{''.join(point(*p) for p in points)}</trkseg></trk>"
         for name, points in tracks.items()
     )
-    return f'<?xml version="1.0"?><gpx version="1.1" xmlns="http://www.topografix.com/GPX/1/1"><wpt lat="1" lon="1"/>{body}</gpx>'
+    head = '<?xml version="1.0"?><gpx version="1.1" xmlns="http://www.topografix.com/GPX/1/1">'
+    return f'{head}<wpt lat="1" lon="1"/>{body}</gpx>'
 
 
 def line(points: list, times: str = "coordTimes", **properties) -> dict:
@@ -123,7 +125,7 @@ class TestReading:
             (5, "NA", 2, "NA", "nan"),
             (10, 3, 2, "NA", "nan"),
         ]
-        data = ready(write("x.csv", table("time,x,y,kind,track", *rows)), label_column="kind", step=5, **METRES)
+        data = ready(write("x.csv", table("time,x,y,kind,track", *rows)), label_column="kind", step=5, **METERS)
         assert data.state_names == ["NA", "null"]
         assert data.true_states("train").tolist() == [[0, 1, -1], [0, -1, 0]]
 
@@ -156,9 +158,9 @@ class TestReading:
             atol=0.001,
         )
 
-    def test_metres_and_labels_of_points(self):
+    def test_meters_and_labels_of_points(self):
         write("x.csv", table("t,x,y,kind", (0, 1, 2, "b"), (4, 2, 2, "a"), (5, 3, 4, None), (20, 4, 4, "b")))
-        data = ready("x.csv", time_column="t", label_column="kind", step=5, **METRES)
+        data = ready("x.csv", time_column="t", label_column="kind", step=5, **METERS)
         close(
             data.train_sequences, [[[1.0, 2.0], [2.5, 3.0], [NAN, NAN], [NAN, NAN], [4.0, 4.0]]]
         )  # half a row's distance may be lacking
@@ -185,7 +187,7 @@ class TestReading:
 
 class TestProjection:
     def test_published_point(self):
-        """The example of GeographicLib's GeoConvert: UTM zone 38, central meridian 45 E, scale 0.9996, false easting 500 km."""
+        """The example of GeographicLib's GeoConvert: UTM zone 38, meridian 45 E, scale 0.9996, false easting 500 km."""
         east, north = project(np.array([33.3]), np.array([44.4]), 0.0, 45.0)[0]
         np.testing.assert_allclose(
             [500_000 + 0.9996 * east, 0.9996 * north], [444_140.54, 3_684_706.36], rtol=0, atol=0.006
@@ -202,7 +204,7 @@ class TestProjection:
 
     @pytest.mark.parametrize(("latitude", "longitude"), [(47.0, 13.0), (-33.0, 179.9), (65.0, -179.5), (10.0, 178.0)])
     def test_keeps_angles_and_on_its_meridian_lengths(self, latitude, longitude):
-        """A small step north and one east, on an ellipsoid with its two radii of curvature, are equally long on the plane and at a right angle."""
+        """Small steps north and east on the ellipsoid keep their length on the plane, and are at a right angle."""
         square, sine = 0.0066943799901413165, np.sin(np.radians(latitude))
         meridional, normal = (
             6_378_137 * (1 - square) / (1 - square * sine**2) ** 1.5,
@@ -234,7 +236,7 @@ class TestCleaning:
             size = int(rng.integers(1, 10))
             times = np.cumsum(rng.integers(1, 4, size)) * SECOND
             positions = rng.normal(size=(size, 2)) + 8.0 * rng.integers(0, 2, (size, 1))
-            kept = _reachable(times, positions, 3.0)
+            kept = reachable(times, positions, 3.0)
 
             def possible(rows, times=times, positions=positions):
                 return bool(
@@ -257,14 +259,14 @@ class TestCleaning:
             for n in range(1, size):
                 reached = np.hypot(*(positions[n] - positions[:n]).T) <= 5.0 * (times[n] - times[:n]) / SECOND
                 lengths[n] = 1 + (lengths[:n] * reached).max()
-            assert _reachable(times, positions, 5.0).sum() == lengths.max()
+            assert reachable(times, positions, 5.0).sum() == lengths.max()
 
     def test_one_outlier_before_a_pause_is_all_that_goes(self):
         """The outlier is out of reach of the point before it, but not of the point after the pause."""
         times = np.array([*range(10), 10, *range(12, 22)]) * SECOND
         positions = np.zeros((21, 2))
         positions[10, 0] = 100.0
-        assert np.flatnonzero(~_reachable(times, positions, 70.0)).tolist() == [10]
+        assert np.flatnonzero(~reachable(times, positions, 70.0)).tolist() == [10]
 
     def test_what_is_left_out_is_said(self, caplog):
         rows = [
@@ -281,12 +283,15 @@ class TestCleaning:
         write("x.csv", table("time,x,y,track", *rows))
         with caplog.at_level(logging.INFO):
             close(
-                ready("x.csv", max_speed=10, **METRES).train_sequences,
+                ready("x.csv", max_speed=10, **METERS).train_sequences,
                 [[[0.0, 0.0], [1.0, 0.0], [NAN, NAN], [NAN, NAN], [3.0, 0.0], [4.0, 0.0]]],
             )
-        said = "Left out: 1 points of the same time as the one before; 3 points that need more than 10 m/s; 1 of 2 tracks with fewer than 2 points."
-        assert said in caplog.text
-        every = ready("x.csv", max_speed=None, min_points=1, **METRES).train_sequences
+        message = (
+            "Omitted: 1 points with the same time as the previous point; 3 points that require more than 10 m/s; "
+            "1 of 2 tracks with fewer than 2 points."
+        )
+        assert message in caplog.text
+        every = ready("x.csv", max_speed=None, min_points=1, **METERS).train_sequences
         assert every.lengths.tolist() == [7, 1]
 
 
@@ -296,14 +301,14 @@ def test_a_coordinate_that_never_changes_has_no_unit():
         ValueError,
         match=r"must vary in the training part, but feature 0 is always 3 there\. Set `standardize` to false\.",
     ):
-        _ = ready("x.csv", **{**METRES, "standardize": True}).train_sequences
-    assert ready("x.csv", **METRES).train_sequences.values[:, 0].tolist() == [3] * 8
+        _ = ready("x.csv", **{**METERS, "standardize": True}).train_sequences
+    assert ready("x.csv", **METERS).train_sequences.values[:, 0].tolist() == [3] * 8
 
 
 def test_tracks_are_split_as_wholes():
     rows = [(n + (1000 if n >= 5 else 0), track, n, track) for track in range(10) for n in range(8)]
     write("x.csv", table("time,x,y,track", *rows))
-    data = ready("x.csv", **{**METRES, "val_fraction": 0.2, "test_fraction": 0.3}, max_gap=10)
+    data = ready("x.csv", **{**METERS, "val_fraction": 0.2, "test_fraction": 0.3}, max_gap=10)
     parts = [data.train_sequences, data.val_sequences, data.test_sequences]
     assert [part.lengths.tolist() for part in parts] == [[5, 3] * 5, [5, 3] * 2, [5, 3] * 3]
     tracks = [set(part.values[:, 0].tolist()) for part in parts]
@@ -318,7 +323,7 @@ def test_tracks_are_split_as_wholes():
         (
             "x.csv",
             table("time,lat,lon", (0, 1, 2), (2, 1, 2), (1, 1, 2)),
-            "Times must rise along a track, but row 3 of x.csv is earlier .* set `track_column`",
+            "Times must increase along a track, but row 3 of x.csv is earlier .* set `track_column`",
         ),
         (
             "x.csv",
@@ -340,16 +345,16 @@ def test_tracks_are_split_as_wholes():
             table("time,lat,lon", (0, 1, 2)),
             "There must be a track of at least 2 points, but all 1 of x.csv have fewer",
         ),
-        ("x.csv", table("time,lat,lon", (0, None, 2)), "x.csv must hold positions, but has none"),
+        ("x.csv", table("time,lat,lon", (0, None, 2)), "x.csv must contain positions, but has none"),
         (
             "x.csv",
             table("time,lat,lon,track", (0, 1, 2, 1), (1, 1, 2, None)),
-            "`track_column` must name a track for each row, but row 2 of x.csv is empty",
+            "`track_column` must have a value in each row, but row 2 of x.csv is empty",
         ),
         (
             "x.csv",
             table("time,lat,x", (0, 1, 2)),
-            "`position_columns` must be in the file, but x.csv has no column called lon or lng .* It has time, lat, x",
+            "`position_columns` must be in the file, but x.csv has no column named lon or lng .* It has time, lat, x",
         ),
         (
             "x.csv",
@@ -361,23 +366,23 @@ def test_tracks_are_split_as_wholes():
             table("time,lat,lon", (0, 1, 2), (1, 1, 2), (2, 1, 2), (1e6, 1, 2)),
             "x.csv has 4 rows in .* Set `max_gap`",
         ),
-        ("x.gpx", "<gpx><trk></trk></gpx>", "x.gpx must hold a `trk` with points, but has none"),
-        ("x.gpx", "<gpx>", "x.gpx must be GPX, but cannot be read as it"),
+        ("x.gpx", "<gpx><trk></trk></gpx>", "x.gpx must contain a `trk` with points, but has none"),
+        ("x.gpx", "<gpx>", "x.gpx must be GPX, but cannot be read as such"),
         (
             "x.gpx",
             '<gpx><trk><trkseg><trkpt lat="1" lon="2"/></trkseg></trk></gpx>',
             "Each row must have a time, but column 'time' in point 1 of track '1' in x.gpx",
         ),
-        ("x.geojson", "[1, 2", "x.geojson must be GeoJSON, but cannot be read as it"),
+        ("x.geojson", "[1, 2", "x.geojson must be GeoJSON, but cannot be read as such"),
         (
             "x.geojson",
             '{"features": []}',
-            "x.geojson must hold a LineString, MultiLineString or Point with times, but has none",
+            "x.geojson must contain a LineString, MultiLineString or Point with times, but has none",
         ),
         (
             "x.geojson",
             json.dumps({"features": [{**line(OTHER), "properties": {}}]}),
-            "A line must have a time for each of its 2 points, but that of feature 1 has none",
+            "A line must have a time for each of its 2 points, but feature 1 has none",
         ),
     ],
 )
@@ -398,24 +403,24 @@ def test_truncated_and_corrupt_gzip_files(name, text):
 
 
 def test_deeply_nested_geojson():
-    with pytest.raises(ValueError, match=r"x\.geojson must be GeoJSON, but cannot be read as it"):
+    with pytest.raises(ValueError, match=r"x\.geojson must be GeoJSON, but cannot be read as such"):
         ready(write("x.geojson", "[" * 100_000), **RAW)
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"units": "feet"}, "`units` must be one of degrees, metres, but is 'feet' instead"),
+        ({"units": "feet"}, "`units` must be one of degrees, meters, but is 'feet' instead"),
         ({"max_speed": 0}, "`max_speed` must be positive, but is 0 instead"),
         ({"visitors": 0}, "`visitors` must be positive, but is 0 instead"),
-        ({"step": 5}, "`step` is for files, but without `path` visitors are drawn every 10 s"),
+        ({"step": 5}, "`step` must be 10 or omitted without `path`, .* but is 5"),
         ({"position_columns": ["x"]}, "`position_columns` must be two columns, but is \\['x'\\] instead"),
-        ({"path": "x.csv", "units": "metres"}, "`position_columns` must be given for positions in metres"),
+        ({"path": "x.csv", "units": "meters"}, "`position_columns` must be given for positions on a plane"),
         (
             {"origin": [13.0, 470.0]},
             "`origin` must be a latitude and a longitude in degrees, but is \\[13.0, 470.0\\] instead",
         ),
-        ({"origin": [13.0, 47.0], "units": "metres"}, "`origin` is for degrees, but `units` is 'metres'"),
+        ({"origin": [13.0, 47.0], "units": "meters"}, "`origin` applies to degrees, but `units` is 'meters'"),
     ],
 )
 def test_wrong_words(words, message):

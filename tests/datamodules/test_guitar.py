@@ -1,4 +1,4 @@
-"""Chords as pitch-class profiles: WAV files of all kinds, tones and chords that must be heard, sequences of recordings; and bad files."""
+"""Chords as pitch-class profiles: WAV formats, profiles of tones and chords, sequences of recordings, wrong files."""
 
 import logging
 import struct
@@ -124,7 +124,7 @@ class TestFiles:
 
     @pytest.mark.parametrize("width", [2, 3, 4])
     def test_extensible_format(self, width):
-        """Many programs write 24 bits or more than two channels as WAVE_FORMAT_EXTENSIBLE, whose true format is in a longer header."""
+        """Many programs write 24 bits or several channels as WAVE_FORMAT_EXTENSIBLE, which has a longer header."""
         plain = Path(write("x.wav", np.stack([tone(440.0, 0.1), tone(660.0, 0.1)], axis=1), 22_050, width)).read_bytes()
         kind = b"\x01\x00\x00\x00\x00\x00\x10\x00\x80\x00\x00\xaa\x00\x38\x9b\x71"  # PCM
         header = (
@@ -142,7 +142,7 @@ class TestFiles:
             Path("y.wav").read_bytes().replace(kind, b"\x03" + kind[1:])
         )  # floating-point numbers
         with pytest.raises(
-            ValueError, match=r"y.wav must be a WAV file of whole-number samples \(PCM\), but cannot be read as one"
+            ValueError, match=r"y.wav must be a WAV file with integer samples \(PCM\), but cannot be read as one"
         ):
             read_wav(Path("y.wav"))
 
@@ -178,24 +178,24 @@ class TestFiles:
             ready("e/e1.wav")
         write("e/e1.wav", np.zeros(30_000))
         with pytest.raises(
-            ValueError, match=r"A recording must hold some sound, but e/e1.wav is silent between 100 and 5000 Hz"
+            ValueError, match=r"A recording must not be silent, but e/e1.wav is silent between 100 and 5000 Hz"
         ):
             ready("e/e1.wav")
         Path("e/e2.wav").write_bytes(b"RIFF....")
         with pytest.raises(
-            ValueError, match=r"e/e2.wav must be a WAV file of whole-number samples \(PCM\), but cannot be read as one"
+            ValueError, match=r"e/e2.wav must be a WAV file with integer samples \(PCM\), but cannot be read as one"
         ):
             ready("e/e2.wav")
         write("12.wav", tone(440.0))
         with pytest.raises(
             ValueError,
-            match=r"must have the name of its chord and a number, 'am12.wav', or lie in a folder of that name, but 12.wav does not",
+            match=r"must be its chord and a number, such as 'am12.wav', .* but 12.wav is neither",
         ):
             GuitarDataModule("12.wav")
         write("e/e2.wav", tone(440.0))
         with pytest.raises(
             ValueError,
-            match=r"`val_fraction` must leave at least one recording of each chord, but 0.1 of the 1 of 'e' is none",
+            match=r"`val_fraction` must select at least one recording per chord, but 0.1 of the 1 of 'e' is none",
         ):
             ready("e/e2.wav")
 
@@ -246,11 +246,12 @@ class TestSequences:
         ({"chords_per_sequence": 0}, "`chords_per_sequence` must be positive, but is 0 instead"),
         (
             {"max_frequency": 50},
-            "`max_frequency` must be above the 100 Hz of `min_frequency` and at most 22050, half of `sample_rate`, but is 50 instead",
+            r"`max_frequency` must be greater than `min_frequency` \(100 Hz\) and at most half of "
+            r"`sample_rate` \(22050 Hz\), but is 50 instead",
         ),
         (
             {"min_duration": 2.0, "max_duration": 1.0},
-            "`min_duration` must not be longer than `max_duration`, but is 2 and 1 s instead",
+            r"`min_duration` must be at most `max_duration` \(1 s\), but is 2 instead",
         ),
     ],
 )

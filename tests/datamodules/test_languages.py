@@ -56,7 +56,7 @@ def test_toy_with_alphas():
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 0.99, 0.999, 0.9999, 0.999999])
 def test_toy_with_one_alpha_in_closed_form(alpha):
-    """The number of repeats is geometric: its mean is a / (1 - a), its entropy that of a coin for each of its tosses."""
+    """The number of repeats is geometric, with mean a / (1 - a) and the entropy of one coin toss per trial."""
     coin = -(1 - alpha) * np.log2(1 - alpha) - (alpha * np.log2(alpha) if alpha else 0)
     data = ToyMachineDataModule(k=2, alpha=[alpha], num_runs=10)
     repeats = alpha / (1 - alpha)
@@ -124,9 +124,9 @@ def test_the_same_words_give_the_same_data_and_others_do_not():
     ("make", "message"),
     [
         (lambda: ToyMachineDataModule(k=0), "`k` must be at least 1"),
-        (lambda: ToyMachineDataModule(k=3, alpha=[0.5]), "with `k` 2, but is"),
+        (lambda: ToyMachineDataModule(k=3, alpha=[0.5]), "requires `k=2`, but is"),
         (lambda: BracketDataModule(start=[0.5, 0.6]), "sum to 1"),
-        (lambda: BracketDataModule(inside=[0.5, 0.5, 0.0]), "chance to close"),
+        (lambda: BracketDataModule(inside=[0.5, 0.5, 0.0]), "positive probability of closing"),
         (lambda: BracketDataModule(length=0), "`length` must be positive"),
     ],
 )

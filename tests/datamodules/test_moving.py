@@ -1,4 +1,4 @@
-"""Particles among targets: the law of their steps, and the filter that knows the targets, against simulation and enumeration."""
+"""Particles among targets: their steps, and the exact filter against simulation and enumeration."""
 
 import itertools
 
@@ -41,7 +41,7 @@ def test_trajectories_follow_the_law():
 
 @pytest.mark.parametrize("d", [2, 3, 5, 8])
 def test_direction_of_a_normal_vector(d):
-    """Its mean against many draws, its density against the recursion of the integrals, and the integral of the density over the circle against 1."""
+    """Compares the mean with draws, the density with a recursion, and its integral over the circle with 1."""
     draw = generator(0, "directions", d)
     centre = torch.randn(d, dtype=torch.float64, generator=draw)
     points = centre + 0.7 * torch.randn(200_000, d, dtype=torch.float64, generator=draw)
@@ -116,7 +116,7 @@ def test_the_filter_is_far_better_than_standing_still_and_no_simpler_rule_comes_
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"num_features": 1}, "`num_features` must be at least 2, for steps to have a direction, but is 1 instead"),
+        ({"num_features": 1}, "`num_features` must be at least 2, but is 1 instead"),
         ({"noise": 0.0}, "`noise` must be positive, but is 0.0 instead"),
         ({"burn_in": -1}, "`burn_in` must not be negative, but is -1 instead"),
     ],

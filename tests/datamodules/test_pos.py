@@ -74,7 +74,7 @@ def test_the_column_of_language_specific_tags_and_missing_ones():
     assert tags(write("x.conllu", CONLLU), column="xpos") == [["X", "Y", "X", "X"], [None, "X", "X"], [None]]
     with pytest.raises(
         ValueError,
-        match=r"Each file must have some tags, but in column 'xpos' of y.conllu all are missing. Set `column`",
+        match=r"Each file must contain tags, but in column 'xpos' of y.conllu all are missing. Set `column`",
     ):
         POSDataModule(
             [write("x.conllu", CONLLU), write("y.conllu", CONLLU.replace("\tX\t", "\t_\t").replace("\tY\t", "\t_\t"))],
@@ -102,36 +102,36 @@ def test_preparation_and_split():
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("x.ioc", "", "x.ioc must hold at least one tagged sentence, but has none"),
-        ("x.pos", "\n \n", "x.pos must hold at least one tagged sentence, but has none"),
-        ("x.conllu", "# nothing\n\n", "x.conllu must hold at least one tagged sentence, but has none"),
-        ("x.ioc", "P1\na_A b\n", "Words must be word_TAG, but line 2 of x.ioc has the word 'b' instead"),
+        ("x.ioc", "", "x.ioc must contain at least one tagged sentence, but has none"),
+        ("x.pos", "\n \n", "x.pos must contain at least one tagged sentence, but has none"),
+        ("x.conllu", "# nothing\n\n", "x.conllu must contain at least one tagged sentence, but has none"),
+        ("x.ioc", "P1\na_A b\n", "Words must have the form word_TAG, but line 2 of x.ioc has the word 'b' instead"),
         ("x.ioc", "P1\na_A\nP2\na_A b_\n", "line 4 of x.ioc has the word 'b_' instead"),
         (
             "x.ioc",
             "P1\na_A\nb_B c_C\nP2\n",
-            "an identifier and a sentence in turn, but line 3 of x.ioc has the identifier 'b_B c_C' instead",
+            "alternate between identifiers and sentences, but line 3 of x.ioc has the identifier 'b_B c_C' instead",
         ),
         (
             "x.ioc",
             "P1\na_A\nP2\n",
             "Each identifier must be followed by its sentence, but line 3 of x.ioc is the last: 'P2'",
         ),
-        ("x.pos", "a/A\n\nb c/C\n", "Words must be word/TAG, but line 3 of x.pos has the word 'b' instead"),
+        ("x.pos", "a/A\n\nb c/C\n", "Words must have the form word/TAG, but line 3 of x.pos has the word 'b' instead"),
         ("x.pos", "/A\n", "line 1 of x.pos has the word '/A' instead"),
         (
             "x.conllu",
             CONLLU.replace("\t3\tpunct\t_\t_", "\t3\tpunct\t_"),
-            "Words must have 10 columns with tabs between them, but line 7 of x.conllu",
+            "Words must have 10 columns separated by tabs, but line 7 of x.conllu",
         ),
         (
             "x.conllu",
             CONLLU.replace("\n3.1\t", "\n3,1\t"),
-            "Words must be numbered, as 1, 1-2 or 1.1, but line 6 of x.conllu has the number '3,1'",
+            "Words must have a number such as 1, 1-2 or 1.1, but line 6 of x.conllu has the number '3,1'",
         ),
         ("x.conllu", CONLLU.replace("\tVVD\t", "\t\t"), "Tags must not be empty, but line 5 of x.conllu"),
         ("x.ioc", b"P1\n\xff_A\n", "x.ioc must be a text in UTF-8, but cannot be read as one"),
-        ("x.txt", TAGGED, "`format` must be given for x.txt, whose ending is none of .ioc, .conllu, .pos"),
+        ("x.txt", TAGGED, "`format` must be given for x.txt, because its ending is none of .ioc, .conllu, .pos"),
     ],
 )
 def test_wrong_files(name, text, message):
@@ -144,7 +144,7 @@ def test_wrong_files(name, text, message):
     [
         ({"format": "brown"}, "`format` must be one of auto, medpost, conllu, tagged, but is 'brown' instead"),
         ({"column": "lemma"}, "`column` must be one of upos, xpos, but is 'lemma' instead"),
-        ({"residual": "NN"}, "`residual` must be a name that no symbol has, but 'NN' is a symbol"),
+        ({"residual": "NN"}, "`residual` must not be a symbol of the data, but 'NN' is one"),
     ],
 )
 def test_wrong_words(words, message):
@@ -169,7 +169,7 @@ def test_drawn_sentences_are_reproducible_and_look_like_sentences():
     stop, noun, determiner = (data.symbol_names.index(name) for name in (".", "NN", "DD"))
     assert bool((values[ends] == stop).all())
     assert int((values == stop).sum()) == 2000
-    # In the corpus: 27,767 tags of which 26.4 % are NN, 7.8 % DD; after DD a noun or what describes it in 95 of 100 cases.
+    # The corpus has 27,767 tags, of which 26.4 % are NN and 7.8 % DD. A noun or modifier follows DD in 95 % of cases.
     assert (values == noun).double().mean().item() == pytest.approx(0.264, rel=0.1)
     assert (values == determiner).double().mean().item() == pytest.approx(0.078, rel=0.15)
     assert data.train_sequences.lengths.median().item() == pytest.approx(26, abs=2)

@@ -1,4 +1,4 @@
-"""Chains of amino acids from FASTA files: every way to write them gives the same, and every mistake a sentence that helps."""
+"""Chains of amino acids from FASTA files: variants of the format, error messages, downloads and drawn chains."""
 
 import gzip
 from pathlib import Path
@@ -132,9 +132,9 @@ def test_several_files_and_a_folder():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "x.fa must hold at least one chain of amino acids, but has no records"),
+        ("", "x.fa must contain at least one chain of amino acids, but has no records"),
         (" \n\n", "but has no records"),
-        (">one\n>two\n\n", "but has records without a letter"),
+        (">one\n>two\n\n", "but has only empty records"),
         (">one mol:na\nACGT\n", "but has 1 records, none of a protein. Set `molecule` to 'any'"),
         (">one\nACD\nA*D\n", r"Amino acids must be letters from A to Z, but line 3 of x.fa has '\*' instead: 'A\*D'"),
         (">one\n\nAC4D\n", "line 3 of x.fa has '4' instead"),
@@ -152,7 +152,7 @@ def test_files_that_cannot_be_read():
     Path("x.fa.gz").write_bytes(Path("x.fa.gz").read_bytes()[:-60])
     with pytest.raises(ValueError, match=r"x.fa.gz must be a FASTA file, but cannot be read as one"):
         ProteinDataModule("x.fa.gz").setup()
-    with pytest.raises(FileNotFoundError, match=r"`path` must lead to a file, but 'none.fa' does not"):
+    with pytest.raises(FileNotFoundError, match=r"`path` must match a file, but 'none.fa' matches none"):
         ProteinDataModule("none.fa").setup()
 
 
@@ -161,11 +161,11 @@ def test_files_that_cannot_be_read():
     [
         ({"molecule": "rna"}, "`molecule` must be one of protein, any, but is 'rna' instead"),
         ({"num_sequences": 0}, "`num_sequences` must be positive, or None for all, but is 0 instead"),
-        ({"num_sequences": None}, "`num_sequences` must be given where sequences are drawn"),
+        ({"num_sequences": None}, "`num_sequences` must be given to draw sequences"),
         ({"max_length": 0}, "`max_length` must be positive, or None for all, but is 0 instead"),
         ({"rare_fraction": 1.0}, "`rare_fraction` must be at least 0 and less than 1, but is 1.0 instead"),
-        ({"residual": "A"}, "`residual` must be a name that no symbol has, but 'A' is a symbol"),
-        ({"download": True, "path": "x.fa"}, "`download` brings its own file, but `path` is 'x.fa'"),
+        ({"residual": "A"}, "`residual` must not be a symbol of the data, but 'A' is one"),
+        ({"download": True, "path": "x.fa"}, "Only one of `download` and `path` may be given, but `path` is 'x.fa'"),
     ],
 )
 def test_wrong_words(words, message):
@@ -222,7 +222,7 @@ class TestDownload:
         write("kept/pdb_seqres.txt.gz", ">broken\nAAA\n")
         with pytest.raises(
             ValueError,
-            match=r"must be what was downloaded, with the SHA-256 [0-9a-f]{64} of pdb_seqres.txt.gz.sha256, but has [0-9a-f]{64}",
+            match=r"must have the SHA-256 checksum [0-9a-f]{64} in pdb_seqres.txt.gz.sha256, but has [0-9a-f]{64}",
         ):
             ProteinDataModule(**words).setup()
         Path("kept/pdb_seqres.txt.gz.sha256").unlink()  # a file that was put there by other means
@@ -230,7 +230,7 @@ class TestDownload:
 
     def test_failure_leaves_nothing_behind(self, folder):
         with pytest.raises(
-            OSError, match=r"none.gz could not be downloaded to kept .* Get it by other means and set `path`"
+            OSError, match=r"none.gz could not be downloaded to kept .* Download it by other means and set `path`"
         ):
             downloaded((folder / "none.gz").as_uri(), Path("kept"))
         assert list(Path("kept").iterdir()) == []

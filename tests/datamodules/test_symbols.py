@@ -61,7 +61,7 @@ def test_preparation_is_what_a_plain_implementation_gives(sequences, first, leng
     shorter = cut(pack(sequences, states=True), first, length)
     expected, names = plainly(sequences, first, length, fraction)
     if not names:
-        with pytest.raises(ValueError, match="There must be some symbols, but all are missing"):
+        with pytest.raises(ValueError, match="At least one symbol must be observed, but all are missing"):
             merge_rare(shorter, float(fraction), "rest")
         return
     made = merge_rare(shorter, float(fraction), "rest")
@@ -72,7 +72,7 @@ def test_preparation_is_what_a_plain_implementation_gives(sequences, first, leng
 
 
 def test_the_threshold_is_exact_and_not_reached():
-    """Of 10 symbols one "b" is a tenth, which is not less than 0.1; 0.1 * 3 in floating point would be more than 0.3."""
+    """One "b" of 10 symbols is a tenth, which is not less than 0.1. In floating point, 0.1 * 3 is more than 0.3."""
     assert merge_rare(pack([["a"] * 9, ["b"]]), 0.1, "rest").names == ["a", "b"]
     assert merge_rare(pack([["a"] * 9, ["b"]]), 0.11, "rest").names == ["rest", "a"]
     assert merge_rare(pack([["a"] * 7, ["b"] * 3]), 0.3, "rest").names == ["a", "b"]

@@ -88,7 +88,8 @@ def test_separation_spreads_the_means_and_nothing_else():
 def test_concentration_is_that_of_a_dirichlet():
     for concentration in (0.1, 0.5, 2.0):
         probs = SyntheticDataModule(num_states=50, num_symbols=1000, concentration=concentration).emission_probs
-        # E[sum of p^2] = (c + 1) / (V c + 1) for V entries of concentration c; it varies by 2 % at most between draws of this size
+        # E[sum of p^2] = (c + 1) / (V c + 1) for V entries of concentration c.
+        # It varies by at most 2 % between draws of this size.
         assert probs.square().sum(1).mean().item() == pytest.approx(
             (concentration + 1) / (1000 * concentration + 1), rel=0.06
         )
@@ -209,11 +210,11 @@ def test_parts_have_their_states():
         ({"num_states": 0}, "`num_states` must be positive, but is 0 instead"),
         ({"num_sequences": 0}, "`num_sequences` must be positive, but is 0 instead"),
         ({"concentration": 0.0}, "`concentration` must be positive, but is 0.0 instead"),
-        ({"concentration": 1e-6, "num_states": 50}, "`concentration` must be large enough.* Raise it"),
+        ({"concentration": 1e-6, "num_states": 50}, "`concentration` must be large enough.* Increase it"),
         ({"separation": -1.0}, "`separation` must not be negative, but is -1.0 instead"),
         ({"missing_fraction": 1.0}, "`missing_fraction` must be at least 0 and less than 1, but is 1.0 instead"),
-        ({"min_length": 9, "max_length": 3}, "from 9 to 3 instead"),
-        ({"length": -1}, "from -1 to -1 instead"),
+        ({"min_length": 9, "max_length": 3}, "are 9 and 3 instead"),
+        ({"length": -1}, "are -1 and -1 instead"),
         (
             {"transitions": "sparse"},
             "`transitions` must be one of dirichlet, mostly_constant, graded, but is 'sparse' instead",
@@ -221,24 +222,27 @@ def test_parts_have_their_states():
         ({"layout": "line"}, "`layout` must be one of random, grid, but is 'line' instead"),
         (
             {"transitions": "mostly_constant", "kept": 5},
-            "`kept` must be positive and less than the 5 of `num_states`, but is 5 instead",
+            r"`kept` must be positive and less than `num_states` \(5\), but is 5 instead",
         ),
         (
             {"transitions": "mostly_constant", "kept": 0},
-            "`kept` must be positive and less than the 5 of `num_states`, but is 0 instead",
+            r"`kept` must be positive and less than `num_states` \(5\), but is 0 instead",
         ),
         (
             {"transitions": "mostly_constant", "kept": 3, "kept_mass": 0.5},
-            "`kept_mass` must be at least 3 of 5, .* but is 0.5 instead",
+            "`kept_mass` must be at least `kept` / `num_states` .* but is 0.5 instead",
         ),
         (
             {"transitions": "mostly_constant", "kept": 3, "kept_mass": 1.0},
             "`kept_mass` must be .* less than 1, but is 1.0 instead",
         ),
-        ({"emission": "gaussian", "every_symbol": True}, "`every_symbol` is for symbols, but `emission` is 'gaussian'"),
+        (
+            {"emission": "gaussian", "every_symbol": True},
+            "`every_symbol` applies to symbols, but `emission` is 'gaussian'",
+        ),
         (
             {"num_symbols": 50, "num_sequences": 2, "length": 20, "every_symbol": True},
-            "100 times not all of the 50 symbols occurred",
+            "in 100 draws not all 50 symbols occurred",
         ),
     ],
 )

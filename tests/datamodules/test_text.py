@@ -1,4 +1,4 @@
-"""Texts: the paper's cleaning, plain characters, the split, files and folders, and what is said where nothing is left."""
+"""Texts: cleaning as in the paper, plain characters, the split, files and folders, error messages."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def test_cleaning(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("The cat's hat, the hat -- 2 cats!\nThe once-seen cat's 2.  " * 1 + "the hat only tested")
     data = TextDataModule(str(path), test_fraction=0.25, val_fraction=0.0)
-    # Of the training text, "the", "cats", "hat" and "two" occur twice; all else becomes rare, and so does what only the test part has.
+    # In the training text, "the", "cats", "hat" and "two" occur twice. All other words are rare, including those that
+    # occur only in the test part.
     assert data.text["train"] == "the cats hat the hat two cats the rare rare cats two"
     assert data.text["test"] == " the hat rare rare"
     assert data.num_symbols == 27
@@ -56,7 +57,8 @@ def test_the_paper_keeps_words_of_the_training_text_that_occur_twice_anywhere(tm
         "The cat's hat, the hat -- 2 cats!\nThe once-seen cat's 2. " + "The cats once; the hat only tested only"
     )
     data = TextDataModule(str(path), cleaning="paper", test_fraction=0.37, val_fraction=0.0)
-    # Every other character separates words. "once" and "cats" occur once in each part; "only" occurs twice, but not in the training text.
+    # Every other character separates words. "once" and "cats" occur once in each part; "only" occurs twice, but not in
+    # the training text.
     assert data.text["train"] == "the cat s hat the hat two cats the once rare cat s two"
     assert data.text["test"] == " the cats once the hat rare rare rare"
     assert data.text["val"] == ""
@@ -83,7 +85,7 @@ def cleaned(words, kept):
 @pytest.mark.parametrize("cleaning", ["letters", "paper"])
 @pytest.mark.parametrize("seed", range(8))
 def test_rare_words_and_the_split_agree(tmp_path, cleaning, seed):
-    """The rare words are those of the training text, which is as long as its share of the text with these words replaced."""
+    """The rare words are those of the training text, whose length is a share of the text with these words replaced."""
     words = made_words(seed)
     (tmp_path / "text.txt").write_text(" ".join(words))
     data = TextDataModule(str(tmp_path / "text.txt"), cleaning=cleaning, test_fraction=0.29, val_fraction=0.0)
@@ -96,7 +98,7 @@ def test_rare_words_and_the_split_agree(tmp_path, cleaning, seed):
 
 
 def test_the_paper_cleans_validation_without_the_test_part(tmp_path):
-    """With the validation part in the place of the test part; all training data together are cleaned with the test part."""
+    """The validation part takes the place of the test part; the whole training text is cleaned with the test part."""
     words = made_words(3)
     (tmp_path / "text.txt").write_text(" ".join(words))
     options = {"cleaning": "paper", "test_fraction": 0.2, "sequence_length": 100}
@@ -204,8 +206,8 @@ def test_texts_of_hugging_face(tmp_path, monkeypatch, streaming):
     (tmp_path / "plain.txt").write_text(made_text(), "utf-8")
     data = TextDataModule(dataset=str(tmp_path / "set"), streaming=streaming, data_dir=str(tmp_path / "data"))
     assert data.text == TextDataModule(str(tmp_path / "plain.txt")).text
-    for column, message in (("body", "has only number, text"), ("number", "has int")):
-        with pytest.raises(ValueError, match=f"`column` must hold texts.*{message}"):
+    for column, message in (("body", "has only the columns number, text"), ("number", "has int")):
+        with pytest.raises(ValueError, match=f"must contain texts.*{message}"):
             TextDataModule(
                 dataset=str(tmp_path / "set"), column=column, streaming=streaming, data_dir=str(tmp_path / "data")
             ).setup()
@@ -216,10 +218,10 @@ def test_texts_of_hugging_face(tmp_path, monkeypatch, streaming):
 def test_a_stream_that_ends_early_is_said(tmp_path, monkeypatch):
     whole = gzip.compress(made_text().encode())
     (tmp_path / "cut.gz").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match=r"cut\.gz ends early: nothing can be read after [\d,]+ bytes"):
+    with pytest.raises(ValueError, match=r"cut\.gz is truncated: nothing can be read after [\d,]+ bytes"):
         TextDataModule(str(tmp_path / "cut.gz")).setup()
     (tmp_path / "no.gz").write_bytes(b"plain")
-    with pytest.raises(ValueError, match="is no sound gzip file"):
+    with pytest.raises(ValueError, match="is not a valid gzip file"):
         TextDataModule(str(tmp_path / "no.gz")).setup()
 
     class Cut:
@@ -229,29 +231,29 @@ def test_a_stream_that_ends_early_is_said(tmp_path, monkeypatch):
             return iter([{"text": "one"}, {"text": "two"}])
 
     monkeypatch.setattr(corpus.datasets, "load_dataset", lambda *args, **options: Cut())
-    with pytest.raises(ValueError, match="'a/b' ends early: after 2 of the 3 rows"):
+    with pytest.raises(ValueError, match="'a/b' is truncated: it ends after 2 of the 3 rows"):
         list(hub_texts("a/b", None, "train", "text", True).pieces())
 
 
 def test_what_is_wrong_is_said(tmp_path):
-    with pytest.raises(ValueError, match="One of `path` and `dataset`"):
+    with pytest.raises(ValueError, match="Only one of `path` and `dataset`"):
         TextDataModule("a.txt", dataset="b").setup()
-    with pytest.raises(ValueError, match="`vocabulary` must hold single characters, but holds 'ab'"):
+    with pytest.raises(ValueError, match="`vocabulary` must contain single characters, but contains 'ab'"):
         TextDataModule(cleaning="none", vocabulary=["a", "ab"]).setup()
-    with pytest.raises(FileNotFoundError, match="there is no"):
+    with pytest.raises(FileNotFoundError, match="does not exist"):
         TextDataModule(str(tmp_path / "none.txt")).setup()
-    with pytest.raises(ValueError, match="has none"):
+    with pytest.raises(ValueError, match="contains none"):
         TextDataModule(str(tmp_path)).setup()
     (tmp_path / "marks.txt").write_text("?!... --")
-    with pytest.raises(ValueError, match="nothing is left"):
+    with pytest.raises(ValueError, match="nothing remains"):
         TextDataModule(str(tmp_path / "marks.txt")).setup()
     (tmp_path / "empty.txt").write_text("")
     for name, cleaning, streaming in itertools.product(("marks", "empty"), ("letters", "paper"), (False, True)):
-        with pytest.raises(ValueError, match=f"nothing is left of .*{name}.txt after cleaning"):
+        with pytest.raises(ValueError, match=f"nothing remains of .*{name}.txt after cleaning"):
             TextDataModule(
                 str(tmp_path / f"{name}.txt"), cleaning=cleaning, streaming=streaming, data_dir=str(tmp_path / "data")
             ).setup()
-    with pytest.raises(ValueError, match="`cleaning` must be letters, paper or none, but is 'words' instead"):
+    with pytest.raises(ValueError, match="`cleaning` must be one of letters, paper, none, but is 'words' instead"):
         TextDataModule(cleaning="words").setup()
     with pytest.raises(ValueError, match="`sequence_length` must be positive"):
         TextDataModule(sequence_length=0).setup()
@@ -260,5 +262,5 @@ def test_what_is_wrong_is_said(tmp_path):
 @pytest.mark.parametrize("cleaning", ["letters", "none"])
 def test_an_empty_text_is_refused_when_streaming(tmp_path, cleaning):
     (tmp_path / "empty.txt").touch()
-    with pytest.raises(ValueError, match=r"must lead to a text to train on, but nothing is left of .*empty.txt"):
+    with pytest.raises(ValueError, match=r"The training text must not be empty, but nothing remains of .*empty.txt"):
         TextDataModule(str(tmp_path / "empty.txt"), cleaning=cleaning, streaming=True, data_dir=str(tmp_path)).setup()
