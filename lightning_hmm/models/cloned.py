@@ -166,7 +166,7 @@ class ClonedHMM(HMM):
         if self.trainer.loggers:  # a name costs as much as a pass over a small language
             self.log(
                 "transition_density",
-                float(torch.count_nonzero(self.transition.probs.detach()[self.chosen])) / self.num_states**2,
+                float(torch.count_nonzero(self.transition.probs.detach()[self.best_restart])) / self.num_states**2,
             )
 
     def _expected_transitions(self, sequences: Sequences) -> inference.EStep:
@@ -188,7 +188,7 @@ class ClonedHMM(HMM):
         """
         import networkx as nx
 
-        weights = self.transition.probs.detach()[self.chosen].double().cpu()
+        weights = self.transition.probs.detach()[self.best_restart].double().cpu()
         if sequences is not None:
             weights = self._expected_transitions(self.as_sequences(sequences)).counts[0].double().cpu()
         entries = torch.nonzero(weights >= max(threshold, torch.finfo(torch.float64).tiny)).flatten()
@@ -223,9 +223,9 @@ class ClonedHMM(HMM):
             path = self.decode(Sequences.from_list([self.scrambled_evidence(text, separator)])).values.cpu()
         else:
             symbols = torch.as_tensor(self.vocabulary.encode(text), dtype=torch.int64)
-            operator = self.transition.operator(self.transition.natural(int(self.chosen)), None)
+            operator = self.transition.operator(self.transition.natural(int(self.best_restart)), None)
             path, _ = cloned.rearranged_viterbi(
-                self.initial.natural(int(self.chosen))[0].detach(), operator, symbols, _inner_groups(text, separator)
+                self.initial.natural(int(self.best_restart))[0].detach(), operator, symbols, _inner_groups(text, separator)
             )
         if int(path[0]) < 0:
             return text

@@ -180,7 +180,7 @@ class DenseHMM(HMM):
         if isinstance(self.emission, Embedded):
             states, outputs, *_ = self.emission.function_arguments(slice(None))
             found |= {"V": outputs, "W": states}
-        return {name: vectors[self.chosen].detach() for name, vectors in found.items()}
+        return {name: vectors[self.best_restart].detach() for name, vectors in found.items()}
 
     @property
     def cooccurrences(self) -> Tensor:
@@ -190,7 +190,7 @@ class DenseHMM(HMM):
     def at_start(self) -> DenseHMM:
         """Returns the model as it was before training."""
         model = DenseHMM(**{**self._given_options, "emission": self.hparams["emission"]})
-        model.chosen.copy_(self.chosen)
+        model.best_restart.copy_(self.best_restart)
         if not isinstance(self.emission, Embedded):
             model.emission.load_state_dict(self.emission.state_dict())  # only embeddings are drawn from the seed
         for name in ("center", "data_variance", "is_located") if isinstance(self.emission, EmbeddedGaussian) else ():
@@ -256,7 +256,7 @@ class DenseHMM(HMM):
 
     def training_step(self, batch: Sequences, batch_idx: int) -> Tensor | None:  # type: ignore[override]
         if self.objective == "likelihood":
-            total = self.total_log_likelihood(batch).sum()
+            total = self.training_log_likelihood(batch).sum()
             observed = torch.as_tensor(batch.num_observed(), dtype=torch.float64, device=self.device)
             return (
                 -total / self._sum_over_ranks(observed).clamp(min=1) * self.trainer.world_size
@@ -297,8 +297,8 @@ class DenseHMM(HMM):
         errors = self._descend(loss, self.steps_per_epoch)
         if self.restarts > 1 and not self._validates:
             with torch.no_grad():
-                self.chosen.copy_(loss().argmin())
-        self.log("train/cooccurrence_error", errors[self.chosen], prog_bar=True)
+                self.best_restart.copy_(loss().argmin())
+        self.log("train/cooccurrence_error", errors[self.best_restart], prog_bar=True)
 
     def _descend(self, loss: Callable[[], Tensor], steps: int, counted: bool = True) -> Tensor:
         """Takes optimizer steps on a (restarts,) loss; returns its value before the last step."""

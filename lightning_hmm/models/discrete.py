@@ -82,7 +82,7 @@ class DiscreteHMM(SequenceModel):
         )
         self.num_states = num_states
         self._impossible: list[Tensor] = []
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
 
     # What a family provides
 
@@ -116,7 +116,7 @@ class DiscreteHMM(SequenceModel):
 
     def problem(self, sequences: Sequences, restart: int | None = None) -> tuple[Tensor, Operator, Evidence, Tensor]:
         """The first arguments of the functions of `lightning_hmm.inference`, for the chosen restart or another."""
-        restart = int(self.chosen) if restart is None else restart
+        restart = int(self.best_restart) if restart is None else restart
         return *self.chain(restart, sequences), self.evidence(restart, sequences), sequences.offsets
 
     def _filter(self, sequences: Sequences, restart: int | None = None) -> inference.EStep:
@@ -173,7 +173,7 @@ class DiscreteHMM(SequenceModel):
                 f"`length` must have one number for each of the {num_sequences} sequences, but has {len(lengths)}. Give `num_sequences`, too."
             )
         generator = torch.Generator().manual_seed(seed)
-        states = Sequences(*inference.sample(*self.chain(int(self.chosen)), lengths.expand(num_sequences), generator))
+        states = Sequences(*inference.sample(*self.chain(int(self.best_restart)), lengths.expand(num_sequences), generator))
         observations = self.emit(states, generator)
         return (observations, states) if return_states else observations
 
@@ -262,7 +262,7 @@ class DiscreteHMM(SequenceModel):
         super().on_fit_start()
         self._impossible = []  # an interrupted run may have left something
 
-    def total_log_likelihood(self, batch: Sequences) -> Tensor:
+    def training_log_likelihood(self, batch: Sequences) -> Tensor:
         """(restarts,) the weighted log-likelihood of a training batch, differentiable; recorded for the metrics of the epoch."""
         self._require_sequences(batch)
         totals = []
@@ -306,15 +306,15 @@ class DiscreteHMM(SequenceModel):
 
     # Validation, test, prediction
 
-    def _update(self, metric: LogLikelihoodPerSymbol, batch: Sequences) -> None:
+    def _update_likelihood(self, metric: LogLikelihoodPerSymbol, batch: Sequences) -> None:
         self._require_sequences(batch)
         with torch.no_grad():
             results = [self._filter(batch, restart) for restart in range(self.restarts)]
         totals = torch.stack([batch.weighted(found.log_likelihood) for found in results])
         metric.update(totals.sum(1), batch.num_observed())
-        chosen = int(self.chosen)
-        if "impossible" not in self._said and bool((totals[chosen] == -torch.inf).any()):
-            self._said.add("impossible")
+        chosen = int(self.best_restart)
+        if "impossible" not in self._warned and bool((totals[chosen] == -torch.inf).any()):
+            self._warned.add("impossible")
             self._warn_impossible(batch, results[chosen].impossible_step)
             warnings.warn(
                 "So the likelihood of these data is zero; a pseudocount keeps what training never met possible.",

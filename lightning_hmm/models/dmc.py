@@ -125,17 +125,17 @@ class DMCHMM(HMM):
     @property
     def indices(self) -> Tensor:
         """(N, K) the columns that each row keeps, rising."""
-        return self.transition.indices[self.chosen]
+        return self.transition.indices[self.best_restart]
 
     @property
     def values(self) -> Tensor:
         """(N, K) their probabilities."""
-        return self.transition.log_values[self.chosen].detach().exp()
+        return self.transition.log_values[self.best_restart].detach().exp()
 
     @property
     def constants(self) -> Tensor:
         """(N,) the probability of each other entry of a row."""
-        return self.transition.log_constants[self.chosen].detach().exp()
+        return self.transition.log_constants[self.best_restart].detach().exp()
 
     def set_parameters(
         self, initial: Any = None, transition: Any = None, emission: Any = None, indices: Any = None, values: Any = None
@@ -218,7 +218,7 @@ class DMCHMM(HMM):
 
     def on_train_epoch_end(self) -> None:
         super().on_train_epoch_end()
-        restart = int(self.chosen)
+        restart = int(self.best_restart)
         self.log("train/kept_mass", self.transition.kept_mass(restart).mean())
         if self.choices:
             choice = self.choices[restart]
@@ -239,5 +239,5 @@ def _copy(model: HMM, family: Any, options: dict[str, Any]) -> Any:
         "unknown_symbol": None if names is None else names.unknown,
     }
     other = family(**{**same, **options})
-    other.emission.copy_from(model.emission, int(model.chosen))
+    other.emission.copy_from(model.emission, int(model.best_restart))
     return other.set_parameters(initial=model.initial_probs, transition=model.transition_probs)

@@ -212,7 +212,7 @@ class HMM(BaumWelchTraining, DiscreteHMM):
     @property
     def transition_probs(self) -> Tensor:
         """(K, K) p(z_t+1 = j | z_t = i), for transitions that are one matrix."""
-        matrix = self.transition.matrix(int(self.chosen))
+        matrix = self.transition.matrix(int(self.best_restart))
         if matrix is None:
             raise AttributeError  # `__getattr__` says why
         return matrix

@@ -335,7 +335,7 @@ class LinearGaussianHMM(BaumWelchTraining, PredictionErrors):
 
     # Validation, test, prediction
 
-    def _update(self, metric: LogLikelihoodPerSymbol, batch: Sequences) -> None:
+    def _update_likelihood(self, metric: LogLikelihoodPerSymbol, batch: Sequences) -> None:
         self._require_sequences(batch)
         scores = self.score(batch)
         metric.update(scores.sum() if batch.weights is None else scores @ batch.weights, batch.num_observed())

@@ -95,8 +95,8 @@ class SequenceModel(LightningModule, ABC):
             arithmetic,
         )
         self.vocabulary = None if symbol_names is None else Vocabulary(symbol_names, unknown_symbol)
-        self.chosen: Tensor
-        self.register_buffer("chosen", torch.zeros((), dtype=torch.int64))
+        self.best_restart: Tensor
+        self.register_buffer("best_restart", torch.zeros((), dtype=torch.int64))
         self.train_likelihood, self.val_likelihood, self.test_likelihood = (
             LogLikelihoodPerSymbol(restarts) for _ in range(3)
         )
@@ -108,7 +108,7 @@ class SequenceModel(LightningModule, ABC):
         """(N,) the natural log-likelihood of each sequence."""
 
     @abstractmethod
-    def _update(self, metric: LogLikelihoodPerSymbol, batch: Sequences) -> None:
+    def _update_likelihood(self, metric: LogLikelihoodPerSymbol, batch: Sequences) -> None:
         """Adds the log-likelihoods of a batch, of each restart, to a metric."""
 
     @property
@@ -198,14 +198,14 @@ class SequenceModel(LightningModule, ABC):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.restarts > 1 and self.trainer.is_last_batch and not self._validates:
-            self.chosen.copy_(self.train_likelihood.compute().argmax())
+            self.best_restart.copy_(self.train_likelihood.compute().argmax())
 
     def on_train_epoch_end(self) -> None:
         if self.restarts > 1 and not self._validates and self._is_last_epoch:
             self._choose_on_training_data()
         if self.train_likelihood.update_called:  # not where an epoch was resumed from its very end
             self.epoch_log_likelihood = self.train_likelihood.compute().reshape(-1)
-            self._log_likelihood("train", self.epoch_log_likelihood)
+            self._log_metrics("train", self.epoch_log_likelihood)
         self.train_likelihood.reset()
 
     @property
@@ -225,31 +225,31 @@ class SequenceModel(LightningModule, ABC):
         batches: Any = self.trainer.train_dataloader
         limit = self.trainer.num_training_batches  # infinite where a loader has no length
         for batch in islice(batches, int(limit) if math.isfinite(limit) else None):
-            self._update(likelihood, batch.to(self.device))
-        self.chosen.copy_(likelihood.compute().argmax())
+            self._update_likelihood(likelihood, batch.to(self.device))
+        self.best_restart.copy_(likelihood.compute().argmax())
 
     # Validation and test
 
     def validation_step(self, batch: Sequences, batch_idx: int) -> None:
-        self._update(self.val_likelihood, batch)
+        self._update_likelihood(self.val_likelihood, batch)
 
     def on_validation_epoch_end(self) -> None:
         values = self.val_likelihood.compute().reshape(-1)
         if self.trainer.state.fn == "fit" and not self.trainer.sanity_checking:
             # Where validation rules all of them out, training chooses.
-            self.chosen.copy_((values if bool(values.isfinite().any()) else self.train_likelihood.compute()).argmax())
-        self._log_likelihood("val", values)
+            self.best_restart.copy_((values if bool(values.isfinite().any()) else self.train_likelihood.compute()).argmax())
+        self._log_metrics("val", values)
         self.val_likelihood.reset()
 
     def test_step(self, batch: Sequences, batch_idx: int) -> None:
-        self._update(self.test_likelihood, batch)
+        self._update_likelihood(self.test_likelihood, batch)
 
     def on_test_epoch_end(self) -> None:
-        self._log_likelihood("test", self.test_likelihood.compute().reshape(-1))
+        self._log_metrics("test", self.test_likelihood.compute().reshape(-1))
         self.test_likelihood.reset()
 
-    def _log_likelihood(self, part: str, values: Tensor) -> None:
-        value = values[int(self.chosen)]
+    def _log_metrics(self, part: str, values: Tensor) -> None:
+        value = values[int(self.best_restart)]
         self.log(f"{part}/log_likelihood", value, prog_bar=part == "train")
         self.log(f"{part}/bits_per_symbol", -value / math.log(2), prog_bar=part == "val")
 

@@ -83,7 +83,7 @@ class BaumWelchTraining(SequenceModel):
     @property
     def num_free_parameters(self) -> int:
         """The number of degrees of freedom of the chosen restart, without those of frozen parts."""
-        chosen = int(self.chosen)
+        chosen = int(self.best_restart)
         return sum(
             part.num_free_parameters(chosen) for name, part in self.distributions.items() if name not in self.frozen
         )

@@ -292,7 +292,7 @@ def test_degrees_of_freedom_leave_out_structural_zeros_and_frozen_parts(tmp_path
         stored[1, int(stored[1].argmin())] = 0
     two.transition.set_layout(two.layout, stored)
     for restart in range(2):
-        two.chosen.fill_(restart)
+        two.best_restart.fill_(restart)
         assert two.num_free_parameters == int((stored[restart] > 0).sum()) - 3
 
 

@@ -104,7 +104,7 @@ def test_a_copy_has_its_own_chosen_restart(rng):
     model = HMM(2, "Gaussian", num_features=2, restarts=2)
     model.initialize(random_vectors(rng))
     twin = copy.deepcopy(model)
-    twin.chosen.fill_(1)
+    twin.best_restart.fill_(1)
     assert torch.equal(
         model.emission.mean, model.emission._decode(model.emission.weights[0].detach())[0] + model.emission.center
     )

@@ -366,7 +366,7 @@ class RecurrentNet(PredictionErrors):
 
     # Validation, test, prediction
 
-    def _update(self, metric: LogLikelihoodPerSymbol, batch: Sequences) -> None:
+    def _update_likelihood(self, metric: LogLikelihoodPerSymbol, batch: Sequences) -> None:
         self._require_sequences(batch)
         metric.update(batch.weighted(self.score(batch)).sum(), batch.num_observed())
 
