@@ -235,7 +235,7 @@ def test_impossible_evidence_is_minus_infinity_and_named():
         ),
         (
             {"num_states": 2, "num_symbols": 3, "sequences_per_update": 4},
-            "`sequences_per_update` is for online EM: give `discount`",
+            "`sequences_per_update` requires online EM. Set `discount`",
         ),
         ({"num_states": 2, "num_symbols": 3, "symbol_names": ["a"]}, "`symbol_names` must name 3 symbols, but names 1"),
         ({"num_states": 2, "num_symbols": 3, "arithmetic": "float16"}, "`arithmetic` must be float64 or float32"),
