@@ -225,7 +225,10 @@ class ClonedHMM(HMM):
             symbols = torch.as_tensor(self.vocabulary.encode(text), dtype=torch.int64)
             operator = self.transition.operator(self.transition.natural(int(self.best_restart)), None)
             path, _ = cloned.rearranged_viterbi(
-                self.initial.natural(int(self.best_restart))[0].detach(), operator, symbols, _inner_groups(text, separator)
+                self.initial.natural(int(self.best_restart))[0].detach(),
+                operator,
+                symbols,
+                _inner_groups(text, separator),
             )
         if int(path[0]) < 0:
             return text

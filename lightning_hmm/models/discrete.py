@@ -75,7 +75,7 @@ class DiscreteHMM(SequenceModel):
         >>> [round(value, 3) for value in model.predict_next([[0, 0, 1, 1, 1]])[0].tolist()]
         [0.304, 0.696]
         >>> round(model.score([[0, 0, 1, 1, 1]]).item(), 3)
-        -3.091
+        -3.557
     """
 
     def __init__(
