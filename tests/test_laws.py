@@ -107,13 +107,13 @@ class Objectives(Callback):
         self.sequences, self.values = sequences, []
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        optimizer, chosen = trainer.optimizers[0], int(pl_module.chosen)
+        optimizer, chosen = trainer.optimizers[0], int(pl_module.best_restart)
         prior = optimizer.log_prior() if hasattr(optimizer, "log_prior") else torch.zeros(pl_module.restarts)
         scores = []
         for restart in range(pl_module.restarts):
-            pl_module.chosen.fill_(restart)
+            pl_module.best_restart.fill_(restart)
             scores.append(self.sequences.weighted(pl_module.score(self.sequences)).sum())
-        pl_module.chosen.fill_(chosen)
+        pl_module.best_restart.fill_(chosen)
         self.values.append((torch.stack(scores) + prior.detach()) / float(self.sequences.num_observed()))
 
 

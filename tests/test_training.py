@@ -254,13 +254,13 @@ def test_restarts_are_the_separate_runs_and_the_best_is_chosen(rng):
     start = categorical(restarts=4, seed=3)
     for r in range(4):
         alone = categorical()
-        start.chosen.fill_(r)
+        start.best_restart.fill_(r)
         alone.set_parameters(start.initial_probs, start.transition_probs, start.emission_probs)
         fit(alone, train, 10, 0)
         torch.testing.assert_close(together.transition.matrix(r), alone.transition_probs, rtol=1e-10, atol=1e-13)
         scores.append(float(alone.score(validation).sum()))
     assert int(np.argmax(scores)) != 0  # or a model that never chooses would pass
-    assert int(together.chosen) == int(np.argmax(scores))
+    assert int(together.best_restart) == int(np.argmax(scores))
     assert float(together.score(validation).sum()) == pytest.approx(max(scores), rel=1e-12)
 
 
@@ -271,10 +271,10 @@ def test_without_validation_data_training_data_choose(rng):
         model = fit(
             categorical(restarts=5, seed=seed), sequences, 1 if seed % 2 else 2, 1.0, batch_size=5
         )  # tolerance 1 ends training after two epochs
-        before, chosen = int(model.epoch_log_likelihood.argmax()), int(model.chosen)
+        before, chosen = int(model.epoch_log_likelihood.argmax()), int(model.best_restart)
         scores = []
         for restart in range(5):
-            model.chosen.fill_(restart)
+            model.best_restart.fill_(restart)
             scores.append(float(model.score(sequences).sum()))
         assert chosen == int(np.argmax(scores))
         differ += chosen != before
@@ -286,7 +286,7 @@ def test_the_checkpoint_of_the_last_epoch_has_the_restart_that_is_returned(rng, 
     for seed in range(4):
         saving = {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(tmp_path / str(seed), save_last=True)]}
         model = fit(categorical(restarts=5, seed=seed), sequences, 1, 0, **saving)
-        assert int(lightning_hmm.load(tmp_path / str(seed) / "last.ckpt").chosen) == int(model.chosen)
+        assert int(lightning_hmm.load(tmp_path / str(seed) / "last.ckpt").best_restart) == int(model.best_restart)
 
 
 def test_where_validation_rules_all_out_training_chooses(rng):
@@ -296,7 +296,7 @@ def test_where_validation_rules_all_out_training_chooses(rng):
         warnings.simplefilter("always")
         model = fit(categorical(restarts=5, seed=2), train, 10, 0, val_sequences=validation)
     assert any("Sequence 0 has probability zero" in str(warning.message) for warning in caught)
-    assert int(model.chosen) == int(model.epoch_log_likelihood.argmax()) != 0
+    assert int(model.best_restart) == int(model.epoch_log_likelihood.argmax()) != 0
 
 
 # Starting

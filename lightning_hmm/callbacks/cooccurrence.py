@@ -75,7 +75,9 @@ class CooccurrenceReport(Callback):
             if frequencies is not None:
                 pl_module.log(f"test/cooccurrence_mad_{kind}", (frequencies - target).abs().mean())
         pl_module.log("test/nll_normalised", self._nll.compute())
-        pl_module.log("test/nll_per_symbol", -pl_module.test_likelihood.compute().reshape(-1)[int(pl_module.chosen)])
+        pl_module.log(
+            "test/nll_per_symbol", -pl_module.test_likelihood.compute().reshape(-1)[int(pl_module.best_restart)]
+        )
 
     def _drawn_frequencies(self, model: Any) -> Tensor | None:
         """(V, V) frequencies of symbol pairs in sequences of the lengths and weights of the test data; ``None``, with a warning, where none can be drawn.

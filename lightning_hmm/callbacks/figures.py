@@ -172,7 +172,7 @@ class Figures(Callback):
                 [self.train.get(epoch, unknown) for epoch in epochs],
                 [self.val.get(epoch, np.nan) for epoch in epochs],
             )
-            yield "convergence", lambda: plots.convergence(epochs, train, val, int(model.chosen))
+            yield "convergence", lambda: plots.convergence(epochs, train, val, int(model.best_restart))
 
     def _latent_figures(self, model: Any) -> Iterator[tuple[str, Callable[[], Figure | None]]]:
         excerpt = self._excerpts.get("validation", self._excerpts.get("training"))

@@ -80,7 +80,7 @@ class Distribution(nn.Module, ABC):
     @property
     def restart(self) -> int:
         """The restart that parameters are read from."""
-        return int(self._owner[0].chosen) if self._owner else 0
+        return int(self._owner[0].best_restart) if self._owner else 0
 
     def _begin_allocation(self) -> None:
         if self.is_allocated:

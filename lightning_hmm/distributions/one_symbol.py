@@ -22,6 +22,7 @@ class OneSymbol(Emission):
     """
 
     starts_from_data = False
+    reads_symbols = True
     partner = "Clones"
 
     def allocate(self, restarts: int, num_states: int, columns: Sequence[Column]) -> None:

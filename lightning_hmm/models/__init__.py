@@ -1,4 +1,4 @@
-"""One LightningModule a file, or a folder where a model has several parts."""
+"""All models. Each is a LightningModule in a file or, if it has several parts, a folder of its own."""
 
 from lightning_hmm.models.baselines import KneserNey, RecurrentNet
 from lightning_hmm.models.cloned import ClonedHMM

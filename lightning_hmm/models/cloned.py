@@ -20,55 +20,71 @@ from lightning_hmm.sequences import Sequences
 
 
 class ClonedHMM(HMM):
-    r"""States that emit one symbol each for certain, the clones of that symbol; all that is learnt is how clones follow clones.
+    r"""A hidden Markov model in which every state emits exactly one symbol.
 
     .. math:: z_1 \sim \pi, \quad z_t \mid z_{t-1} = i \sim A_i, \quad y_t = \text{symbol of } z_t
 
-    A clone comes to stand for a context of its symbol, so contexts of any length and with holes can be told apart. An EM
-    iteration costs O(steps M^2) time with M clones a symbol, less as forward messages concentrate on few clones, and stores the
-    transitions between clones of symbols that follow each other in the training data. Prefer it to `StandardHMM` for symbol
-    sequences with long dependencies.
+    Each symbol has several states, its *clones*, and only the transition matrix is learned. During training each clone
+    specializes on one context of its symbol, so the model can represent contexts of any length, including contexts with
+    gaps. Use it instead of `StandardHMM` for symbol sequences with long-range dependencies.
 
-    Where a sequence goes from a symbol to another that never followed it in training, its likelihood is zero and a warning
-    says so; `transition_pseudocount` with `pairs` "all" keeps everything possible.
+    An EM iteration takes O(steps M^2) time with M clones per symbol, and less as the forward messages concentrate on
+    few clones. Only transitions between clones of symbols that follow each other in the training data are stored. A
+    sequence with a pair of symbols that does not occur in the training data has a likelihood of zero, and a warning is
+    issued. Use `transition_pseudocount` with `pairs` "all" to keep all sequences possible.
 
-    Sequences of real vectors as wide as there are symbols are *uncertain evidence*: each row is a distribution over the
-    symbols of that step, a row of NaN a step of which nothing is known. `score`, `decode`, `posterior`, `sample_posterior` and
-    `predict_next` take them.
+    Sequences of real vectors with one entry per symbol are *uncertain evidence*: each row is a distribution over the
+    symbols of that step, and a row of NaN is a missing step. `score`, `decode`, `posterior`, `sample_posterior` and
+    `predict_next` accept them.
 
     Args:
-        num_states: the capacity: clones of all symbols together. Not needed where `clones` is given.
-        num_symbols: V.
-        allocation: of clones to symbols: the same number for each ("uniform"), in proportion to how often they occur in the
-            training data ("frequency"), or to how many different n-grams end in them ("ngram"); each gets at least one.
-        ngram_order: n of the n-grams.
-        clones: the number of clones of each symbol, instead of an allocation.
-        pairs: which pairs of symbols may follow each other: those "seen" in the training data (all, where symbols are missing
-            there), or "all".
-        seed: of the starting values.
-        start_concentration: of the Dirichlet distribution that each row of the first transitions is drawn from. Small ones, such as
-            0.05, make few transitions probable, so that a clone carries its context along from the start and EM has something
-            to sharpen where dependencies are long; without it, rows are near even, and contexts fade within a few steps.
-        restarts: number of random initializations trained in the same run. The one with the best validation likelihood at the end (training
-            likelihood if there is no validation set) is used for inference.
-        discount: lambda of online EM, with an update after each batch; without it batch EM, an update after each epoch.
-        sequences_per_update: online EM with several updates inside each batch.
-        online_epochs: epochs of online EM, after which batch EM goes on; online EM all the time if not given. Its noise leaves bad
-            optima, and batch EM then sharpens what it found.
-        initial_pseudocount, transition_pseudocount: of Dirichlet priors, in counts of the whole data. More than 1e-3 for
-            transitions keeps small models from finding long dependencies; without any, online EM rules out for good what a row's
-            first batch does not have, so give it a tiny one, such as 1e-6.
-        transition_sparsity: counts that a Dirichlet prior of concentration below one takes from each transition; those that
-            have none left end.
-        frozen: any of "initial", "transition"; they keep their values. By default the first state is any clone alike, so
-            that a text may begin anywhere.
-        arithmetic: "float32" also stores transitions in 32 bits, which is what a billion of them needs.
-        symbol_names: for data with a vocabulary.
-        unknown_symbol: the one of them that stands for all others.
+        num_states: Number of clones of all symbols together. Not required if `clones` is given.
+        num_symbols: Number of symbols V.
+        allocation: How clones are assigned to symbols: the same number for each ("uniform"), in proportion to their
+            frequencies in the training data ("frequency"), or to the numbers of different n-grams that end in them
+            ("ngram"). Each symbol has at least one clone.
+        ngram_order: Length n of the n-grams.
+        clones: Number of clones of each symbol, instead of an allocation.
+        pairs: Pairs of symbols that may follow each other: those "seen" in the training data (all pairs if symbols are
+            missing there), or "all".
+        seed: Seed for the initial parameters.
+        start_concentration: Concentration of the Dirichlet distribution that each row of the initial transition matrix
+            is drawn from. With small values, such as 0.05, few transitions are probable, which helps EM to find
+            long-range dependencies. If not given, rows are nearly uniform.
+        restarts: Number of random initializations trained in the same run. The one with the best validation likelihood
+            at the end (training likelihood if there is no validation set) is used for inference.
+        discount: Discount factor (lambda) of online EM, which updates the parameters after every batch. If not given,
+            batch EM updates them after every epoch.
+        sequences_per_update: Number of sequences per update of online EM, for several updates inside each batch.
+        online_epochs: Number of epochs of online EM, after which training switches to batch EM. If not given, all
+            epochs are online. The noise of online updates helps to escape poor local optima; batch EM then converges to
+            the nearby maximum.
+        initial_pseudocount, transition_pseudocount: Pseudocounts of Dirichlet priors, added to each count of the whole
+            training set. For transitions, values above 1e-3 keep small models from finding long-range dependencies.
+            Online EM without any removes all transitions that are missing in the first batch with their source state;
+            a tiny value, such as 1e-6, prevents this.
+        transition_sparsity: Counts that are subtracted from each transition, as by a Dirichlet prior with a
+            concentration below one. Transitions without remaining counts are removed.
+        frozen: Parts whose parameters are not updated: any of "initial" and "transition". By default the first state is
+            uniform over all clones, so a sequence may start in any context.
+        arithmetic: Floating-point type of the messages. "float32" also stores transitions in 32 bits, which models with
+            a billion of them require.
+        symbol_names: Names of the symbols, for data with a vocabulary.
+        unknown_symbol: The name in `symbol_names` that represents all symbols outside the vocabulary.
 
     References:
-        Dedieu, Gothoskar, Swingle, Lehrach, Lázaro-Gredilla, George: Learning higher-order sequential structure with cloned
-        HMMs, 2019.
+        Dedieu, Gothoskar, Swingle, Lehrach, Lázaro-Gredilla, George: Learning higher-order sequential structure with
+        cloned HMMs, 2019.
+
+    Example:
+        The symbol after 0 depends on the symbol before it.
+
+        >>> from lightning_hmm import ClonedHMM, fit
+        >>> sequences = [[1, 0, 3, 2, 0, 4] * 4]
+        >>> model = ClonedHMM(num_states=20, num_symbols=5, start_concentration=0.05)
+        >>> model = fit(model, sequences, max_epochs=50)
+        >>> model.predict_next([[1, 0], [2, 0]]).argmax(1).tolist()
+        [3, 4]
     """
 
     transition: Clones
@@ -97,18 +113,20 @@ class ClonedHMM(HMM):
     ) -> None:
         self._record_options(locals())
         if num_symbols is None:
-            raise ValueError("`num_symbols` must be given: a cloned HMM is of symbols.")
+            raise ValueError("`num_symbols` must be given, because a cloned HMM is a model of symbols.")
         if clones is not None:
             if num_states not in (None, sum(clones)):
                 raise ValueError(
-                    f"`num_states` must be the sum of `clones`, {sum(clones)}, but is {num_states} instead. Leave it out."
+                    f"`num_states` must be the sum of `clones`, {sum(clones)}, but is {num_states} instead. "
+                    "Leave it out."
                 )
             num_states = sum(clones)
         if num_states is None:
             raise ValueError("`num_states` must be given, or `clones`.")
         if online_epochs is not None and (discount is None or online_epochs < 0):
             raise ValueError(
-                f"`online_epochs` must not be negative and needs a `discount`, but is {online_epochs} with `discount` {discount} instead."
+                f"`online_epochs` must not be negative and requires a `discount`, but is {online_epochs} with "
+                f"`discount` {discount} instead."
             )
         for name in frozen:
             if name not in ("initial", "transition"):
@@ -131,29 +149,29 @@ class ClonedHMM(HMM):
             unknown_symbol=unknown_symbol,
         )
         self.online_epochs = online_epochs
-        self.first_epoch = 0  # the epoch in which training began, or began anew
+        self.first_epoch = 0  # The epoch in which training started or was restarted.
 
     # Layout
 
     @property
     def layout(self) -> Layout:
-        """Which states are clones of which symbol, and which transitions are stored."""
+        """The symbol of each state, and the transitions that are stored."""
         return self.transition.layout
 
     def set_layout(self, layout: Layout) -> ClonedHMM:
-        """Takes a layout and starts from random transitions; before training."""
+        """Sets the layout and draws random transitions for it. Call it before training."""
         self.transition.set_layout(layout)
         self.transition.randomize(torch.Generator().manual_seed(self.seed))
         return self
 
     @torch.no_grad()
     def start_over(self, sequences: Sequences) -> None:
-        """Forgets what was learned: clones, blocks and starting values as if these sequences were the first. The callback `Retraining` calls it."""
+        """Allocates clones and draws initial parameters again, for these sequences. `Retraining` calls this method."""
         generator = torch.Generator().manual_seed(self.seed)
         self.initial.randomize(generator)
         self.transition.start_over(sequences, generator)
 
-    # Online EM first, batch EM then
+    # Training
 
     @property
     def is_online(self) -> bool:
@@ -163,32 +181,31 @@ class ClonedHMM(HMM):
 
     def on_train_epoch_end(self) -> None:
         super().on_train_epoch_end()
-        if self.trainer.loggers:  # a name costs as much as a pass over a small language
-            self.log(
-                "transition_density",
-                float(torch.count_nonzero(self.transition.probs.detach()[self.chosen])) / self.num_states**2,
-            )
+        if self.trainer.loggers:  # A call of `log` takes as long as an E-step of small data.
+            num_nonzero = torch.count_nonzero(self.transition.probs.detach()[self.best_restart])
+            self.log("transition_density", float(num_nonzero) / self.num_states**2)
 
     def _expected_transitions(self, sequences: Sequences) -> inference.EStep:
-        """The E-step of the chosen restart."""
+        """Runs the E-step of the best restart."""
         return inference.e_step(*self.problem(sequences), sequences.weights, dtype=self.message_dtype)
 
-    # What is in it
+    # Interpretation
 
     @torch.no_grad()
     def state_graph(self, sequences: Any = None, threshold: float = 1e-3) -> Any:
-        """The states as a directed graph of networkx, for `graphs.communities`, `plots.state_graph` and what else there is.
+        """Returns the states as a directed graph of networkx, as `graphs.communities` and `plots.state_graph` take it.
 
-        Nodes are states, with `symbol` and `name`; edges have as `weight` the probability of the transition, or its expected number
-        in `sequences` where these are given, which makes states count that are often visited.
+        Nodes are states with the attributes `symbol` and `name`. The `weight` of an edge is the probability of the
+        transition or, if `sequences` is given, its expected count in them, which emphasizes states that are visited
+        often.
 
         Args:
-            sequences: to count transitions in.
-            threshold: edges of a smaller weight, and states without any edge, are left out.
+            sequences: Sequences in which transitions are counted.
+            threshold: Edges with smaller weights, and states without edges, are removed.
         """
         import networkx as nx
 
-        weights = self.transition.probs.detach()[self.chosen].double().cpu()
+        weights = self.transition.probs.detach()[self.best_restart].double().cpu()
         if sequences is not None:
             weights = self._expected_transitions(self.as_sequences(sequences)).counts[0].double().cpu()
         entries = torch.nonzero(weights >= max(threshold, torch.finfo(torch.float64).tiny)).flatten()
@@ -205,34 +222,38 @@ class ClonedHMM(HMM):
         return graph
 
     def unscramble(self, text: str, separator: str = " ", reuse: bool = False) -> str:
-        """A text whose words have their inner letters in any order, set right: the most probable reading (Viterbi).
+        """Restores the order of the inner letters of each word of a text, by the most probable reading (Viterbi).
 
-        A word's first and last letter are taken as they are.
+        The first and last letter of a word keep their places.
 
         Args:
-            text: of symbols that the model knows.
-            separator: between words.
-            reuse: each letter is uncertain evidence by itself, any of the inner letters of its word, as Dedieu et al. have it; then a reading may take
-                one twice and another not at all. Without it, each is taken once.
+            text: Text of symbols in the vocabulary of the model.
+            separator: Separator of the words.
+            reuse: Whether each inner letter is independent uncertain evidence, uniform over the inner letters of its
+                word, as in Dedieu et al. A reading may then use a letter twice and another one not at all. Otherwise
+                each letter is used exactly once.
         """
         if self.vocabulary is None:
-            raise ValueError("`unscramble` needs a model with `symbol_names`, so that letters mean something to it.")
+            raise ValueError("`unscramble` requires a model with `symbol_names`, but the model has none.")
         if not text:
             return text
         if reuse:
             path = self.decode(Sequences.from_list([self.scrambled_evidence(text, separator)])).values.cpu()
         else:
             symbols = torch.as_tensor(self.vocabulary.encode(text), dtype=torch.int64)
-            operator = self.transition.operator(self.transition.natural(int(self.chosen)), None)
+            operator = self.transition.operator(self.transition.natural(int(self.best_restart)), None)
             path, _ = cloned.rearranged_viterbi(
-                self.initial.natural(int(self.chosen))[0].detach(), operator, symbols, _inner_groups(text, separator)
+                self.initial.natural(int(self.best_restart))[0].detach(),
+                operator,
+                symbols,
+                _inner_groups(text, separator),
             )
         if int(path[0]) < 0:
             return text
         return "".join(str(name) for name in self.vocabulary.decode(self.layout.symbols[path].tolist()))
 
     def scrambled_evidence(self, text: str, separator: str = " ") -> np.ndarray:
-        """(steps, V) the rows of uncertain evidence that `unscramble` decodes with `reuse`."""
+        """Returns the (steps, V) rows of uncertain evidence that `unscramble` decodes with `reuse`."""
         assert self.vocabulary is not None
         symbols, first = np.asarray(self.vocabulary.encode(text), np.int64), 0
         rows = np.eye(len(self.vocabulary))[symbols]
@@ -244,14 +265,20 @@ class ClonedHMM(HMM):
     # Smoothing and pruning
 
     def above(self, threshold: float) -> Tensor:
-        """A mask of the stored transitions that are at least so probable, or the most probable of their row, in any restart."""
+        """Returns a mask of the stored transitions with a probability of at least `threshold` in any restart.
+
+        The most probable transition of each row is always included.
+        """
         return self.transition.above(threshold)
 
     @torch.no_grad()
     def prune(self, keep: Tensor | float) -> ClonedHMM:
-        """Drops all transitions but those that `keep`, a mask or a least probability, says, and stores the rest one by one.
+        """Removes transitions and stores the remaining ones as a sparse list.
 
-        Not inside training, where an optimizer knows the parameters: there the callback `Pruning` does it.
+        Do not call it during training, because the optimizer refers to the parameters. Use the callback `Pruning`.
+
+        Args:
+            keep: Mask of the transitions to keep, or the smallest probability to keep.
         """
         if not isinstance(keep, Tensor):
             if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 <= keep <= 1:
@@ -264,66 +291,31 @@ class ClonedHMM(HMM):
 
     @torch.no_grad()
     def backed_off(self, sequences: Any, strength: float = 1.0) -> ClonedHMM:
-        r"""This model, smoothed by a lower-order model of the same counts, so that nothing is impossible.
+        r"""Returns this model smoothed by a lower-order model of the same counts, so that no sequence is impossible.
 
-        Each symbol gets one clone more, for "this symbol, in a context never seen". A clone goes to those with as much weight as
-        `strength` counts have beside its own, by how symbols follow symbols; and such a clone goes on as the symbol's other
-        clones do on average:
+        Each symbol has an additional clone, which represents the symbol in a context that does not occur in the data.
+        The transitions from a clone to these have the weight of `strength` counts in addition to its own, and are
+        distributed as symbols follow symbols. The transitions from an additional clone are the average over the other
+        clones of its symbol:
 
         .. math:: A'_{ij} = \frac{n_{ij}}{n_i + c}, \quad A'_{i, b_v} = \frac{c\, q(v \mid u)}{n_i + c}, \quad
             A'_{b_u, j} = \frac{\sum_{i \in u} n_{ij}}{n_u + c}, \quad q(v \mid u) = \frac{n_{uv} + c\, q(v)}{n_u + c}
 
-        with n the expected counts of `sequences`, the training data. It is the mean of a Dirichlet posterior whose base measure
-        is the lower order (MacKay and Peto, 1995). The result is a cloned HMM of H + V states like any other.
+        with the expected counts n in `sequences`, the training data. It is the mean of a Dirichlet posterior whose base
+        measure is the lower-order model (MacKay and Peto, 1995). The result is a cloned HMM with H + V states.
         """
         if not strength > 0:
             raise ValueError(f"`strength` must be positive, but is {strength} instead.")
         layout, sequences = self.layout, self.as_sequences(sequences)
         statistics = self._expected_transitions(sequences)
-        counted = torch.nonzero(statistics.counts[0] > 0).flatten()
-        counts = statistics.counts[0][counted].double()
-        rows, columns = layout.states_of(counted)
-        symbols, num_symbols = layout.symbols, layout.num_symbols
-        visits = torch.zeros(self.num_states, dtype=torch.float64).index_add_(0, rows, counts)
-        pair_counts = torch.zeros(num_symbols**2, dtype=torch.float64).index_add_(
-            0, symbols[rows] * num_symbols + symbols[columns], counts
-        )
-        pair_counts = pair_counts.reshape(num_symbols, num_symbols)
-        known, weights = sequences.values >= 0, None
-        if sequences.weights is not None:
-            weights = sequences.repeat_interleave(sequences.weights)[known]
-        symbol_counts = (
-            torch.bincount(sequences.values[known], weights, minlength=num_symbols).double() + strength / num_symbols
-        )
-        base = symbol_counts / symbol_counts.sum()
-        leaving = pair_counts.sum(1)
-        lower = (pair_counts + strength * base) / (leaving + strength)[:, None]  # q(v | u)
-        # In the new numbering each symbol's clone for the unknown is its last.
-        new = torch.arange(self.num_states) + symbols
-        unknown = layout.clones.cumsum(0) + torch.arange(num_symbols)
-        average, where = _sum_by(symbols[rows] * self.num_states + columns, counts)
-        entries = [
-            (new[rows], new[columns], counts / (visits[rows] + strength)),
-            (
-                new.repeat_interleave(num_symbols),
-                unknown.repeat(self.num_states),
-                (strength * lower[symbols] / (visits + strength)[:, None]).reshape(-1),
-            ),
-            (
-                unknown[where // self.num_states],
-                new[where % self.num_states],
-                average / (leaving[where // self.num_states] + strength),
-            ),
-            (
-                unknown.repeat_interleave(num_symbols),
-                unknown.repeat(num_symbols),
-                (strength * base / (leaving + strength)[:, None]).reshape(-1),
-            ),
-        ]
-        sources, targets, values = (torch.cat(parts) for parts in zip(*entries, strict=True))
+        base = _symbol_probs(sequences, layout.num_symbols, strength)  # q(v)
+        # In the new numbering, the additional clone of a symbol is its last.
+        new = torch.arange(self.num_states) + layout.symbols
+        unknown = layout.clones.cumsum(0) + torch.arange(layout.num_symbols)
+        sources, targets, values = self._backed_off_entries(statistics.counts[0], base, new, unknown, strength)
         smoothed = ClonedHMM(
-            num_states=self.num_states + num_symbols,
-            num_symbols=num_symbols,
+            num_states=self.num_states + layout.num_symbols,
+            num_symbols=layout.num_symbols,
             arithmetic="float32" if self.arithmetic == "float32" else "float64",
             symbol_names=None if self.vocabulary is None else self.vocabulary.names,
             unknown_symbol=None if self.vocabulary is None else self.vocabulary.unknown,
@@ -337,23 +329,78 @@ class ClonedHMM(HMM):
         smoothed.initial.set(starts)
         return smoothed.eval()
 
+    def _backed_off_entries(
+        self, expected: Tensor, base: Tensor, new: Tensor, unknown: Tensor, strength: float
+    ) -> list[Tensor]:
+        """Returns sources, targets and probabilities of the transitions of `backed_off`.
+
+        Args:
+            expected: Expected counts of the stored transitions.
+            base: (V,) probabilities of the symbols.
+            new: (H,) numbers of the clones in the smoothed model.
+            unknown: (V,) numbers of the additional clones.
+            strength: Weight of the lower order in counts.
+        """
+        symbols, num_symbols = self.layout.symbols, self.layout.num_symbols
+        counted = torch.nonzero(expected > 0).flatten()
+        counts = expected[counted].double()
+        rows, columns = self.layout.states_of(counted)
+        visits = torch.zeros(self.num_states, dtype=torch.float64).index_add_(0, rows, counts)
+        pair_counts = torch.zeros(num_symbols**2, dtype=torch.float64).index_add_(
+            0, symbols[rows] * num_symbols + symbols[columns], counts
+        )
+        pair_counts = pair_counts.reshape(num_symbols, num_symbols)
+        leaving = pair_counts.sum(1)
+        lower = (pair_counts + strength * base) / (leaving + strength)[:, None]  # q(v | u)
+        average, where = _sum_by(symbols[rows] * self.num_states + columns, counts)
+        known_to_known = (new[rows], new[columns], counts / (visits[rows] + strength))
+        known_to_unknown = (
+            new.repeat_interleave(num_symbols),
+            unknown.repeat(self.num_states),
+            (strength * lower[symbols] / (visits + strength)[:, None]).reshape(-1),
+        )
+        unknown_to_known = (
+            unknown[where // self.num_states],
+            new[where % self.num_states],
+            average / (leaving[where // self.num_states] + strength),
+        )
+        unknown_to_unknown = (
+            unknown.repeat_interleave(num_symbols),
+            unknown.repeat(num_symbols),
+            (strength * base / (leaving + strength)[:, None]).reshape(-1),
+        )
+        entries = (known_to_known, known_to_unknown, unknown_to_known, unknown_to_unknown)
+        return [torch.cat(parts) for parts in zip(*entries, strict=True)]
+
     def _why_impossible(self, sequences: Sequences, n: int, t: int) -> str:
-        why = "No clone that the steps before it leave possible leads there"
+        why = "There is no transition to its clones from those that are possible at the step before"
         if sequences.is_discrete and t > 0:
             u, v = sequences[n][t - 1 : t + 1].tolist()
             if u >= 0 and v >= 0 and not bool((self.layout.pairs == torch.tensor([u, v])).all(1).any()):
                 names = (u, v) if self.vocabulary is None else tuple(self.vocabulary.decode([u, v]))
-                why = f"Symbol {names[1]!r} never followed {names[0]!r} in training, so the model gives it probability zero there"
+                why = f"Symbol {names[1]!r} does not follow {names[0]!r} in the training data"
         return f' ({why}.) A `transition_pseudocount` with `pairs` "all" keeps every pair possible.'
 
 
+def _symbol_probs(sequences: Sequences, num_symbols: int, strength: float) -> Tensor:
+    """Returns the (V,) weighted frequencies of the symbols, smoothed by `strength` counts, uniform over symbols."""
+    known, weights = sequences.values >= 0, None
+    if sequences.weights is not None:
+        weights = sequences.repeat_interleave(sequences.weights)[known]
+    counts = torch.bincount(sequences.values[known], weights, minlength=num_symbols).double() + strength / num_symbols
+    return counts / counts.sum()
+
+
 def _sum_by(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """The sums of `values` with the same key, and those keys, in rising order."""
+    """Returns the sums of `values` with the same key, and those keys in ascending order."""
     found, place = torch.unique(keys, return_inverse=True)
     return values.new_zeros(len(found)).index_add_(0, place, values), found
 
 
 def _inner_groups(text: str, separator: str) -> list[int]:
-    """Lengths of the stretches of a text in which letters may have changed places: the insides of words, and each other letter by itself."""
+    """Returns the lengths of the groups of letters that may be permuted.
+
+    The inner letters of a word are one group; each other letter is a group of its own.
+    """
     words = ([1, len(word) - 2, 1] if len(word) > 3 else [1] * len(word) for word in text.split(separator))
     return list(chain.from_iterable([1] * len(separator) * (number > 0) + word for number, word in enumerate(words)))

@@ -1,14 +1,15 @@
-r"""Contexts of a few symbols as states: what a cloned HMM of text can start from, and what it can back off to.
+r"""Contexts of a few symbols as states, for the initialization and smoothing of cloned HMMs of text.
 
-A context is a string of up to n symbols that occurs in the training data. Each stands for its last symbol, so contexts are clones: from
-context c, symbol x leads to the longest context that is an end of cx, and Kneser-Ney n-grams are a cloned HMM.
+A context is a string of up to n symbols that occurs in the training data. It is a clone of its last symbol: from
+context c, symbol x leads to the longest context that is a suffix of cx. Kneser-Ney n-grams are therefore a cloned HMM.
 
-- `Contexts.encode` writes a text in contexts instead of symbols. A `ClonedHMM` of these has clones of contexts: fewer transitions to
-  learn, by a factor of hundreds for pairs of letters, at the price that different contexts never share a clone.
-- `BackOff` joins trained clones with contexts: where a clone does not know, the model goes on in contexts, and comes back from there.
+- `Contexts.encode` replaces the symbols of a text by contexts. A `ClonedHMM` of these has clones of contexts. It has
+  fewer transitions to learn, by a factor of hundreds for pairs of letters, but different contexts share no clones.
+- `BackOff` combines trained clones with contexts. After a transition that does not occur in the training data, the
+  model continues in contexts, from which it can return to the clones.
 
 References:
-    MacKay and Peto: A hierarchical Dirichlet language model, 1995: the weight of the lower order.
+    MacKay and Peto: A hierarchical Dirichlet language model, 1995 (the weight of the lower order).
 """
 
 from __future__ import annotations
@@ -25,34 +26,34 @@ from lightning_hmm.models.baselines.kneser_ney import KneserNey
 from lightning_hmm.models.cloned import ClonedHMM
 from lightning_hmm.sequences import Sequences
 
-EVEN = 1e-9  # share of a context's predictions that is even over all symbols
+EVEN = 1e-9  # share of the uniform distribution in the predictions of a context
 
 
 class Contexts:
     """The strings of up to `order` symbols that occur in training sequences.
 
     Args:
-        sequences: of symbols, none missing. A sequence of weight zero has no contexts.
-        num_symbols: V.
-        order: the longest context.
-        min_count: longer contexts than one symbol that occur less often, with the weights of the sequences, are left out.
+        sequences: Sequences of symbols, of which none is missing. Sequences of weight zero are ignored.
+        num_symbols: Number of symbols V.
+        order: Length of the longest context.
+        min_count: Contexts of more than one symbol with a smaller weighted count are left out.
 
     Attributes:
-        symbols: (C,) the last symbol of each context; first the V contexts of one symbol, longer ones after shorter ones.
-        lengths: (C,) of each context.
+        symbols: (C,) The last symbol of each context. Contexts are sorted by length; the first V have one symbol.
+        lengths: (C,) The length of each context.
     """
 
     def __init__(self, sequences: Sequences, num_symbols: int, order: int, min_count: int = 1) -> None:
         if order < 1 or (num_symbols + 1) ** order >= 2**63:
             raise ValueError(
-                f"`order` must be at least 1 and such that contexts of {num_symbols} symbols can be numbered, but is {order} instead."
+                f"`order` must be at least 1 and such that contexts of {num_symbols} symbols can be numbered, "
+                f"but is {order} instead."
             )
         if min_count < 1:
             raise ValueError(f"`min_count` must be at least 1, but is {min_count} instead.")
         self.num_symbols, self.order = num_symbols, order
-        self._codes = [
-            np.arange(1, num_symbols + 1)
-        ]  # for each length, the sorted codes; a code is a number in base V + 1, the last symbol its last digit
+        # For each length, the sorted codes. A code is a number in base V + 1 whose last digit is the last symbol.
+        self._codes = [np.arange(1, num_symbols + 1)]
         sequences = sequences.counted()
         weights = _step_weights(sequences)
         for length, (codes, there) in enumerate(self._running(sequences), 1):
@@ -68,7 +69,7 @@ class Contexts:
         return len(self._all)
 
     def _running(self, sequences: Sequences) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """For each length, the code of what ends at each step, and where that many symbols are there."""
+        """Yields for each length the codes of the strings that end at each step, and whether they are complete."""
         sequences.check(self.num_symbols, None)
         symbols, offsets = sequences.values.cpu().numpy(), sequences.offsets.numpy()
         if len(symbols) and symbols.min() < 0:
@@ -87,7 +88,7 @@ class Contexts:
             yield codes, position >= length
 
     def _find(self, codes: np.ndarray, length: int) -> np.ndarray:
-        """The numbers of the contexts of one length; -1 where there is no such."""
+        """Returns the numbers of the contexts of one length with these codes, or -1 if there is none."""
         known = self._codes[length - 1]
         place = np.minimum(np.searchsorted(known, codes), max(len(known) - 1, 0))
         return (
@@ -97,7 +98,7 @@ class Contexts:
         )
 
     def encode(self, sequences: Sequences) -> Sequences:
-        """The longest context that ends at each step; it never reaches into the sequence before."""
+        """Returns the longest context that ends at each step and starts in the same sequence."""
         found = np.zeros(sequences.num_steps, np.int64)
         for length, (codes, there) in enumerate(self._running(sequences), 1):
             numbers = np.where(there, self._find(codes, length), -1)
@@ -105,9 +106,9 @@ class Contexts:
         return sequences.with_values(torch.from_numpy(found))
 
     def following(self) -> np.ndarray:
-        """(C, V) the context that each symbol leads to."""
+        """Returns the (C, V) contexts that the symbols lead to."""
         base, targets = self.num_symbols + 1, np.full((len(self), self.num_symbols), -1)
-        for length in range(1, self.order + 1):  # longer ones take the place of shorter ones
+        for length in range(1, self.order + 1):  # Longer contexts replace shorter ones.
             enough = np.flatnonzero(self.lengths >= length - 1)
             codes = (self._all[enough] % base ** (length - 1))[:, None] * base + np.arange(1, base)
             numbers = self._find(codes.reshape(-1), length).reshape(codes.shape)
@@ -115,7 +116,7 @@ class Contexts:
         return targets
 
     def strings(self) -> Sequences:
-        """The symbols of each context."""
+        """Returns the symbols of each context."""
         places = np.arange(int(self.lengths.sum())) - np.repeat(np.cumsum(self.lengths) - self.lengths, self.lengths)
         powers = (self.num_symbols + 1) ** (np.repeat(self.lengths, self.lengths) - 1 - places)
         return Sequences.from_lengths(
@@ -124,21 +125,22 @@ class Contexts:
 
 
 class BackOff:
-    r"""Clones of trained models joined with contexts that they back off to, so that nothing is impossible.
+    r"""Clones of trained models that back off to contexts, so that no sequence is impossible.
 
     .. math:: A_{ij} = \frac{n_{ij}}{n_i + s}, \quad A_{i, cx} = \frac{s}{n_i + s} \sum_c p(c \mid i)\, p(x \mid c), \quad
         A_{c, cx} = (1 - r)\, p(x \mid c), \quad A_{cj} = r\, p(x \mid c)\, p(j \mid cx)
 
-    with s the strength, r the share `returning`, n expected counts, p(x | c) Kneser-Ney n-grams, p(c | i) how often clone i has context c and
-    p(j | cx) how often j has that context and symbol on the models' most probable paths through the training data; where x never
-    followed c, nothing returns. (Where no n-gram occurs just once, Kneser-Ney rules out what it has not seen, so a billionth of p(x | c) is even over
-    all symbols.) With several models the contexts lead back to each of them alike.
+    with the strength s, the share r of `returning`, expected counts n and Kneser-Ney n-grams p(x | c). On the most
+    probable paths of the models through the training data, p(c | i) is the frequency of context c at clone i, and
+    p(j | cx) that of clone j after context c and symbol x. If x does not follow c in the data, r is zero. Kneser-Ney
+    rules out unseen symbols if no n-gram occurs exactly once, so p(x | c) contains a share of 1e-9 of the uniform
+    distribution. With several models, the contexts lead back to each of them with the same probability.
 
     Args:
-        models: trained on `sequences`; of restarts, the chosen one counts.
-        sequences: the training data, in symbols.
-        num_symbols: V.
-        upper: contexts that the models are of, if they were trained on `upper.encode(sequences)`.
+        models: Models trained on `sequences`. Their best restarts are used.
+        sequences: The training data, in symbols.
+        num_symbols: Number of symbols V.
+        upper: Contexts that the models describe, if they were trained on `upper.encode(sequences)`.
     """
 
     def __init__(
@@ -156,32 +158,26 @@ class BackOff:
     def joined(
         self, lower: Contexts, strength: float = 0.5, returning: float = 0.1, symbol_names: list[str] | None = None
     ) -> ClonedHMM:
-        """The cloned HMM.
+        """Returns the combined cloned HMM.
 
         Args:
-            lower: the contexts to back off to.
-            strength: of the lower order, in counts.
-            returning: share of the contexts' transitions that leads back to clones.
-            symbol_names: for a model with a vocabulary.
+            lower: The contexts to back off to.
+            strength: Weight of the lower order, in counts.
+            returning: Share of the transitions of contexts that leads back to clones.
+            symbol_names: Names of the symbols, for a model with a vocabulary.
         """
         if not strength > 0:
             raise ValueError(f"`strength` must be positive, but is {strength} instead.")
         if not 0 <= returning < 1:
             raise ValueError(f"`returning` must be at least 0 and below 1, but is {returning} instead.")
-        num_symbols, size, steps, weights = (
-            self.num_symbols,
-            len(lower),
-            self.sequences.values.numpy(),
-            _step_weights(self.sequences),
-        )
+        num_symbols, size = self.num_symbols, len(lower)
+        steps, weights = self.sequences.values.numpy(), _step_weights(self.sequences)
         context = lower.encode(self.sequences).values.numpy()
         inside = np.ones(len(context), bool)
         inside[self.sequences.offsets[1:].numpy() - 1] = False
         before = np.flatnonzero(inside)
-        following, probs = (
-            lower.following(),
-            KneserNey(num_symbols, lower.order + 1).fit(self.sequences).predict_next(lower.strings()),
-        )
+        following = lower.following()
+        probs = KneserNey(num_symbols, lower.order + 1).fit(self.sequences).predict_next(lower.strings())
         probs = (1 - EVEN) * probs + EVEN / num_symbols
         seen = np.bincount(
             context[before] * num_symbols + steps[before + 1], weights[before], size * num_symbols
@@ -195,14 +191,10 @@ class BackOff:
             entries.append((first + rows, first + columns, counts / (visits[rows] + strength)))
             clone, where, often = _pairs(path, context, size, weights)
             often = often / np.bincount(clone, often, num_clones)[clone]
-            never = np.setdiff1d(
-                np.arange(num_clones), clone
-            )  # such a clone is one of its symbol, and no more is known of it
-            clone, where, often = (
-                np.append(clone, never),
-                np.append(where, own[never]),
-                np.append(often, np.ones(len(never))),
-            )
+            # Clones that are on no path have the context of their symbol alone.
+            never = np.setdiff1d(np.arange(num_clones), clone)
+            clone, where = np.append(clone, never), np.append(where, own[never])
+            often = np.append(often, np.ones(len(never)))
             shares = (often * (strength / (visits + strength))[clone])[:, None] * probs[where]
             entries.append(
                 _summed(np.repeat(first + clone, num_symbols), following[where].reshape(-1), shares.reshape(-1), size)
@@ -217,10 +209,8 @@ class BackOff:
                 )
             )
             first += num_clones
-        of_state, (sources, targets, values) = (
-            np.concatenate([lower.symbols, *self._symbols]),
-            map(np.concatenate, zip(*entries, strict=True)),
-        )
+        of_state = np.concatenate([lower.symbols, *self._symbols])
+        sources, targets, values = map(np.concatenate, zip(*entries, strict=True))
         order = np.argsort(of_state, kind="stable")
         new = np.empty_like(order)
         new[order] = np.arange(len(order))
@@ -242,7 +232,7 @@ class BackOff:
 
 @torch.no_grad()
 def _counted(model: ClonedHMM, data: Sequences) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Sources, targets and expected numbers of the transitions, and the most probable path."""
+    """Returns the sources, targets and expected counts of the transitions, and the most probable path."""
     layout = model.layout
     statistics = inference.e_step(*model.problem(data), data.weights, dtype=model.message_dtype)
     ruled_out = torch.nonzero(statistics.impossible_step >= 0).flatten()
@@ -250,11 +240,11 @@ def _counted(model: ClonedHMM, data: Sequences) -> tuple[np.ndarray, np.ndarray,
         n = int(ruled_out[0])
         step = impossible_message(data, n, int(statistics.impossible_step[n]))
         raise ValueError(
-            f"`models` must leave their training data possible, but one does not: {step} Train it further, or prune it less."
+            f"The training data must be possible under all `models`, but are not under one: {step} "
+            "Train it further, or prune it less."
         )
-    counted = torch.nonzero(
-        statistics.counts[0] > 1e-4
-    ).flatten()  # the others together are far less than any sensible strength
+    # The sum of the other counts is negligible compared with the strength.
+    counted = torch.nonzero(statistics.counts[0] > 1e-4).flatten()
     rows, columns = layout.states_of(counted)
     return (
         rows.numpy(),
@@ -265,7 +255,7 @@ def _counted(model: ClonedHMM, data: Sequences) -> tuple[np.ndarray, np.ndarray,
 
 
 def _step_weights(sequences: Sequences) -> np.ndarray:
-    """(steps,) the weight of each step's sequence."""
+    """Returns (steps,) the weight of the sequence of each step."""
     if sequences.weights is None:
         return np.ones(sequences.num_steps)
     weights: np.ndarray = sequences.repeat_interleave(sequences.weights).cpu().numpy()
@@ -275,7 +265,7 @@ def _step_weights(sequences: Sequences) -> np.ndarray:
 def _pairs(
     left: np.ndarray, right: np.ndarray, size: int, weights: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The different pairs, and the sum of the weights of each; numbers on the right are below `size`."""
+    """Returns the distinct pairs and the sum of the weights of each. Numbers on the right are below `size`."""
     found, place = np.unique(left * size + right, return_inverse=True)
     return found // size, found % size, np.bincount(place, weights, len(found))
 
@@ -283,6 +273,6 @@ def _pairs(
 def _summed(
     rows: np.ndarray, columns: np.ndarray, values: np.ndarray, size: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Entries in the same place as one."""
+    """Returns the entries with those in the same place added up."""
     found, place = np.unique(rows * size + columns, return_inverse=True)
     return found // size, found % size, np.bincount(place, values)

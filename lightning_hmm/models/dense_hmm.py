@@ -1,4 +1,4 @@
-"""The DenseHMM of Sicking et al. (2020): dense embeddings of states and symbols, from which the probabilities are made."""
+"""The DenseHMM of Sicking et al. (2020), whose probabilities are functions of embeddings of states and symbols."""
 
 from __future__ import annotations
 
@@ -34,25 +34,34 @@ _LEARNING_RATES = {"em": 0.03, "cooccurrence": 0.001, "likelihood": 0.1}
 def fair_num_states(num_states: int, num_symbols: int, embedding_dim: int) -> int:
     """Returns the number of states for which a StandardHMM has about as many degrees of freedom as a DenseHMM.
 
-    It is the n' nearest to n'^2 + n' (m - 1) - 1 = l (3 n + m + 1), with n states, m symbols and embeddings of length l.
+    It is the integer nearest to the solution n' of n'^2 + n' (m - 1) - 1 = l (3 n + m + 1), for n states, m symbols and
+    embeddings of length l.
+
+    Example:
+        >>> from lightning_hmm.models import fair_num_states
+        >>> fair_num_states(num_states=20, num_symbols=10, embedding_dim=3)
+        11
     """
     half = (num_symbols - 1) / 2
     return max(1, round(-half + math.sqrt(half**2 + 1 + embedding_dim * (3 * num_states + num_symbols + 1))))
 
 
 class DenseHMM(HMM):
-    r"""A hidden Markov model whose probabilities are made of embeddings of length L.
+    r"""A hidden Markov model whose probabilities are functions of embeddings of length L.
 
     .. math:: A_{ij} \propto k(z_i, u_j), \quad B_{ij} \propto k(w_i, v_j), \quad \pi_i \propto k(z_{start}, u_i)
 
-    State i has the embedding :math:`z_i` where it is left, :math:`u_i` where it is entered and :math:`w_i` where it emits;
-    symbol j has the embedding :math:`v_j`. The embeddings are unconstrained, so that a gradient optimizer trains them, with
-    one of three objectives:
+    State i has an embedding :math:`z_i` as the source and :math:`u_i` as the target of a transition, and an embedding
+    :math:`w_i` for its emission. Symbol j has the embedding :math:`v_j`. The number of parameters grows linearly with
+    the numbers of states and symbols. Use it instead of `StandardHMM` if a full matrix has too many parameters, or if
+    the embeddings themselves are of interest. The embeddings are unconstrained and trained by gradient descent with one
+    of three objectives:
 
     - ``em``: After the E-step of an epoch, the optimizer takes `m_steps` steps on the expected log-likelihood Q.
-    - ``cooccurrence``: The squared difference between the frequencies of symbol pairs in the data and under the model, whose
-      chain is taken to be stationary. The data are counted once; after that a step costs O(K V^2), whatever their size.
-      An epoch has `steps_per_epoch` steps. The initial probabilities are the stationary ones of A.
+    - ``cooccurrence``: The squared difference between the frequencies of symbol pairs in the data and under the model,
+      whose chain is assumed to be stationary. The pairs are counted once; after that a step takes O(K V^2) time,
+      independent of the size of the data. An epoch has `steps_per_epoch` steps. The initial probabilities are the
+      stationary ones of A.
     - ``likelihood``: One gradient step on the log-likelihood for each batch.
 
     Any other emission can replace the embedded one with the objective ``em``. It then has its own M-step.
@@ -62,26 +71,38 @@ class DenseHMM(HMM):
         num_symbols: Number of symbols V, for sequences of symbols.
         embedding_dim: Length L of the embeddings.
         objective: "em", "cooccurrence" or "likelihood".
-        similarity: The function k: "exp" (the softmax of the paper), "sigmoid", "relu", "rbf" or "abs_linear"; see
+        similarity: The function k: "exp" (the softmax of the paper), "sigmoid", "relu", "rbf" or "abs_linear". See
             `distributions.embedded.similarity_log_probs`.
-        tied: Whether a state has one embedding only, U = W = Z.
-        emission: "categorical" for symbols, "gaussian" for real vectors whose means are :math:`w_i \cdot v_d` in units of the
-            data (not for ``cooccurrence``), or any other emission (for ``em``).
+        tied: Whether a state has only one embedding, U = W = Z.
+        emission: "categorical" for symbols, "gaussian" for real vectors whose means are :math:`w_i \cdot v_d` in units
+            of the data (not for ``cooccurrence``), or any other emission (for ``em``).
         num_features: Number of columns D, for sequences of real vectors.
         seed: Seed for the initial embeddings, which are standard normal.
-        restarts: Number of random initializations trained in the same run. The one with the best validation likelihood at
-            the end (training likelihood if there is no validation set) is used for inference.
+        restarts: Number of random initializations trained in the same run. The one with the best validation likelihood
+            at the end (training likelihood if there is no validation set) is used for inference.
         optimizer: "adam" or "sgd".
         learning_rate: Learning rate; by default 0.03 for ``em``, 0.001 for ``cooccurrence`` and 0.1 for ``likelihood``.
         m_steps: Optimizer steps in an epoch of ``em``.
         steps_per_epoch: Optimizer steps in an epoch of ``cooccurrence``.
-        target: What ``cooccurrence`` fits: "data" counts the pairs of the training data, "truth" takes the co-occurrences of
-            the model that synthetic data were drawn from.
-        differentiate_stationary: For ``cooccurrence``: whether the gradient includes the dependence of the stationary
+        target: Target of ``cooccurrence``: "data", the frequencies of pairs in the training data, or "truth", the
+            co-occurrences of the model that generated synthetic data.
+        differentiate_stationary: For ``cooccurrence``: Whether the gradient includes the dependence of the stationary
             distribution on A. The reference implementation holds it constant.
-        arithmetic: Precision of the message passing: "float32" is faster, "float64" exact to 15 digits.
+        arithmetic: Floating-point type of the messages. "float32" is faster; "float64" has 15 digits.
         symbol_names: Names of the symbols, for data with a vocabulary.
-        unknown_symbol: The name that stands for all other symbols.
+        unknown_symbol: The name in `symbol_names` that represents all symbols outside the vocabulary.
+
+    References:
+        Sicking, Pintz, Akila, Wirtz: DenseHMM: Learning hidden Markov models by learning dense representations, 2020.
+
+    Example:
+        >>> from lightning_hmm import DenseHMM, fit
+        >>> model = DenseHMM(num_states=3, num_symbols=3, embedding_dim=2)
+        >>> model = fit(model, [[0, 1, 2] * 5], max_epochs=40)
+        >>> {name: tuple(vectors.shape) for name, vectors in model.embeddings.items()}
+        {'U': (3, 2), 'Z': (3, 2), 'V': (3, 2), 'W': (3, 2)}
+        >>> model.predict_next([[0, 1]])[0].argmax().item()
+        2
     """
 
     transition: EmbeddedTransition
@@ -131,7 +152,8 @@ class DenseHMM(HMM):
         if objective == "cooccurrence" and not (embedded and symbolic):
             suited = "em or likelihood" if embedded else "em"
             raise ValueError(
-                f"`objective` must be {suited} for {type(part).__name__} emissions: cooccurrence needs symbols with embeddings."
+                f"`objective` must be {suited} for {type(part).__name__} emissions. "
+                "The objective cooccurrence requires symbols with embeddings."
             )
         if objective == "likelihood" and not embedded:
             raise ValueError(
@@ -155,7 +177,8 @@ class DenseHMM(HMM):
         self.m_steps, self.steps_per_epoch = m_steps, steps_per_epoch
         self.target, self.differentiate_stationary = target, differentiate_stationary
         self.automatic_optimization = objective == "likelihood"
-        # (V, V) what `cooccurrence` fits. It is counted again on resume, since it may be larger than the checkpoint.
+        # (V, V) The target of `cooccurrence`. It is not saved but counted again on resume, because it may be larger
+        # than all parameters.
         self.target_cooccurrences: Tensor | None = None
         self._rows_without_counts: dict[str, Tensor] = {}
 
@@ -167,32 +190,32 @@ class DenseHMM(HMM):
 
     @property
     def embedded_parts(self) -> dict[str, Embedded]:
-        """The parts whose probabilities are made of embeddings, by name."""
+        """The parts whose probabilities are functions of embeddings, by name."""
         return {name: part for name, part in self.distributions.items() if isinstance(part, Embedded)}
 
     @property
     def embeddings(self) -> dict[str, Tensor]:
-        """The embeddings of the chosen restart by name: U, Z, W with one row per state, V with one per symbol or column.
+        """The embeddings of the best restart by name.
 
-        W and V exist for embedded emissions only.
+        U, Z and W have one row per state; V has one row per symbol or column. W and V exist for embedded emissions.
         """
         found: dict[str, Any] = {"U": self.transition.entered, "Z": self.transition.Z}
         if isinstance(self.emission, Embedded):
             states, outputs, *_ = self.emission.function_arguments(slice(None))
             found |= {"V": outputs, "W": states}
-        return {name: vectors[self.chosen].detach() for name, vectors in found.items()}
+        return {name: vectors[self.best_restart].detach() for name, vectors in found.items()}
 
     @property
     def cooccurrences(self) -> Tensor:
-        """(V, V) P(y_t = i, y_t+1 = j) in the long run."""
+        """(V, V) P(y_t = i, y_t+1 = j) under the stationary distribution of the chain."""
         return cooccurrences(self.transition_probs, self.emission_probs)
 
     def at_start(self) -> DenseHMM:
         """Returns the model as it was before training."""
         model = DenseHMM(**{**self._given_options, "emission": self.hparams["emission"]})
-        model.chosen.copy_(self.chosen)
+        model.best_restart.copy_(self.best_restart)
         if not isinstance(self.emission, Embedded):
-            model.emission.load_state_dict(self.emission.state_dict())  # only embeddings are drawn from the seed
+            model.emission.load_state_dict(self.emission.state_dict())  # Only embeddings are drawn with the seed.
         for name in ("center", "data_variance", "is_located") if isinstance(self.emission, EmbeddedGaussian) else ():
             getattr(model.emission, name).copy_(getattr(self.emission, name))
         return model
@@ -201,7 +224,7 @@ class DenseHMM(HMM):
 
     @property
     def never_decreases(self) -> bool:
-        return False  # steps of Adam may overshoot
+        return False  # A gradient step may overshoot.
 
     @property
     def may_iterate(self) -> bool:
@@ -218,7 +241,7 @@ class DenseHMM(HMM):
         super().on_fit_start()
         self._users_limit = self.trainer.limit_train_batches
         if self.objective == "cooccurrence":
-            self.trainer.limit_train_batches = 1  # the pairs are counted before the first epoch, and no step reads data
+            self.trainer.limit_train_batches = 1  # Pairs are counted before the first epoch; steps need no data.
 
     def on_fit_end(self) -> None:
         self.trainer.limit_train_batches = self._users_limit
@@ -226,20 +249,20 @@ class DenseHMM(HMM):
     def on_train_start(self) -> None:
         super().on_train_start()
         if self.objective == "cooccurrence":
-            self.target_cooccurrences = (
-                self._true_cooccurrences() if self.target == "truth" else self._count_cooccurrences()
-            )
+            from_truth = self.target == "truth"
+            self.target_cooccurrences = self._true_cooccurrences() if from_truth else self._count_cooccurrences()
 
     def _true_cooccurrences(self) -> Tensor:
         data = data_of(self.trainer)
         if data is None or data.transition_probs is None or data.emission_probs is None:
             raise ValueError(
-                "`target` must be data, unless the data were drawn from a model with known parameters (a synthetic datamodule of symbols)."
+                "`target` must be data unless the data were drawn from a model with known parameters, as those of a "
+                "synthetic datamodule of symbols."
             )
         return cooccurrences(data.transition_probs, data.emission_probs).to(self.device)
 
     def _count_cooccurrences(self) -> Tensor:
-        """The frequencies of pairs in the training data of all ranks, batch by batch."""
+        """Returns the frequencies of symbol pairs in the training data of all ranks, counted batch by batch."""
         assert self.num_symbols is not None
         counts = torch.zeros(self.num_symbols, self.num_symbols, dtype=torch.float64, device=self.device)
         batches: Any = self.trainer.train_dataloader
@@ -256,11 +279,10 @@ class DenseHMM(HMM):
 
     def training_step(self, batch: Sequences, batch_idx: int) -> Tensor | None:  # type: ignore[override]
         if self.objective == "likelihood":
-            total = self.total_log_likelihood(batch).sum()
+            total = self.training_log_likelihood(batch).sum()
             observed = torch.as_tensor(batch.num_observed(), dtype=torch.float64, device=self.device)
-            return (
-                -total / self._sum_over_ranks(observed).clamp(min=1) * self.trainer.world_size
-            )  # DDP averages over ranks
+            # DDP averages gradients over the ranks, so the loss is multiplied by their number.
+            return -total / self._sum_over_ranks(observed).clamp(min=1) * self.trainer.world_size
         if self.objective == "cooccurrence":
             self._fit_cooccurrences()
         else:
@@ -268,15 +290,13 @@ class DenseHMM(HMM):
         return None
 
     def _maximize(self, counted: bool) -> None:
-        # All ranks have the same counts, so that they take the same steps without communication.
+        # All ranks have the same counts, so they take the same steps without communication.
         parts, counts = self.embedded_parts, self._counts
         num_steps = (counts["initial"][0].sum(-1) + counts["transition"][0].sum((-2, -1))).clamp(min=1)  # (restarts,)
 
         def loss() -> Tensor:
-            return (
-                -torch.stack([expected_log_likelihood(part, counts[name][0]) for name, part in parts.items()]).sum(0)
-                / num_steps
-            )
+            terms = [expected_log_likelihood(part, counts[name][0]) for name, part in parts.items()]
+            return -torch.stack(terms).sum(0) / num_steps
 
         self._descend(loss, self.m_steps, counted)
         if "emission" not in parts:
@@ -297,11 +317,11 @@ class DenseHMM(HMM):
         errors = self._descend(loss, self.steps_per_epoch)
         if self.restarts > 1 and not self._validates:
             with torch.no_grad():
-                self.chosen.copy_(loss().argmin())
-        self.log("train/cooccurrence_error", errors[self.chosen], prog_bar=True)
+                self.best_restart.copy_(loss().argmin())
+        self.log("train/cooccurrence_error", errors[self.best_restart], prog_bar=True)
 
     def _descend(self, loss: Callable[[], Tensor], steps: int, counted: bool = True) -> Tensor:
-        """Takes optimizer steps on a (restarts,) loss; returns its value before the last step."""
+        """Takes optimizer steps on a (restarts,) loss and returns its value before the last step."""
         optimizer: Any = self.optimizers()
         parameters = self._embedding_parameters()
         for step in range(steps):
@@ -309,7 +329,7 @@ class DenseHMM(HMM):
                 losses = loss()
                 gradients = torch.autograd.grad(losses.sum(), parameters)
             set_gradients(parameters, gradients)
-            # Lightning's bookkeeping takes as long as a step, so that only the last step of an epoch goes through it.
+            # Lightning's wrapper takes as long as a step, so only the last step of an epoch uses it.
             (optimizer if counted and step == steps - 1 else optimizer.optimizer).step()
         return losses.detach()
 
@@ -318,10 +338,10 @@ class DenseHMM(HMM):
             super().on_train_batch_end(outputs, batch, batch_idx)
 
     def _choose_on_training_data(self) -> None:
-        if self.objective != "cooccurrence":  # there, the error decides
+        if self.objective != "cooccurrence":  # That objective selects the restart with the smallest error.
             super()._choose_on_training_data()
 
 
 def expected_log_likelihood(part: Embedded, counts: Tensor) -> Tensor:
-    """(restarts,) the term of one part in Q: expected statistics times natural parameters."""
+    """Returns the (restarts,) terms of one part in Q: expected statistics times natural parameters."""
     return (counts * part.natural(slice(None))[0]).flatten(1).sum(1)

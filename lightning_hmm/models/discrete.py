@@ -1,7 +1,7 @@
-"""Base class of the models with discrete states: scoring, decoding, sampling, prediction, and evaluation under the Lightning Trainer.
+"""Base class of the models with discrete states: scoring, decoding, sampling, prediction and evaluation.
 
-A subclass provides its hidden chain (`chain`), the evidence of a batch (`evidence`) and its emissions (`emit`, `predict_emission`). Everything
-here follows from these by `lightning_hmm.inference`.
+A subclass provides its hidden chain (`chain`), the evidence of a batch (`evidence`) and its emissions (`emit`,
+`predict_emission`). The methods here combine these with the functions of `lightning_hmm.inference`.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from lightning_hmm.sequences import Sequences
 
 
 class Posterior(NamedTuple):
-    """What the data say about the states.
+    """Posterior distributions of the states given the observations.
 
     log_likelihood: (N,) log p(y_1:T).
-    filtered: p(z_t | y_1:t), one row of state probabilities for each step.
-    smoothed: p(z_t | y_1:T), one row of state probabilities for each step.
-    transition_counts: the expected counts of the transition's natural parameters, each sequence times its weight: (S, S) for a full
-        matrix, and a tuple of tensors where the transition has several parameters.
+    filtered: p(z_t | y_1:t), one row of state probabilities per step.
+    smoothed: p(z_t | y_1:T), one row of state probabilities per step.
+    transition_counts: Expected counts of the transition's natural parameters, weighted by the weights of the sequences:
+        (S, S) for a full matrix, or a tuple of tensors if the transition has several natural parameters.
     """
 
     log_likelihood: Tensor
@@ -44,20 +44,38 @@ class Posterior(NamedTuple):
 
 
 class DiscreteHMM(SequenceModel):
-    """A hidden Markov model with K states.
+    """Base class of hidden Markov models with K discrete states.
 
-    Subclasses call ``super().__init__`` with what is common, make their parameters, and implement the abstract members
-    and the training.
+    Derive from `HMM` to combine distributions; derive from this class only if the model has a training algorithm of its
+    own. A subclass calls ``super().__init__``, creates its parameters, and implements the abstract methods and
+    ``training_step``.
 
     Args:
-        num_states: hidden states.
-        num_symbols: different symbols, for symbol data; else ``None``.
-        num_features: entries of a vector, for real data; else ``None``.
-        restarts: number of random initializations trained in the same run. The one with the best validation likelihood at the end (training
-            likelihood if there is no validation set) is used for inference.
-        arithmetic: of the message passing; parameters and statistics are float64 in any case.
-        symbol_names: for data with a vocabulary.
-        unknown_symbol: the one of them that stands for all others.
+        num_states: Number of hidden states K.
+        num_symbols: Number of symbols, for sequences of symbols; else ``None``.
+        num_features: Number of columns, for sequences of real vectors; else ``None``.
+        restarts: Number of random initializations trained in the same run. The one with the best validation likelihood
+            at the end (training likelihood if there is no validation set) is used for inference.
+        arithmetic: Floating-point type of the messages, "float64" or "float32". Parameters and statistics are float64
+            in either case.
+        symbol_names: Names of the symbols, for data with a vocabulary.
+        unknown_symbol: The name in `symbol_names` that represents all symbols outside the vocabulary.
+
+    Example:
+        The methods for inference are the same for all models with discrete states.
+
+        >>> from lightning_hmm import StandardHMM
+        >>> from lightning_hmm.models import DiscreteHMM
+        >>> model = StandardHMM(num_states=2, num_symbols=2)
+        >>> isinstance(model, DiscreteHMM)
+        True
+        >>> model = model.set_parameters([0.5, 0.5], [[0.9, 0.1], [0.1, 0.9]], [[0.8, 0.2], [0.2, 0.8]])
+        >>> model.decode([[0, 0, 1, 1, 1]])[0].tolist()
+        [0, 0, 1, 1, 1]
+        >>> [round(value, 3) for value in model.predict_next([[0, 0, 1, 1, 1]])[0].tolist()]
+        [0.304, 0.696]
+        >>> round(model.score([[0, 0, 1, 1, 1]]).item(), 3)
+        -3.557
     """
 
     def __init__(
@@ -82,50 +100,56 @@ class DiscreteHMM(SequenceModel):
         )
         self.num_states = num_states
         self._impossible: list[Tensor] = []
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
 
-    # What a family provides
+    # Implemented by subclasses
 
     @abstractmethod
     def chain(self, restart: int, sequences: Sequences | None = None) -> tuple[Tensor, Operator]:
-        """Log-probabilities of the first state and the transitions of one restart, for the given sequences where they depend on these."""
+        """Returns the log-probabilities of the first state, and the transition operator, of one restart.
+
+        `sequences` is used by transitions that depend on the data.
+        """
 
     @abstractmethod
     def evidence(self, restart: int, sequences: Sequences) -> Evidence:
-        """The log-likelihoods of the steps for each state."""
+        """Returns the log-likelihoods of the observations under each state."""
 
     @abstractmethod
     def emit(self, states: Sequences, generator: torch.Generator) -> Sequences:
-        """Observations of given states."""
+        """Draws an observation for each of the given states."""
 
     @abstractmethod
     def predict_emission(self, state_probs: Tensor) -> Any:
-        """The distribution of an observation whose state has the given probabilities."""
+        """Returns the distribution of an observation, given the probabilities of its state."""
 
     @property
     @abstractmethod
     def num_free_parameters(self) -> int:
-        """Degrees of freedom."""
+        """The number of degrees of freedom."""
 
     # Inference
 
     @property
     def message_dtype(self) -> torch.dtype:
-        """The precision of the message passing in training and scoring."""
+        """The floating-point type of the messages in training and scoring."""
         return torch.float32 if self.arithmetic == "float32" else torch.float64
 
     def problem(self, sequences: Sequences, restart: int | None = None) -> tuple[Tensor, Operator, Evidence, Tensor]:
-        """The first arguments of the functions of `lightning_hmm.inference`, for the chosen restart or another."""
-        restart = int(self.chosen) if restart is None else restart
+        """Returns the first arguments of the functions of `lightning_hmm.inference`, by default of the best restart."""
+        restart = int(self.best_restart) if restart is None else restart
         return *self.chain(restart, sequences), self.evidence(restart, sequences), sequences.offsets
 
     def _filter(self, sequences: Sequences, restart: int | None = None) -> inference.EStep:
-        """Log-likelihoods and impossible steps."""
+        """Runs the forward pass, for log-likelihoods and impossible steps."""
         return inference.e_step(*self.problem(sequences, restart), dtype=self.message_dtype, smooth=False)
 
     @torch.no_grad()
     def score(self, sequences: Any) -> Tensor:
-        """(N,) the natural log-likelihood of each sequence; -inf, and a warning that names the step, where impossible."""
+        """Returns the (N,) natural log-likelihoods of the sequences.
+
+        It is -inf for an impossible sequence, and a warning contains the impossible step.
+        """
         sequences = self.as_sequences(sequences)
         found = self._filter(sequences)
         self._warn_impossible(sequences, found.impossible_step)
@@ -133,7 +157,7 @@ class DiscreteHMM(SequenceModel):
 
     @torch.no_grad()
     def decode(self, sequences: Any) -> Sequences:
-        """The most probable states (Viterbi), as `Sequences`; -1, and a warning, in impossible sequences."""
+        """Returns the most probable states (Viterbi). Those of an impossible sequence are -1, with a warning."""
         sequences = self.as_sequences(sequences)
         path = inference.viterbi(*self.problem(sequences))
         self._warn_where_impossible(sequences, path.log_probability == -torch.inf)
@@ -141,7 +165,7 @@ class DiscreteHMM(SequenceModel):
 
     @torch.no_grad()
     def posterior(self, sequences: Any) -> Posterior:
-        """Filtered and smoothed state probabilities and expected transitions."""
+        """Returns the filtered and smoothed state probabilities and the expected transition counts."""
         sequences = self.as_sequences(sequences)
         found = inference.posterior(*self.problem(sequences), sequences.weights)
         self._warn_where_impossible(sequences, found.log_likelihood == -torch.inf)
@@ -154,7 +178,7 @@ class DiscreteHMM(SequenceModel):
     def sample(
         self, num_sequences: int = 1, length: int | Sequence[int] = 100, seed: int = 0, return_states: bool = False
     ) -> Any:
-        """Draws sequences of one length or of the given lengths; with `return_states`, also the hidden paths."""
+        """Draws sequences of one length or of the given lengths. With `return_states` it also returns their states."""
         check_seed(seed)
         if not isinstance(num_sequences, int):
             raise ValueError(f"`num_sequences` must be a whole number, but is {num_sequences!r} instead.")
@@ -170,16 +194,18 @@ class DiscreteHMM(SequenceModel):
             )
         if lengths.dim() == 1 and len(lengths) != num_sequences:
             raise ValueError(
-                f"`length` must have one number for each of the {num_sequences} sequences, but has {len(lengths)}. Give `num_sequences`, too."
+                f"`length` must have one number for each of the {num_sequences} sequences, but has {len(lengths)}. "
+                "Set `num_sequences` as well."
             )
         generator = torch.Generator().manual_seed(seed)
-        states = Sequences(*inference.sample(*self.chain(int(self.chosen)), lengths.expand(num_sequences), generator))
+        chain = self.chain(int(self.best_restart))
+        states = Sequences(*inference.sample(*chain, lengths.expand(num_sequences), generator))
         observations = self.emit(states, generator)
         return (observations, states) if return_states else observations
 
     @torch.no_grad()
     def sample_posterior(self, sequences: Any, seed: int = 0) -> Sequences:
-        """One path of hidden states for each sequence, drawn from p(states | sequence)."""
+        """Draws one path of hidden states for each sequence from p(states | sequence)."""
         check_seed(seed)
         sequences = self.as_sequences(sequences)
         return sequences.with_values(
@@ -188,9 +214,10 @@ class DiscreteHMM(SequenceModel):
 
     @torch.no_grad()
     def predict_next(self, sequences: Any, steps: int = 1) -> Any:
-        """The distribution of the observation `steps` after the end of each sequence: (N, V) probabilities, or moments.
+        """Returns the distribution of the observation `steps` steps after the end of each sequence.
 
-        NaN, and a warning, where the sequence is impossible.
+        It consists of (N, V) probabilities for symbols and of moments for real vectors. The row of an impossible
+        sequence is NaN, with a warning.
         """
         sequences = self.as_sequences(sequences)
         states = inference.predict(*self.problem(sequences), steps=steps)
@@ -198,15 +225,17 @@ class DiscreteHMM(SequenceModel):
         return self.predict_emission(states)
 
     def aic(self, sequences: Any) -> float:
-        """Akaike's criterion, 2 k - 2 log L, with weights where the sequences have some; lower is better."""
+        """Returns Akaike's information criterion, 2 k - 2 log L with the weighted likelihood L. Lower is better."""
         return 2 * self.num_free_parameters - 2 * self._total_score(self._with_observations(sequences))
 
     def bic(self, sequences: Any) -> float:
-        """Schwarz's criterion, k log n - 2 log L with n the observed steps, both weighted likewise; lower is better."""
+        """Returns Schwarz's information criterion, k log n - 2 log L. Lower is better.
+
+        The number n of observed steps and the likelihood L are weighted by the weights of the sequences.
+        """
         sequences = self._with_observations(sequences)
-        return self.num_free_parameters * math.log(max(float(sequences.num_observed()), 1.0)) - 2 * self._total_score(
-            sequences
-        )
+        log_size = math.log(max(float(sequences.num_observed()), 1.0))
+        return self.num_free_parameters * log_size - 2 * self._total_score(sequences)
 
     def _with_observations(self, data: Any) -> Sequences:
         sequences = self.as_sequences(data)
@@ -224,14 +253,17 @@ class DiscreteHMM(SequenceModel):
             self._warn_impossible(sequences, self._filter(sequences).impossible_step, stacklevel=5)
 
     def _why_impossible(self, sequences: Sequences, n: int, t: int) -> str:
-        """The reason why step t of sequence n has probability zero, and the remedy, where more can be said than that; to be added to a sentence."""
+        """Returns a reason and a remedy for the zero probability of step t of sequence n, to append to the message."""
         return ""
 
     def _warn_impossible(self, sequences: Sequences, impossible: Tensor, stacklevel: int = 4) -> None:
-        """Points at the line that asked: above this, the question, and torch's decorator of it."""
-        impossible_ones = impossible >= 0
-        if bool(impossible_ones.any()):
-            found = torch.nonzero(impossible_ones).flatten().tolist()
+        """Warns about the first impossible sequence.
+
+        The default `stacklevel` skips this method, its caller and the caller's ``no_grad`` wrapper, so that the warning
+        refers to the user's line.
+        """
+        found = torch.nonzero(impossible >= 0).flatten().tolist()
+        if found:
             more = f" ({len(found)} sequences in all.)" if len(found) > 1 else ""
             where = found[0], int(impossible[found[0]])
             warnings.warn(
@@ -239,7 +271,7 @@ class DiscreteHMM(SequenceModel):
                 stacklevel=stacklevel,
             )
 
-    # Training: what does not depend on how
+    # Training, independent of the algorithm
 
     def setup(self, stage: str) -> None:
         if stage == "fit":
@@ -250,20 +282,25 @@ class DiscreteHMM(SequenceModel):
         trainer = self.trainer
         if trainer.precision not in ("32-true", "64-true"):
             raise MisconfigurationException(
-                f"`trainer.precision` must be 32-true or 64-true for an HMM, but is {trainer.precision} instead: counts need more than 16 bits."
+                f"`trainer.precision` must be 32-true or 64-true for an HMM, but is {trainer.precision} instead. "
+                "Expected counts require more than 16 bits."
             )
         strategy = type(trainer.strategy).__name__
         if any(name in strategy for name in ("FSDP", "DeepSpeed", "ModelParallel")):
             raise MisconfigurationException(
-                f"`trainer.strategy` must be a single device or ddp for an HMM, but is {strategy} instead: an M-step needs whole rows of parameters."
+                f"`trainer.strategy` must be a single device or ddp for an HMM, but is {strategy} instead. "
+                "An M-step requires whole rows of parameters."
             )
 
     def on_fit_start(self) -> None:
         super().on_fit_start()
-        self._impossible = []  # an interrupted run may have left something
+        self._impossible = []  # An interrupted run leaves values behind.
 
-    def total_log_likelihood(self, batch: Sequences) -> Tensor:
-        """(restarts,) the weighted log-likelihood of a training batch, differentiable; recorded for the metrics of the epoch."""
+    def training_log_likelihood(self, batch: Sequences) -> Tensor:
+        """Returns the (restarts,) weighted log-likelihoods of a training batch, and updates the metric of the epoch.
+
+        The result is differentiable.
+        """
         self._require_sequences(batch)
         totals = []
         for restart in range(self.restarts):
@@ -279,9 +316,9 @@ class DiscreteHMM(SequenceModel):
         self._raise_impossible()
 
     def _watch_impossible(self, batch: Sequences, impossible: Tensor) -> None:
-        """An impossible sequence has no expected counts: training on it would ignore it in silence.
+        """Raises a `ValueError` for impossible sequences, which would contribute no counts to the M-step.
 
-        Looked at once on a CPU; elsewhere only before the M-step, so that the device is not made to wait for each batch.
+        On other devices than the CPU, the test is deferred to the M-step, to avoid a synchronization per batch.
         """
         if batch.weights is not None:
             impossible = torch.where(batch.weights == 0, -1, impossible)
@@ -294,30 +331,29 @@ class DiscreteHMM(SequenceModel):
         found = torch.nonzero(torch.cat(pending) >= 0).flatten().tolist() if pending else []
         if found:
             n, t = found[0], int(torch.cat(pending)[found[0]])
-            which = (
-                f"Sequence {n} has probability zero under the model at step {t}."
-                if batch is None
-                else impossible_message(batch, n, t)
-            )
+            which = f"Sequence {n} has probability zero under the model at step {t}."
+            if batch is not None:
+                which = impossible_message(batch, n, t)
             raise ValueError(
-                f"{which} (Sequences are counted inside the batch.) Training cannot use it: take it out, give it a weight of 0, "
-                "or add a pseudocount so that nothing becomes impossible."
+                f"{which} (Sequences are counted inside the batch.) Training cannot use it. Remove it, set its weight "
+                "to 0, or use a pseudocount, which keeps all sequences possible."
             )
 
     # Validation, test, prediction
 
-    def _update(self, metric: LogLikelihoodPerSymbol, batch: Sequences) -> None:
+    def _update_likelihood(self, metric: LogLikelihoodPerSymbol, batch: Sequences) -> None:
         self._require_sequences(batch)
         with torch.no_grad():
             results = [self._filter(batch, restart) for restart in range(self.restarts)]
         totals = torch.stack([batch.weighted(found.log_likelihood) for found in results])
         metric.update(totals.sum(1), batch.num_observed())
-        chosen = int(self.chosen)
-        if "impossible" not in self._said and bool((totals[chosen] == -torch.inf).any()):
-            self._said.add("impossible")
-            self._warn_impossible(batch, results[chosen].impossible_step)
+        best = int(self.best_restart)
+        if "impossible" not in self._warned and bool((totals[best] == -torch.inf).any()):
+            self._warned.add("impossible")
+            self._warn_impossible(batch, results[best].impossible_step)
             warnings.warn(
-                "So the likelihood of these data is zero; a pseudocount keeps what training never met possible.",
+                "The likelihood of these data is zero. A pseudocount keeps events possible that do not occur in the "
+                "training data.",
                 stacklevel=2,
             )
 
@@ -325,9 +361,8 @@ class DiscreteHMM(SequenceModel):
         data = data_of(self.trainer)
         truth = None if data is None else data.true_states("test")
         if data is not None and data.test_sequences is not None and truth is not None and truth.num_steps:
-            mine = torch.arange(len(truth))[
-                self.trainer.global_rank :: self.trainer.world_size
-            ]  # none, where there are more ranks than sequences
+            # The sequences of this rank. There are none if there are more ranks than sequences.
+            mine = torch.arange(len(truth))[self.trainer.global_rank :: self.trainer.world_size]
             accuracy = MatchedStateAccuracy(self.num_states, int(truth.values.max()) + 1).to(self.device)
             sequences = self.as_sequences(data.test_sequences[mine])
             weights = None if sequences.weights is None else sequences.repeat_interleave(sequences.weights)
@@ -336,5 +371,5 @@ class DiscreteHMM(SequenceModel):
         super().on_test_epoch_end()
 
     def predict_step(self, batch: Sequences, batch_idx: int) -> dict[str, Any]:
-        """The most probable states and the log-likelihood of each sequence."""
+        """Returns the most probable states and the log-likelihood of each sequence."""
         return {"states": self.decode(batch), "log_likelihood": self.score(batch)}

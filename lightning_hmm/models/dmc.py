@@ -1,4 +1,4 @@
-"""The hidden Markov model with dense, mostly constant transitions."""
+"""The hidden Markov model with dense, mostly constant (DMC) transitions."""
 
 from __future__ import annotations
 
@@ -21,28 +21,43 @@ from lightning_hmm.sequences import Sequences
 
 
 class DMCHMM(HMM):
-    r"""N states of which each row of the transition matrix keeps K probabilities and gives one constant to all others.
+    r"""A hidden Markov model whose transition matrix has K free entries per row and one constant for the other entries.
 
-    .. math:: z_1 \sim \pi, \quad p(z_t = j \mid z_{t-1} = i) = a_{ij} \text{ for K kept } j, \; c_i \text{ for the others}, \quad
+    .. math:: z_1 \sim \pi, \quad
+        p(z_t = j \mid z_{t-1} = i) = a_{ij} \text{ for K kept } j, \; c_i \text{ for the others}, \quad
         y_t \mid z_t = k \sim B_k \text{ or } N(\mu_k, \operatorname{diag} v_k)
 
-    Any state can follow any other, but likelihood, posteriors and the most probable path cost O(steps N K), exactly. Prefer it to `StandardHMM`
-    when there are hundreds of states or more and each leads mainly to a few; below N of about 8 K dense routines are faster, and are used. K = 0
-    makes every transition alike (a mixture model), K = N - 1 is the full HMM.
+    All transitions are possible, but the exact likelihood, posteriors and most probable path take only O(steps N K)
+    time. Use it instead of `StandardHMM` for hundreds of states or more, if each of them leads mainly to a few others.
+    Below about 8 K states dense matrix products are faster and are used automatically. With K = 0 all states have the
+    same transition probabilities (a mixture model); with K = N - 1 the transition matrix is unrestricted.
 
-    EM chooses what to keep from the expected transitions of all pairs, in O(steps N^2); with `reselect_every` only now and then. Batch EM only.
+    EM selects the kept entries from the expected transition counts of all pairs of states, which takes O(steps N^2)
+    time. Set `reselect_every` to do so less often. Only batch EM is available.
 
     Args:
-        num_states: N, at least 2.
-        num_kept: K, from 0 to N - 1.
-        num_symbols, emission, num_features, seed, restarts, initialization: as for `StandardHMM`.
-        criterion: what EM keeps of a row: "window", the entries with which the expected log-likelihood is highest, or "largest".
-        selection: how it finds them: "gemm" looks at all pairs, "lazy" (for "largest") computes bounds first; "auto" does what is faster.
-        reselect_every: epochs from one choice to the next; the first epoch always chooses. Between them the set stays, and an epoch costs
-            O(steps N K).
-        bound_terms: R of "lazy", how many of the largest terms make a bound; a twentieth of the steps if not given.
-        initial_pseudocount, transition_pseudocount, emission_pseudocount, variance_prior, frozen, arithmetic, symbol_names, unknown_symbol: as
-            for `StandardHMM`; the pseudocount of transitions is added to every entry of the full matrix.
+        num_states: Number of states N, at least 2.
+        num_kept: Number K of kept entries per row, from 0 to N - 1.
+        num_symbols, emission, num_features, seed, restarts, initialization: As for `StandardHMM`.
+        criterion: Which entries of a row EM keeps: "window", those that maximize the expected log-likelihood, or
+            "largest", those with the largest expected counts.
+        selection: Algorithm that finds them: "gemm" computes the counts of all pairs, "lazy" (for "largest") computes
+            upper bounds first, and "auto" selects the faster one.
+        reselect_every: Number of epochs between selections, of which the first is in the first epoch. An epoch without
+            a selection takes O(steps N K) time.
+        bound_terms: Number of largest terms in a bound of "lazy". By default a twentieth of the steps.
+        initial_pseudocount, transition_pseudocount, emission_pseudocount, variance_prior: As for `StandardHMM`. The
+            pseudocount of transitions is added to every entry of the full matrix.
+        frozen, arithmetic, symbol_names, unknown_symbol: As for `StandardHMM`.
+
+    Example:
+        >>> from lightning_hmm import DMCHMM, fit
+        >>> sequences = [[0, 1, 2, 3] * 5]
+        >>> model = fit(DMCHMM(num_states=4, num_kept=1, num_symbols=4, seed=3), sequences, max_epochs=50)
+        >>> model.values.shape, model.constants.shape
+        (torch.Size([4, 1]), torch.Size([4]))
+        >>> [round(value, 2) for value in model.predict_next([[0, 1, 2]])[0].tolist()]
+        [0.0, 0.0, 0.0, 1.0]
     """
 
     transition: DenseMostlyConstant
@@ -75,7 +90,8 @@ class DMCHMM(HMM):
             raise ValueError(f"`num_states` must be a whole number of at least 2, but is {num_states} instead.")
         if not isinstance(num_kept, int) or not 0 <= num_kept < num_states:
             raise ValueError(
-                f"`num_kept` must be a whole number from 0 to {num_states - 1}, one less than there are states, but is {num_kept} instead."
+                f"`num_kept` must be a whole number from 0 to {num_states - 1}, the number of states minus 1, "
+                f"but is {num_kept} instead."
             )
         if criterion not in ("window", "largest"):
             raise ValueError(f"`criterion` must be window or largest, but is {criterion!r} instead.")
@@ -83,13 +99,14 @@ class DMCHMM(HMM):
             raise ValueError(f"`selection` must be auto, gemm or lazy, but is {selection!r} instead.")
         if selection == "lazy" and criterion == "window":
             raise ValueError(
-                "`selection` must be gemm or auto for the criterion window: the bounds of lazy find the largest entries only."
+                "`selection` must be gemm or auto for the criterion window. The algorithm lazy requires the criterion "
+                "largest."
             )
         for name, value in (("reselect_every", reselect_every), ("bound_terms", bound_terms)):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"`{name}` must be a whole number of at least 1, but is {value} instead.")
         if bound_terms is not None and selection != "lazy":
-            raise ValueError("`bound_terms` is for the selection lazy, which alone has bounds.")
+            raise ValueError("`bound_terms` requires the selection lazy. Leave it out, or set `selection` to lazy.")
         check_not_negative(
             initial_pseudocount=initial_pseudocount,
             transition_pseudocount=transition_pseudocount,
@@ -115,58 +132,67 @@ class DMCHMM(HMM):
         )
         self.num_kept, self.criterion, self.selection = num_kept, criterion, selection
         self.reselect_every, self.bound_terms = reselect_every, bound_terms
-        self._pair_sums: list[PairSums] | None = None  # one per restart, gathered since the last M-step
-        self.choices: list[Choice] = []  # of each restart, what the last epoch chose; empty if it did not
+        self._pair_sums: list[PairSums] | None = None  # one per restart, accumulated since the last M-step
+        self.choices: list[Choice] = []  # selections of the last epoch by restart, if any
 
     @property
     def may_iterate(self) -> bool:
-        return False  # the kept entries are selected once per epoch
+        return False  # Entries are selected once per epoch.
 
     @property
     def indices(self) -> Tensor:
-        """(N, K) the columns that each row keeps, rising."""
-        return self.transition.indices[self.chosen]
+        """(N, K) the columns of the kept entries of each row, in ascending order."""
+        return self.transition.indices[self.best_restart]
 
     @property
     def values(self) -> Tensor:
-        """(N, K) their probabilities."""
-        return self.transition.log_values[self.chosen].detach().exp()
+        """(N, K) the probabilities of the kept entries."""
+        return self.transition.log_values[self.best_restart].detach().exp()
 
     @property
     def constants(self) -> Tensor:
-        """(N,) the probability of each other entry of a row."""
-        return self.transition.log_constants[self.chosen].detach().exp()
+        """(N,) the probability of each of the other entries of a row."""
+        return self.transition.log_constants[self.best_restart].detach().exp()
 
     def set_parameters(
         self, initial: Any = None, transition: Any = None, emission: Any = None, indices: Any = None, values: Any = None
     ) -> Self:
-        """As `HMM.set_parameters`. Transitions are given as `indices` and `values` of the kept entries, or as a full matrix."""
+        """Sets parameters of all restarts, as `HMM.set_parameters`.
+
+        Transitions are given by `indices` and `values` of the kept entries, or as a full matrix `transition`.
+        """
         if (indices is None) != (values is None) or (indices is not None and transition is not None):
             raise ValueError("`indices` and `values` must be given together, or a full `transition` instead.")
         if indices is not None:
             self.transition.set_kept(indices, values)
         return super().set_parameters(initial, transition, emission)
 
-    # From and to the full HMM
+    # Conversion
 
     @classmethod
     def from_standard(cls, model: StandardHMM, num_kept: int, **options: Any) -> DMCHMM:
-        """The same model with the `num_kept` largest transitions of each state, the others averaged. `options` are the constructor's."""
+        """Returns a model with the `num_kept` largest transitions of each state, and the average of the others.
+
+        Args:
+            model: The model to convert.
+            num_kept: Number of kept entries per row.
+            **options: Forwarded to the constructor.
+        """
         return _copy(model, cls, {"num_kept": num_kept, **options})
 
     def to_standard(self, **options: Any) -> StandardHMM:
-        """The same model with a full matrix. `options` are those of `StandardHMM`."""
+        """Returns the same model with a full matrix. `options` are forwarded to `StandardHMM`."""
         return _copy(self, StandardHMM, options)
 
     # Training by EM
 
     def on_fit_start(self) -> None:
         super().on_fit_start()
-        self._pair_sums = None  # an interrupted run may have left some
+        self._pair_sums = None  # An interrupted run leaves sums behind.
 
     def _new_pair_sums(self) -> list[PairSums]:
-        """Accumulators of the expected transitions of all pairs, one per restart; none in epochs that keep their sets."""
-        # With K = N - 1 every set can hold every matrix; with K = 0 there is only one.
+        """Returns accumulators of the counts of all pairs, one per restart; none in epochs without selection."""
+        # With K = N - 1 every selection can represent every matrix; with K = 0 there is only one selection.
         choosing = (
             0 < self.num_kept < self.num_states - 1
             and "transition" not in self.frozen
@@ -176,14 +202,14 @@ class DMCHMM(HMM):
         return [PairSums(self.chain(restart)[1], factored) for restart in range(self.restarts if choosing else 0)]  # type: ignore[arg-type]
 
     def _e_step(self, batch: Sequences) -> dict[str, list[Tensor]]:
-        if self._pair_sums is None:  # the first batch of an epoch
+        if self._pair_sums is None:  # This is the first batch of an epoch.
             self._pair_sums, self.choices = self._new_pair_sums(), []
         return super()._e_step(batch)
 
     def _expected_counts(self, batch: Sequences, restart: int, **options: Any) -> tuple[inference.EStep, list[Tensor]]:
         if not self._pair_sums:
             return super()._expected_counts(batch, restart)
-        # The counts of all pairs of states are those of the full matrix, or follow from the rows of the steps.
+        # The counts of all pairs of states are those of the full matrix, or are computed from one row per step.
         operator = self.chain(restart)[1]
         assert isinstance(operator, MostlyConstant)
         use_full = self.selection != "lazy" and prefers_dense(
@@ -206,6 +232,7 @@ class DMCHMM(HMM):
             self.choices.append(choice)
 
     def _choose(self, restart: int, sums: PairSums) -> Choice:
+        """Selects the kept entries of one restart from the expected counts of all ranks."""
         pseudocount = self.transition.prior["pseudocount"]
         if self.selection == "lazy" and not bool(
             self._sum_over_ranks(torch.tensor(float(sums.counts is not None), device=self.device))
@@ -218,7 +245,7 @@ class DMCHMM(HMM):
 
     def on_train_epoch_end(self) -> None:
         super().on_train_epoch_end()
-        restart = int(self.chosen)
+        restart = int(self.best_restart)
         self.log("train/kept_mass", self.transition.kept_mass(restart).mean())
         if self.choices:
             choice = self.choices[restart]
@@ -227,7 +254,7 @@ class DMCHMM(HMM):
 
 
 def _copy(model: HMM, family: Any, options: dict[str, Any]) -> Any:
-    """A model of another family with the parameters of the chosen restart."""
+    """Returns a model of another class with the parameters of the best restart."""
     names = model.vocabulary
     same = {
         "num_states": model.num_states,
@@ -239,5 +266,5 @@ def _copy(model: HMM, family: Any, options: dict[str, Any]) -> Any:
         "unknown_symbol": None if names is None else names.unknown,
     }
     other = family(**{**same, **options})
-    other.emission.copy_from(model.emission, int(model.chosen))
+    other.emission.copy_from(model.emission, int(model.best_restart))
     return other.set_parameters(initial=model.initial_probs, transition=model.transition_probs)

@@ -1,11 +1,9 @@
-"""The hidden Markov model that is composed of parts: the first state, transitions and emissions."""
+"""The hidden Markov model composed of three distributions: of the first state, the transitions and the emissions."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from itertools import islice
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -14,16 +12,23 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_hmm import inference
-from lightning_hmm.columns import Column, are_named, as_columns, feature_columns, symbol_column
-from lightning_hmm.conversion import as_reals, frame_columns, frame_values, frames_of
+from lightning_hmm.columns import Column, are_named, as_columns
+from lightning_hmm.conversion import as_reals, frames_of
 from lightning_hmm.data import data_of
 from lightning_hmm.distributions import Categorical, Distribution, Emission, Full, Initial, Transition
 from lightning_hmm.distributions.base import make_part
 from lightning_hmm.distributions.exponential import ExponentialFamily
-from lightning_hmm.distributions.starting import STEPS_TO_START_FROM, excerpt, guess_states
+from lightning_hmm.distributions.starting import excerpt, guess_states
 from lightning_hmm.inference.evidence import Evidence
 from lightning_hmm.inference.operators import Dense, Operator
 from lightning_hmm.models.discrete import DiscreteHMM
+from lightning_hmm.models.observed_columns import (
+    arrays_of_frames,
+    columns_from_data,
+    columns_from_options,
+    reorder_columns,
+)
+from lightning_hmm.models.plain_loader import initialize_from_loader
 from lightning_hmm.models.sequence_model import as_names, check_counts, check_seed
 from lightning_hmm.models.training_loop import BaumWelchTraining
 from lightning_hmm.optim import BaumWelch
@@ -31,39 +36,53 @@ from lightning_hmm.optim.online import online_pass
 from lightning_hmm.sequences import Sequences
 
 _NO_SIZES = "The model has no sizes yet. Train it, or give `num_symbols`, `num_features` or `columns`."
-_CHUNK = (
-    1 << 22
-)  # numbers that a temporary array of an E-step holds at most: larger ones are given back to the system after each use
+_CHUNK = 1 << 22  # The largest size of temporary arrays in an E-step. The allocator does not reuse larger ones.
 
 
 class HMM(BaumWelchTraining, DiscreteHMM):
-    r"""K states with any transitions and any emissions, trained by Baum-Welch.
+    r"""A hidden Markov model with K states and any combination of transition and emission, trained by Baum-Welch.
 
     .. math:: z_1 \sim \pi, \quad z_t \mid z_{t-1} = i \sim A_i, \quad y_t \mid z_t = k \sim p(\cdot \mid \theta_k)
 
-    Parts are given as instances, or by the name of their class. In a configuration file they have a ``class_path`` and
-    ``init_args``.
+    Use it to combine distributions freely, or to take the columns from the training data. `StandardHMM`, `DMCHMM`,
+    `DenseHMM` and `ClonedHMM` are combinations with options of their own.
+
+    Each part is an instance of a distribution or the name of its class. In a configuration file it has a
+    ``class_path`` and ``init_args``.
 
     Args:
-        num_states: K.
-        emission: the distribution of observations. If not given, `Categorical` for symbols and a diagonal `Gaussian` for real vectors.
-        transition: the distribution of the next state; `Full` if not given.
-        initial: the distribution of the first state; `Initial` if not given.
-        num_symbols: the number of symbols, for sequences of symbols.
-        num_features: the number of columns, for sequences of real vectors.
-        columns: the observed columns, in place of both. Without any of the three, they are those of the training data.
-        seed: of the starting values.
-        restarts: number of random initializations trained in the same run. The one with the best validation likelihood at the end (training
-            likelihood if there is no validation set) is used for inference.
-        initialization: where emissions that start from data start: from the clusters that k-means finds ("kmeans"), or from the points nearest to
-            random ones ("random").
-        discount: lambda of online EM, with an update after each batch; without it batch EM, an update after each epoch.
-        sequences_per_update: online EM with several updates inside each batch.
-        iterations_per_epoch: EM iterations in each epoch of the Trainer; for small data, all in one batch.
-        frozen: any of "initial", "transition", "emission"; they keep their values.
-        arithmetic: "float32" is faster, "float64" exact to 15 digits.
-        symbol_names: for data with a vocabulary.
-        unknown_symbol: the one of them that stands for all others.
+        num_states: Number of states K.
+        emission: Distribution of the observations. By default `Categorical` for symbols and a diagonal `Gaussian` for
+            real vectors.
+        transition: Distribution of the next state. By default `Full`.
+        initial: Distribution of the first state. By default `Initial`.
+        num_symbols: Number of symbols, for sequences of symbols.
+        num_features: Number of columns, for sequences of real vectors.
+        columns: Descriptions of the observed columns, instead of `num_symbols` or `num_features`. If none of the three
+            is given, the columns are those of the training data.
+        seed: Seed for the initial parameters.
+        restarts: Number of random initializations trained in the same run. The one with the best validation likelihood
+            at the end (training likelihood if there is no validation set) is used for inference.
+        initialization: Initialization of emissions that depend on the data: from the clusters of k-means ("kmeans"), or
+            from the points nearest to random points ("random").
+        discount: Discount factor (lambda) of online EM, which updates the parameters after every batch. If not given,
+            batch EM updates them after every epoch.
+        sequences_per_update: Number of sequences per update of online EM, for several updates inside each batch.
+        iterations_per_epoch: Number of batch-EM iterations in each epoch of the Trainer, for small data in one batch.
+        frozen: Parts whose parameters are not updated: any of "initial", "transition" and "emission".
+        arithmetic: Floating-point type of the messages. "float32" is faster; "float64" has 15 digits.
+        symbol_names: Names of the symbols, for data with a vocabulary.
+        unknown_symbol: The name in `symbol_names` that represents all symbols outside the vocabulary.
+
+    Example:
+        >>> from lightning_hmm import HMM, Poisson, fit
+        >>> counts = [[0.0], [1.0], [0.0], [9.0], [8.0], [9.0], [0.0], [1.0]]
+        >>> model = fit(HMM(num_states=2, emission=Poisson()), [counts], max_epochs=20)
+        >>> sorted(round(rate, 1) for rate in model.emission.rate.flatten().tolist())
+        [0.4, 8.7]
+        >>> states = model.decode([counts])[0]
+        >>> states.eq(states[0]).int().tolist()
+        [1, 1, 1, 0, 0, 0, 1, 1]
     """
 
     emission: Any
@@ -93,7 +112,7 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         check_counts(num_states=num_states, num_symbols=num_symbols, num_features=num_features)
         check_seed(seed)
         self._record_options(locals())
-        observed = _columns(columns, num_symbols, num_features, symbol_names)
+        observed = columns_from_options(columns, num_symbols, num_features, symbol_names)
         categorical = observed is not None and len(observed) == 1 and observed[0].is_categorical
         super().__init__(
             num_states=num_states,
@@ -123,29 +142,35 @@ class HMM(BaumWelchTraining, DiscreteHMM):
             self.allocate(observed)
 
     def _record_options(self, arguments: dict[str, Any]) -> None:
-        """Keeps the arguments of a constructor for checkpoints. The subclass that calls it first decides."""
+        """Stores the arguments of the constructor for checkpoints.
+
+        The first call is that of the most derived class; later calls have no effect.
+        """
         if "_given_options" not in self.__dict__:
             options = {name: value for name, value in arguments.items() if name not in ("self", "__class__")}
-            self._given_options = options | (
-                {"frozen": as_names("frozen", options["frozen"])} if "frozen" in options else {}
-            )
+            if "frozen" in options:
+                options["frozen"] = as_names("frozen", options["frozen"])
+            self._given_options = options
 
     # Sizes
 
     @property
     def is_allocated(self) -> bool:
+        """Whether the sizes of the data are set and the parameters exist."""
         return self.columns is not None
 
     def allocate(self, columns: Sequence[Column]) -> Self:
-        """Makes the parameters for observations with these columns, and draws the starting values that do not come from data."""
+        """Creates the parameters for observations with these columns.
+
+        Parameters that are not initialized from the data are drawn at random with `seed`.
+        """
         if self.is_allocated:
-            raise ValueError("The model has parameters already. Make a new one for other columns.")
+            raise ValueError("The model has parameters already. Create a new model for other columns.")
         columns = list(columns)
         categorical = len(columns) == 1 and columns[0].is_categorical
         if self.emission is None:
-            self.emission = make_part(
-                self.transition.partner or ("Categorical" if categorical else "Gaussian"), Emission, "emission"
-            )
+            default = "Categorical" if categorical else "Gaussian"
+            self.emission = make_part(self.transition.partner or default, Emission, "emission")
         _check_partners(self.transition, self.emission)
         self.num_symbols, self.num_features = (columns[0].num_categories, None) if categorical else (None, len(columns))
         for part in (self.initial, self.transition, self.emission):
@@ -159,16 +184,16 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         return self
 
     def _randomize(self, generator: torch.Generator) -> None:
-        """Draws the starting values that do not come from data."""
+        """Draws the initial parameters that do not depend on data."""
         for part in self.distributions.values():
             part.randomize(generator)
 
     def _save_options(self) -> None:
-        """Records the options of the constructor as plain values, so that a checkpoint can hold them."""
+        """Saves the options of the constructor as plain values, which a checkpoint can contain."""
         assert self.columns is not None
         options = dict(self._given_options)
         if "columns" in options:
-            options |= {"num_symbols": None, "num_features": None}  # the columns hold both
+            options |= {"num_symbols": None, "num_features": None}  # Both follow from the columns.
             options |= {name: part.config for name, part in self.distributions.items()}
             options["columns"] = [
                 {**asdict(column), "categories": column.category_names or column.num_categories}
@@ -183,13 +208,14 @@ class HMM(BaumWelchTraining, DiscreteHMM):
             raise ValueError(_NO_SIZES)
 
     def _require_values(self) -> None:
-        """Raises where an emission that starts from data has no values yet."""
+        """Raises a `ValueError` if an emission that is initialized from data has no values yet."""
         self._require_allocated()
         for part in getattr(self.emission, "parts", [self.emission]):
             if isinstance(part, ExponentialFamily) and not bool(part.is_set):
                 names = " and ".join(f"`{name}`" for name in part.names)
                 raise ValueError(
-                    f"The {type(part).__name__} emission has no values yet. Train the model, or set {names} with `set_parameters`."
+                    f"The {type(part).__name__} emission has no values yet. Train the model, or set {names} with "
+                    "`set_parameters`."
                 )
 
     @property
@@ -211,10 +237,10 @@ class HMM(BaumWelchTraining, DiscreteHMM):
 
     @property
     def transition_probs(self) -> Tensor:
-        """(K, K) p(z_t+1 = j | z_t = i), for transitions that are one matrix."""
-        matrix = self.transition.matrix(int(self.chosen))
+        """(K, K) p(z_t+1 = j | z_t = i), for transitions that have a constant matrix."""
+        matrix = self.transition.matrix(int(self.best_restart))
         if matrix is None:
-            raise AttributeError  # `__getattr__` says why
+            raise AttributeError  # Python then calls `__getattr__`, which raises the error with a message.
         return matrix
 
     @property
@@ -223,31 +249,33 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         return self.emission.probs
 
     def __getattr__(self, name: str) -> Any:
-        # Python calls this, too, where one of the properties above has no value.
+        # Python also calls this method if one of the properties above raises an `AttributeError`.
         if name in ("initial_probs", "transition_probs", "emission_probs") and self.__dict__.get("columns") is None:
             raise AttributeError(_NO_SIZES)
         if name == "transition_probs":
             raise AttributeError(
-                f"`transition_probs` is a matrix, but {type(self.transition).__name__} transitions {self.transition.no_matrix}."
+                f"`transition_probs` is a matrix, but {type(self.transition).__name__} transitions "
+                f"{self.transition.no_matrix}."
             )
         if name == "emission_probs":
-            names = self.emission.names if isinstance(self.emission, ExponentialFamily) else ()
-            has = (
-                f": a {type(self.emission).__name__} emission has {' and '.join(f'`{name}`' for name in names)}"
-                if names
-                else ""
-            )
-            raise AttributeError(f"`emission_probs` is for categorical emissions{has}.")
+            message = "`emission_probs` is for categorical emissions"
+            if isinstance(self.emission, ExponentialFamily) and self.emission.names:
+                names = " and ".join(f"`{name}`" for name in self.emission.names)
+                message += f": a {type(self.emission).__name__} emission has {names}"
+            raise AttributeError(f"{message}.")
         return super().__getattr__(name)
 
     def set_parameters(self, initial: Any = None, transition: Any = None, emission: Any = None) -> Self:
-        """Sets parameters for all restarts alike; what is not given stays. Probabilities of zero stay zero in training.
+        """Sets parameters of all restarts. Parameters that are not given keep their values.
+
+        Probabilities of zero remain zero in training.
 
         Args:
             initial: (K,) probabilities.
-            transition: the probabilities, (K, K) for a full matrix.
-            emission: a dictionary of the emission's parameters by name, such as ``{"mean": ..., "variance": ...}``; the (K, V) probabilities of
-                a categorical emission; or for a `Product` a list with an entry for each part, or ``None``.
+            transition: Probabilities, (K, K) for a full matrix.
+            emission: A dictionary of the emission's parameters by name, such as ``{"mean": ..., "variance": ...}``, the
+                (K, V) probabilities of a categorical emission, or, for a `Product`, a list with an entry for each part,
+                which is ``None`` for a part that keeps its values.
         """
         self._require_allocated()
         if initial is not None:
@@ -281,7 +309,7 @@ class HMM(BaumWelchTraining, DiscreteHMM):
     def predict_emission(self, state_probs: Tensor) -> Any:
         return self.emission.predict(state_probs)
 
-    # Starting values
+    # Initialization
 
     @property
     def starts_from_data(self) -> bool:
@@ -290,62 +318,48 @@ class HMM(BaumWelchTraining, DiscreteHMM):
     def take_sizes(self, parts: Sequence[Sequences]) -> None:
         named = parts[0].columns
         if not self.is_allocated:
-            columns = columns_of(parts) if named is None else list(named)
+            columns = columns_from_data(parts) if named is None else list(named)
             self.allocate(columns if self.emission is None else self.emission.columns_of(columns, parts))
-        elif (
-            named is not None
-            and self.columns is not None
-            and len(named) == len(self.columns)
-            and not are_named(self.columns)
-        ):
+            return
+        assert self.columns is not None
+        if named is not None and len(named) == len(self.columns) and not are_named(self.columns):
             self.columns = [replace(column, name=other.name) for column, other in zip(self.columns, named, strict=True)]
             self._save_options()
 
     def as_sequences(self, data: Any, lengths: Any = None) -> Sequences:
-        """As `SequenceModel.as_sequences`. For an emission of real columns, those of a DataFrame are found by name, and whole numbers are real ones."""
+        """Converts data to `Sequences` on the device of the model, as `SequenceModel.as_sequences`.
+
+        If the emission describes real columns, they are matched by name with those of a DataFrame or of `Sequences`,
+        and integers are converted to floating-point numbers.
+        """
         if self.emission is None or self.emission.reads_symbols:
             return super().as_sequences(data, lengths)
         frames = frames_of(data)
         if frames is not None:
-            columns = self.columns if self.columns is not None and are_named(self.columns) else frame_columns(frames)
-            if self.columns is not None and len(columns) != len(self.columns):
-                raise ValueError(
-                    f"The data must have {len(self.columns)} columns, but have {len(columns)}: {', '.join(column.name for column in columns)}."
-                )
-            arrays = [frame_values(frame, columns, n) for n, frame in enumerate(frames)]
-            return (
-                super()
-                .as_sequences(arrays if lengths is None else np.concatenate(arrays), lengths)
-                .with_columns(columns)
-            )
+            columns, arrays = arrays_of_frames(frames, self.columns)
+            found = super().as_sequences(arrays if lengths is None else np.concatenate(arrays), lengths)
+            return found.with_columns(columns)
         if not isinstance(data, Sequences):
             found = super().as_sequences(as_reals(data), lengths)
-            if (
-                found.is_discrete and not found.num_steps and self.num_features is not None
-            ):  # empty sequences have no kind of their own
+            # Empty sequences have no data type and are converted to symbols by default.
+            if found.is_discrete and not found.num_steps and self.num_features is not None:
                 return found.with_values(found.values.new_zeros(0, self.num_features, dtype=torch.float64))
             return found
         data = super().as_sequences(data, lengths)
-        if data.is_discrete and self.emission.reads_counts:  # a count is not negative, so -1 is a missing one
+        if data.is_discrete and self.emission.reads_counts:  # Counts are not negative, so -1 marks a missing one.
             return data.with_values(torch.where(data.observed, data.values.double(), torch.nan))
-        if (
-            data.columns is None
-            or self.columns is None
-            or not are_named(self.columns)
-            or data.columns == tuple(self.columns)
-        ):
-            return data
-        names, wanted = [column.name for column in data.columns], [column.name for column in self.columns]
-        if sorted(names) != sorted(wanted):
-            raise ValueError(f"The data must have the columns {', '.join(wanted)}, but have {', '.join(names)}.")
-        return data.with_values(data.values[:, [names.index(name) for name in wanted]]).with_columns(self.columns)
+        return data if self.columns is None else reorder_columns(data, self.columns)
 
     def check(self, sequences: Sequences) -> None:
         self.emission.check(sequences)
 
     @torch.no_grad()
     def initialize(self, sequences: Sequences) -> None:
-        """Takes center and scale from the data, also sizes where the model has none, and starts parts from the data unless they have values."""
+        """Initializes the parameters that depend on the training data.
+
+        This includes the sizes of the model if it has none yet, and the location and scale of the data. Parts that
+        already have values keep them.
+        """
         self.take_sizes([sequences])
         self.emission.check(sequences)
         if not self.transition.is_started:
@@ -356,23 +370,23 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         self.emission.locate(sequences)
         if not bool(self.emission.is_set):
             part = excerpt(sequences, generator)
-            self.emission.start(
-                part, guess_states(part, self.num_states, self.restarts, generator, self.initialization)
-            )
+            states = guess_states(part, self.num_states, self.restarts, generator, self.initialization)
+            self.emission.start(part, states)
         self.emission.is_located.fill_(True)
 
     def configure_optimizers(self) -> BaumWelch:
         if not self.distributions["transition"].is_started:
             raise MisconfigurationException(
-                f"{type(self.transition).__name__} transitions start from all training data, which a plain DataLoader does not provide as a whole. "
-                "Call `model.initialize(sequences)` before training, or train with a datamodule or `lightning_hmm.fit`."
+                f"{type(self.transition).__name__} transitions are initialized from the training set, which a plain "
+                "`DataLoader` does not expose. Call `model.initialize(sequences)` before training, or train with a "
+                "datamodule or `lightning_hmm.fit`."
             )
         return super().configure_optimizers()
 
     def on_fit_start(self) -> None:
         super().on_fit_start()
         if self.is_allocated:
-            self.emission.forget()  # an interrupted run may have left something
+            self.emission.forget()  # An interrupted run leaves statistics behind.
 
     def setup(self, stage: str) -> None:
         data, begins = data_of(self.trainer), stage == "fit" and self.trainer.ckpt_path is None
@@ -380,30 +394,7 @@ class HMM(BaumWelchTraining, DiscreteHMM):
             self.allocate(data.columns)
         super().setup(stage)
         if begins and data is None and self.starts_from_data and self.transition.is_started:
-            self._initialize_from_loader()
-
-    def _initialize_from_loader(self) -> None:
-        """Starts from the batches of a plain DataLoader, which has no data module. All ranks start from those of the first."""
-        self.trainer.fit_loop.setup_data()  # Lightning would make the loader after the optimizer, which needs the parameters
-        batches: Any = self.trainer.train_dataloader
-        limit, seen, steps, num_symbols = self.trainer.num_training_batches, [], 0, 0
-        for batch in islice(batches, int(limit) if math.isfinite(limit) else None):
-            self._require_sequences(batch)
-            if steps < STEPS_TO_START_FROM:
-                seen.append(batch)
-                steps += batch.num_steps
-            if batch.is_discrete and batch.num_steps:
-                num_symbols = max(num_symbols, int(batch.values.max()) + 1)
-            elif steps >= STEPS_TO_START_FROM:
-                break
-        sequences = Sequences.cat(seen)
-        if not self.is_allocated and sequences.is_discrete:
-            strategy = self.trainer.strategy
-            num_symbols = int(strategy.reduce(torch.tensor(num_symbols, device=strategy.root_device), reduce_op="max"))
-            self.allocate(symbol_column(num_symbols))
-        self.initialize(sequences)
-        if self.trainer.world_size > 1:
-            self.load_state_dict(self.trainer.strategy.broadcast(self.state_dict()))
+            initialize_from_loader(self)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         columns = checkpoint.get("hyper_parameters", {}).get("columns")
@@ -442,13 +433,13 @@ class HMM(BaumWelchTraining, DiscreteHMM):
     def _expected_counts(
         self, batch: Sequences, restart: int, *, full_matrix: bool = False, per_step: bool = False
     ) -> tuple[inference.EStep, list[Tensor]]:
-        """The E-step of a chunk, and the expected statistics of the natural parameters of all parts, in their order.
+        """Returns the E-step of a chunk and the expected statistics of the natural parameters of all parts, in order.
 
         Args:
-            batch: the chunk.
-            restart: whose parameters are used.
-            full_matrix: whether the E-step runs on the transitions as one matrix, whose counts are then those of all pairs of states.
-            per_step: whether the E-step returns the rows of all steps.
+            batch: The chunk.
+            restart: Index of the restart whose parameters are used.
+            full_matrix: Whether the transitions are converted to one matrix, for the counts of all pairs of states.
+            per_step: Whether the E-step also returns one row per step.
         """
         leaves = self._leaves(restart)
         with torch.enable_grad():
@@ -473,7 +464,7 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         return found, [*counts, *self.emission.statistics(emitted, gradient, leaves[2])]
 
     def _leaves(self, restart: int) -> list[list[Tensor]]:
-        """The natural parameters of the parts, for which gradients are recorded."""
+        """Returns the natural parameters of the parts as leaves of the autograd graph."""
         leaves = []
         for part in self.distributions.values():
             if part.num_statistics:
@@ -485,7 +476,10 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         return leaves
 
     def _chunks(self, batch: Sequences) -> Iterator[Sequences]:
-        """Consecutive sequences whose arrays are small enough. The cuts depend on shapes alone, so that results do not depend on threads."""
+        """Splits a batch into runs of consecutive sequences that limit the memory of an E-step.
+
+        The cuts depend only on shapes, so results do not depend on the number of threads.
+        """
         most = max(1, _CHUNK // max(self.num_states, 2 * (self.num_features or 1)))
         if batch.is_discrete or batch.num_steps <= most:
             yield batch
@@ -502,52 +496,25 @@ class HMM(BaumWelchTraining, DiscreteHMM):
 
 
 def _check_partners(transition: Transition, emission: Emission) -> None:
-    """Refuses an emission and transitions of which one requires another."""
+    """Raises a `ValueError` if the transition requires another emission, or the emission another transition."""
     names = {
         side: {family.__name__ for family in type(part).__mro__}
         for side, part in (("transition", transition), ("emission", emission))
     }
     if transition.partner is not None and transition.partner not in names["emission"]:
         raise ValueError(
-            f"{type(transition).__name__} transitions must be combined with a {transition.partner} emission, but the emission is a {type(emission).__name__}."
+            f"{type(transition).__name__} transitions must be combined with a {transition.partner} emission, "
+            f"but the emission is a {type(emission).__name__}."
         )
     if emission.partner is not None and emission.partner not in names["transition"]:
         raise ValueError(
-            f"A {type(emission).__name__} emission must be combined with {emission.partner} transitions, but the transitions are {type(transition).__name__}."
+            f"A {type(emission).__name__} emission must be combined with {emission.partner} transitions, "
+            f"but the transitions are {type(transition).__name__}."
         )
-
-
-def _columns(
-    columns: Sequence[Column | Mapping[str, Any]] | None,
-    num_symbols: int | None,
-    num_features: int | None,
-    names: Sequence[str] | None,
-) -> list[Column] | None:
-    """The observed columns, from whichever option gives them."""
-    check_counts(num_symbols=num_symbols, num_features=num_features)
-    if columns is not None:
-        return as_columns(columns)
-    if num_symbols is not None and num_features is not None:
-        raise ValueError(
-            "`num_symbols` is for sequences of symbols and `num_features` for real vectors, but both are given. "
-            "Give one of them, or `columns` for columns of both kinds."
-        )
-    if num_symbols is not None:
-        if names is not None and len(names) != num_symbols:
-            raise ValueError(f"`symbol_names` must name {num_symbols} symbols, but names {len(names)} instead.")
-        return symbol_column(num_symbols, names)
-    return None if num_features is None else feature_columns(num_features)
-
-
-def columns_of(parts: Sequence[Sequences]) -> list[Column]:
-    """The columns of data that come without a description: as many symbols as occur, or real columns."""
-    features = parts[0].num_features
-    if features is not None:
-        return feature_columns(features)
-    return symbol_column(1 + max(int(part.values.max()) for part in parts if part.num_steps))
 
 
 def _set_emission(emission: Any, values: Any) -> None:
+    """Sets the parameters of an emission; for a `Product`, those of each part."""
     if hasattr(emission, "parts"):
         if not isinstance(values, Sequence) or len(values) != len(emission.parts):
             raise ValueError(
@@ -559,15 +526,14 @@ def _set_emission(emission: Any, values: Any) -> None:
         if all(bool(part.is_set) for part in emission.parts):
             emission.is_set.fill_(True)
     elif isinstance(values, Mapping):
-        strange = (
-            next((name for name in values if name != "probs"), None) if isinstance(emission, Categorical) else None
-        )
-        if strange is not None:
-            raise ValueError(f"A Categorical emission has the parameter probs, but {strange!r} was given.")
+        unknown = next((name for name in values if name != "probs"), None)
+        if isinstance(emission, Categorical) and unknown is not None:
+            raise ValueError(f"A Categorical emission has the parameter probs, but {unknown!r} was given.")
         emission.set(**values)
     elif isinstance(emission, Categorical):
         emission.set(values)
     else:
         raise ValueError(
-            f"`emission` must be a dictionary of parameters by name for a {type(emission).__name__}, but is a {type(values).__name__}."
+            f"`emission` must be a dictionary of parameters by name for a {type(emission).__name__}, "
+            f"but is a {type(values).__name__}."
         )

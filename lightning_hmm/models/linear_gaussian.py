@@ -59,6 +59,14 @@ class LinearGaussianHMM(BaumWelchTraining, PredictionErrors):
 
     References:
         Shumway, Stoffer: An approach to time series smoothing and forecasting using the EM algorithm, 1982.
+
+    Example:
+        >>> from lightning_hmm import LinearGaussianHMM, fit
+        >>> values = [[0.9**t] for t in range(20)]
+        >>> model = LinearGaussianHMM(latent_dim=1, num_features=1, variance_prior=0.01)
+        >>> model = fit(model, [values], max_epochs=50)
+        >>> round(model.predict_next([values]).mean.item(), 1)
+        0.1
     """
 
     center: Tensor
@@ -335,7 +343,7 @@ class LinearGaussianHMM(BaumWelchTraining, PredictionErrors):
 
     # Validation, test, prediction
 
-    def _update(self, metric: LogLikelihoodPerSymbol, batch: Sequences) -> None:
+    def _update_likelihood(self, metric: LogLikelihoodPerSymbol, batch: Sequences) -> None:
         self._require_sequences(batch)
         scores = self.score(batch)
         metric.update(scores.sum() if batch.weights is None else scores @ batch.weights, batch.num_observed())

@@ -14,7 +14,7 @@ class PredictionErrors(SequenceModel):
     """Base class of models that log ``val/prediction_error`` and ``test/prediction_error`` if the data are vectors.
 
     Args:
-        kwargs: Forwarded to the next class in the order of inheritance, in the end to `SequenceModel`.
+        **kwargs: Forwarded to the next class in the order of inheritance, in the end to `SequenceModel`.
     """
 
     def __init__(self, **kwargs: Any) -> None:

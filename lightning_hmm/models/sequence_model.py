@@ -1,4 +1,4 @@
-"""What everything that the Trainer trains here shares: sizes of the data, evaluation, checkpoints. Models of other kinds than HMMs have it too."""
+"""Base class of all models, including those that are not HMMs: sizes of the data, evaluation and checkpoints."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def check_counts(least: int = 1, /, **counts: int | None) -> None:
 
 
 def check_seed(seed: int) -> None:
-    """Refuses what torch cannot start a random generator from."""
+    """Raises a `ValueError` for a value that is not a valid seed of a torch generator."""
     if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
         raise ValueError(f"`seed` must be a whole number of at most 64 bits, but is {seed!r} instead.")
 
 
 def as_names(option: str, names: Sequence[str]) -> list[str]:
-    """A list of names that a user gave; refuses a single string and what is no list."""
+    """Returns the names of an option as a list. Raises a `ValueError` for a single string and for other types."""
     if isinstance(names, str) or not isinstance(names, Sequence):
         example = repr([names]) if isinstance(names, str) else "['emission']"
         raise ValueError(f"`{option}` must be a list of names, such as {example}, but is {names!r} instead.")
@@ -57,19 +57,48 @@ def check_choices(literal: Any, /, **options: str) -> None:
 
 
 class SequenceModel(LightningModule, ABC):
-    """A model of sequences that can say how probable they are.
+    """Base class of models that assign a likelihood to sequences and are trained by the Lightning Trainer.
 
-    Subclasses call ``super().__init__`` with what is common, make their parameters, and implement the abstract members and
-    the training.
+    A subclass calls ``super().__init__``, creates its parameters, and implements the abstract methods and
+    ``training_step``. This class logs the likelihood of training, validation and test data, selects the best restart,
+    and validates checkpoints.
 
     Args:
-        num_symbols: different symbols, for symbol data; else ``None``.
-        num_features: entries of a vector, for real data; else ``None``.
-        restarts: number of random initializations trained in the same run. The one with the best validation likelihood at the end (training
-            likelihood if there is no validation set) is used for inference.
-        arithmetic: "float64" or "float32".
-        symbol_names: for data with a vocabulary.
-        unknown_symbol: the one of them that stands for all others.
+        num_symbols: Number of symbols, for sequences of symbols; else ``None``.
+        num_features: Number of columns, for sequences of real vectors; else ``None``.
+        restarts: Number of random initializations trained in the same run. The one with the best validation likelihood
+            at the end (training likelihood if there is no validation set) is used for inference.
+        arithmetic: Floating-point type of the computation, "float64" or "float32".
+        symbol_names: Names of the symbols, for data with a vocabulary.
+        unknown_symbol: The name in `symbol_names` that represents all symbols outside the vocabulary.
+
+    Example:
+        A model in which the symbols are independent of each other, trained by gradient descent.
+
+        >>> import torch
+        >>> from lightning_hmm import fit
+        >>> from lightning_hmm.models import SequenceModel
+        >>> class IndependentSymbols(SequenceModel):
+        ...     def __init__(self, num_symbols):
+        ...         super().__init__(num_symbols=num_symbols, num_features=None)
+        ...         self.logits = torch.nn.Parameter(torch.zeros(num_symbols))
+        ...
+        ...     def score(self, sequences):
+        ...         log_probs = self.logits.log_softmax(0)
+        ...         return torch.stack([log_probs[symbols].sum() for symbols in self.as_sequences(sequences)])
+        ...
+        ...     def _update_likelihood(self, metric, batch):
+        ...         metric.update(self.score(batch).sum().detach(), batch.num_observed())
+        ...
+        ...     def training_step(self, batch, batch_idx):
+        ...         self._update_likelihood(self.train_likelihood, batch)
+        ...         return -self.score(batch).mean()
+        ...
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.SGD(self.parameters(), lr=1.0)
+        >>> model = fit(IndependentSymbols(2), [[0, 1, 1, 1], [1, 1, 0, 1]], max_epochs=20)
+        >>> [round(value, 2) for value in model.logits.softmax(0).tolist()]
+        [0.25, 0.75]
     """
 
     def __init__(
@@ -88,53 +117,54 @@ class SequenceModel(LightningModule, ABC):
             raise ValueError(f"`arithmetic` must be float64 or float32, but is {arithmetic!r} instead.")
         if symbol_names is not None and len(symbol_names) != num_symbols:
             raise ValueError(f"`symbol_names` must name {num_symbols} symbols, but names {len(symbol_names)} instead.")
-        self.num_symbols, self.num_features, self.restarts, self.arithmetic = (
-            num_symbols,
-            num_features,
-            restarts,
-            arithmetic,
-        )
+        self.num_symbols, self.num_features = num_symbols, num_features
+        self.restarts, self.arithmetic = restarts, arithmetic
         self.vocabulary = None if symbol_names is None else Vocabulary(symbol_names, unknown_symbol)
-        self.chosen: Tensor
-        self.register_buffer("chosen", torch.zeros((), dtype=torch.int64))
-        self.train_likelihood, self.val_likelihood, self.test_likelihood = (
-            LogLikelihoodPerSymbol(restarts) for _ in range(3)
-        )
-        # (restarts,) per symbol, of the last finished epoch, under the parameters that its batches met.
+        self.best_restart: Tensor  # index of the restart that is used for inference
+        self.register_buffer("best_restart", torch.zeros((), dtype=torch.int64))
+        self.train_likelihood = LogLikelihoodPerSymbol(restarts)
+        self.val_likelihood = LogLikelihoodPerSymbol(restarts)
+        self.test_likelihood = LogLikelihoodPerSymbol(restarts)
+        # (restarts,) The training log-likelihood per symbol of the last finished epoch. Each batch contributes the
+        # value under the parameters at the time it was processed.
         self.epoch_log_likelihood: Tensor | None = None
 
     @abstractmethod
     def score(self, sequences: Any) -> Tensor:
-        """(N,) the natural log-likelihood of each sequence."""
+        """Returns the (N,) natural log-likelihoods of the sequences."""
 
     @abstractmethod
-    def _update(self, metric: LogLikelihoodPerSymbol, batch: Sequences) -> None:
-        """Adds the log-likelihoods of a batch, of each restart, to a metric."""
+    def _update_likelihood(self, metric: LogLikelihoodPerSymbol, batch: Sequences) -> None:
+        """Updates a metric with the log-likelihood of a batch under each restart."""
 
     @property
     def starts_from_data(self) -> bool:
-        """Whether `initialize` has something to do; only then is the training data gathered for it."""
+        """Whether parameters are still to be initialized from the training data, by `initialize`."""
         return False
 
     def initialize(self, sequences: Sequences) -> None:
-        """Sets what depends on the data before training; nothing by default."""
+        """Initializes the parameters that depend on the training data. Does nothing by default."""
 
     def take_sizes(self, parts: Sequence[Sequences]) -> None:
-        """Takes the numbers of symbols or features from the data, where a model has none yet; nothing by default."""
+        """Sets the number of symbols or features from the data if the model was created without. Nothing by default."""
 
     def check(self, sequences: Sequences) -> None:
-        """Raises an error that names sequence and position where the data do not suit the model."""
+        """Raises an error with the sequence and position if the data do not match the sizes of the model."""
         sequences.check(self.num_symbols, self.num_features)
 
     def as_sequences(self, data: Any, lengths: Any = None) -> Sequences:
-        """Converts what `Sequences.from_list` takes, or `Sequences.from_lengths` if `lengths` are given, to `Sequences` on the model's device.
+        """Converts data to `Sequences` on the device of the model.
 
-        Where the model has a vocabulary, the data may also hold the names of symbols.
+        Args:
+            data: `Sequences`, an argument of `Sequences.from_list`, or, if `lengths` is given, of
+                `Sequences.from_lengths`. If the model has a vocabulary, the data may contain names of symbols.
+            lengths: Lengths of the sequences, for data that are one array of all steps.
         """
         if isinstance(data, Sequences):
             if lengths is not None:
                 raise ValueError(
-                    "`lengths` must be given with one array of all steps, but the data are `Sequences`, which have lengths. Leave `lengths` out."
+                    "`lengths` must be given with one array of all steps, but the data are `Sequences`, which have "
+                    "lengths. Leave `lengths` out."
                 )
             return data if data.device == self.device else data.to(self.device)
         if lengths is not None:
@@ -148,7 +178,7 @@ class SequenceModel(LightningModule, ABC):
                 return Sequences.from_strings(data, self.vocabulary).to(self.device)
         return Sequences.from_list(data).to(self.device)
 
-    # Training: what does not depend on how
+    # Training, independent of the algorithm
 
     def setup(self, stage: str) -> None:
         guard_loggers(self.trainer.loggers)
@@ -159,22 +189,23 @@ class SequenceModel(LightningModule, ABC):
             self.initialize(data.train_sequences)
 
     def teardown(self, stage: str) -> None:
-        destroy_process_group_at_exit()  # Lightning calls this method after a run that succeeded only
+        destroy_process_group_at_exit()  # Lightning calls `teardown` only after a run without errors.
 
     @property
     def _validates(self) -> bool:
-        """Whether there are validation data; a loader of none at all counts as none."""
+        """Whether there are validation batches. An empty loader counts as no validation data."""
         return self.trainer.enable_validation and sum(self.trainer.num_val_batches) > 0
 
     def on_fit_start(self) -> None:
-        for metric in (self.train_likelihood, self.val_likelihood):  # an interrupted run may have left something
+        for metric in (self.train_likelihood, self.val_likelihood):  # An interrupted run leaves values behind.
             metric.reset()
 
     @staticmethod
     def _require_sequences(batch: Any) -> None:
         if not isinstance(batch, Sequences):
             raise TypeError(
-                f"A batch must be `Sequences`, but is a {type(batch).__name__} instead. Give the DataLoader `collate_fn=Sequences.collate`."
+                f"A batch must be `Sequences`, but is a {type(batch).__name__} instead. "
+                "Create the DataLoader with `collate_fn=Sequences.collate`."
             )
 
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
@@ -182,7 +213,7 @@ class SequenceModel(LightningModule, ABC):
         return total
 
     def gather_rows(self, rows: Tensor) -> Tensor:
-        """Concatenates the rows of all ranks, each of which may have another number of them, in the order of the ranks."""
+        """Concatenates the rows of all ranks in the order of the ranks. The numbers of rows may differ."""
         sizes = torch.zeros(self.trainer.world_size, dtype=torch.int64, device=rows.device)
         sizes[self.trainer.global_rank] = len(rows)
         sizes = self._sum_over_ranks(sizes)
@@ -192,64 +223,66 @@ class SequenceModel(LightningModule, ABC):
         return self._sum_over_ranks(gathered)
 
     def _set_gradients(self, gradients: Sequence[Tensor], divisor: float | Tensor) -> None:
-        """Sets the gradient of each parameter to the sum of `gradients` over ranks, computed in float64, divided by `divisor`."""
+        """Sets the gradients of the parameters to the sums of `gradients` over ranks, in float64, over `divisor`."""
         total = self._sum_over_ranks(torch.cat([gradient.flatten().double() for gradient in gradients])) / divisor
         set_gradients(self.parameters(), total.split([gradient.numel() for gradient in gradients]))
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.restarts > 1 and self.trainer.is_last_batch and not self._validates:
-            self.chosen.copy_(self.train_likelihood.compute().argmax())
+            self.best_restart.copy_(self.train_likelihood.compute().argmax())
 
     def on_train_epoch_end(self) -> None:
         if self.restarts > 1 and not self._validates and self._is_last_epoch:
             self._choose_on_training_data()
-        if self.train_likelihood.update_called:  # not where an epoch was resumed from its very end
+        if self.train_likelihood.update_called:  # It is not if the run was resumed from the end of an epoch.
             self.epoch_log_likelihood = self.train_likelihood.compute().reshape(-1)
-            self._log_likelihood("train", self.epoch_log_likelihood)
+            self._log_metrics("train", self.epoch_log_likelihood)
         self.train_likelihood.reset()
 
     @property
     def _is_last_epoch(self) -> bool:
-        """Whether training ends with this epoch; at the end of an epoch."""
+        """Whether training ends with the present epoch. It is valid at the end of an epoch."""
         trainer = self.trainer
         stops = (trainer.current_epoch + 1, trainer.max_epochs), (trainer.global_step, trainer.max_steps)
         return trainer.should_stop or any(limit is not None and 0 <= limit <= done for done, limit in stops)
 
     def _choose_on_training_data(self) -> None:
-        """Chooses the restart whose parameters at the end of training give the training data the highest likelihood; one more pass over them.
+        """Selects the restart whose final parameters have the highest likelihood, by another pass over training data.
 
-        Between epochs, the likelihood that the batches of the last epoch met decides: it costs nothing, but it is that of the parameters before the
-        last update.
+        After other epochs, restarts are compared by the likelihoods recorded during the epoch. Those need no extra
+        pass, but belong to the parameters before the last update.
         """
         likelihood = LogLikelihoodPerSymbol(self.restarts).to(self.device)
         batches: Any = self.trainer.train_dataloader
-        limit = self.trainer.num_training_batches  # infinite where a loader has no length
+        limit = self.trainer.num_training_batches  # It is infinite if the loader has no length.
         for batch in islice(batches, int(limit) if math.isfinite(limit) else None):
-            self._update(likelihood, batch.to(self.device))
-        self.chosen.copy_(likelihood.compute().argmax())
+            self._update_likelihood(likelihood, batch.to(self.device))
+        self.best_restart.copy_(likelihood.compute().argmax())
 
     # Validation and test
 
     def validation_step(self, batch: Sequences, batch_idx: int) -> None:
-        self._update(self.val_likelihood, batch)
+        self._update_likelihood(self.val_likelihood, batch)
 
     def on_validation_epoch_end(self) -> None:
         values = self.val_likelihood.compute().reshape(-1)
         if self.trainer.state.fn == "fit" and not self.trainer.sanity_checking:
-            # Where validation rules all of them out, training chooses.
-            self.chosen.copy_((values if bool(values.isfinite().any()) else self.train_likelihood.compute()).argmax())
-        self._log_likelihood("val", values)
+            # If the validation data are impossible under all restarts, the training likelihood is used.
+            any_possible = bool(values.isfinite().any())
+            self.best_restart.copy_((values if any_possible else self.train_likelihood.compute()).argmax())
+        self._log_metrics("val", values)
         self.val_likelihood.reset()
 
     def test_step(self, batch: Sequences, batch_idx: int) -> None:
-        self._update(self.test_likelihood, batch)
+        self._update_likelihood(self.test_likelihood, batch)
 
     def on_test_epoch_end(self) -> None:
-        self._log_likelihood("test", self.test_likelihood.compute().reshape(-1))
+        self._log_metrics("test", self.test_likelihood.compute().reshape(-1))
         self.test_likelihood.reset()
 
-    def _log_likelihood(self, part: str, values: Tensor) -> None:
-        value = values[int(self.chosen)]
+    def _log_metrics(self, part: str, values: Tensor) -> None:
+        """Logs the log-likelihood per symbol of the best restart, in nats and in bits, for "train", "val" or "test"."""
+        value = values[int(self.best_restart)]
         self.log(f"{part}/log_likelihood", value, prog_bar=part == "train")
         self.log(f"{part}/bits_per_symbol", -value / math.log(2), prog_bar=part == "val")
 
@@ -257,7 +290,8 @@ class SequenceModel(LightningModule, ABC):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["lightning_hmm"] = {"model": type(self).__name__}
-        # The command line offers what it knows of the data to every family; what this one does not take must not be in its way.
+        # The command line sets all options that follow from the data. Those that the class has no argument for are
+        # removed.
         known = inspect.signature(type(self).__init__).parameters
         given = checkpoint.get("hyper_parameters", {})
         checkpoint["hyper_parameters"] = {
@@ -268,30 +302,33 @@ class SequenceModel(LightningModule, ABC):
         made_by = checkpoint.get("lightning_hmm", {}).get("model")
         if made_by is not None and made_by != type(self).__name__:
             raise ValueError(
-                f"The checkpoint must hold a {type(self).__name__}, but holds a {made_by} instead. `lightning_hmm.load` makes the right one."
+                f"The checkpoint must hold a {type(self).__name__}, but holds a {made_by} instead. "
+                "`lightning_hmm.load` selects the class from the checkpoint."
             )
         options = checkpoint.get("hyper_parameters", {})
         names = options.get("symbol_names")
         if "symbol_names" in options and names is None and self.vocabulary is not None:
             raise ValueError(
-                f"The data must have numbers as symbols, as the checkpoint's training data, but have the names {_some(self.vocabulary.names)} instead."
+                "The data must have numbers as symbols, as the checkpoint's training data, "
+                f"but have the names {_some(self.vocabulary.names)} instead."
             )
         if names is not None and self.vocabulary is not None and list(names) != self.vocabulary.names:
             raise ValueError(
-                f"The data must have the symbols that the checkpoint was trained on, {_some(names)}, but have {_some(self.vocabulary.names)} instead. "
-                "Give the data that vocabulary."
+                f"The data must have the symbols that the checkpoint was trained on, {_some(names)}, "
+                f"but have {_some(self.vocabulary.names)} instead. Encode the data with that vocabulary."
             )
         for name, value in self.state_dict().items():
             saved = checkpoint.get("state_dict", {}).get(name, value)
             if saved.shape != value.shape:
                 raise ValueError(
-                    f"The checkpoint's `{name}` is {tuple(saved.shape)}, but the model's is {tuple(value.shape)}: it was trained with other sizes or data."
+                    f"The checkpoint's `{name}` has shape {tuple(saved.shape)}, but the model's has shape "
+                    f"{tuple(value.shape)}. The checkpoint was trained with other options or data."
                 )
         progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress")
         fitting = self._trainer is not None and self._trainer.state.fn == "fit"
         if fitting and progress and progress["current"]["ready"] and not progress["is_last_batch"]:
             raise ValueError(
-                "The checkpoint was saved in the middle of an epoch: what its batches gathered is not whole. "
+                "The checkpoint was saved in the middle of an epoch and lacks the statistics of the batches before it. "
                 "Resume from one saved at the end of an epoch, such as last.ckpt."
             )
 

@@ -1,4 +1,4 @@
-"""The hidden Markov model of Rabiner (1989)."""
+"""The standard hidden Markov model, as described by Rabiner (1989)."""
 
 from __future__ import annotations
 
@@ -11,30 +11,47 @@ from lightning_hmm.models.hmm import HMM
 
 
 class StandardHMM(HMM):
-    r"""K states and a full transition matrix, trained by Baum-Welch.
+    r"""A hidden Markov model with K states and a full transition matrix, trained by Baum-Welch.
 
-    .. math:: z_1 \sim \pi, \quad z_t \mid z_{t-1} = i \sim A_i, \quad y_t \mid z_t = k \sim B_k \text{ or } N(\mu_k, \operatorname{diag} v_k)
+    .. math:: z_1 \sim \pi, \quad z_t \mid z_{t-1} = i \sim A_i, \quad
+        y_t \mid z_t = k \sim B_k \text{ or } N(\mu_k, \operatorname{diag} v_k)
 
-    An EM iteration costs O(steps K^2) time and O(32 x longest sequence x K) memory in addition to the data.
+    Use it for up to a few hundred states. `DMCHMM` is faster for more, and `ClonedHMM` is better suited to symbol
+    sequences with long-range dependencies. An EM iteration takes O(steps K^2) time and, in addition to the data,
+    O(32 x longest sequence x K) memory.
 
     Args:
-        num_states: K.
-        num_symbols: V, for categorical emissions.
-        emission: "categorical" for symbols, "gaussian" for real vectors with diagonal covariances, or any emission.
-        num_features: D, for real vectors.
-        seed: of the starting values.
-        restarts: number of random initializations trained in the same run. The one with the best validation likelihood at the end (training
-            likelihood if there is no validation set) is used for inference.
-        initialization: of emissions that start from data: the clusters that k-means finds, or the points nearest to random ones.
-        discount: lambda of online EM, with an update after each batch; without it batch EM, an update after each epoch.
-        sequences_per_update: online EM with several updates inside each batch.
-        initial_pseudocount, transition_pseudocount, emission_pseudocount: of Dirichlet priors, in counts of the whole data.
-        variance_prior: keeps Gaussian variances off zero: scatter added to each state, in units of the data's variance.
-        iterations_per_epoch: EM iterations in each epoch of the Trainer; for small data, all in one batch.
-        frozen: any of "initial", "transition", "emission"; they keep their values.
-        arithmetic: "float32" is faster, "float64" exact to 15 digits.
-        symbol_names: for data with a vocabulary.
-        unknown_symbol: the one of them that stands for all others.
+        num_states: Number of states K.
+        num_symbols: Number of symbols V, for categorical emissions.
+        emission: "categorical" for symbols, "gaussian" for real vectors with diagonal covariances, or any `Emission`.
+        num_features: Number of columns D, for real vectors.
+        seed: Seed for the initial parameters.
+        restarts: Number of random initializations trained in the same run. The one with the best validation likelihood
+            at the end (training likelihood if there is no validation set) is used for inference.
+        initialization: Initialization of emissions that depend on the data: from the clusters of k-means ("kmeans"), or
+            from the points nearest to random points ("random").
+        discount: Discount factor (lambda) of online EM, which updates the parameters after every batch. If not given,
+            batch EM updates them after every epoch.
+        sequences_per_update: Number of sequences per update of online EM, for several updates inside each batch.
+        initial_pseudocount, transition_pseudocount, emission_pseudocount: Pseudocounts of Dirichlet priors, added to
+            each count of the whole training set.
+        variance_prior: Scatter added to each state of a Gaussian emission, in units of the variance of the data. A
+            positive value keeps the variances above zero.
+        iterations_per_epoch: Number of batch-EM iterations in each epoch of the Trainer, for small data in one batch.
+        frozen: Parts whose parameters are not updated: any of "initial", "transition" and "emission".
+        arithmetic: Floating-point type of the messages. "float32" is faster; "float64" has 15 digits.
+        symbol_names: Names of the symbols, for data with a vocabulary.
+        unknown_symbol: The name in `symbol_names` that represents all symbols outside the vocabulary.
+
+    Example:
+        >>> from lightning_hmm import StandardHMM, fit
+        >>> sequences = [[0, 0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1]]
+        >>> model = fit(StandardHMM(num_states=2, num_symbols=2, seed=1), sequences, max_epochs=50)
+        >>> states = model.decode([[0, 0, 1, 1, 1]])[0]
+        >>> states.eq(states[0]).int().tolist()
+        [1, 1, 0, 0, 0]
+        >>> [round(value, 2) for value in model.predict_next([[0, 0, 1]])[0].tolist()]
+        [0.0, 1.0]
     """
 
     def __init__(
@@ -90,7 +107,7 @@ class StandardHMM(HMM):
 def standard_emission(
     given: Any, num_symbols: int | None, num_features: int | None, pseudocount: float, variance_prior: float
 ) -> Emission:
-    """The emission that an option names; it must suit the sizes of the data."""
+    """Creates the emission of an option. Raises a `ValueError` if it does not match the sizes of the data."""
     if given == "categorical":
         part: Emission = Categorical(pseudocount)
     elif given == "gaussian":
@@ -100,9 +117,9 @@ def standard_emission(
     else:
         part = make_part(given, Emission, "emission")
     if isinstance(part, Categorical) and num_symbols is None:
-        hint = " The data are vectors: set `emission` to gaussian." if num_features is not None else ""
+        hint = " For real vectors set `emission` to gaussian." if num_features is not None else ""
         raise ValueError(f"`num_symbols` must be given for categorical emissions.{hint}")
     if not isinstance(part, Categorical) and num_features is None:
-        hint = " The data are symbols: set `emission` to categorical." if num_symbols is not None else ""
+        hint = " For symbols set `emission` to categorical." if num_symbols is not None else ""
         raise ValueError(f"`num_features` must be given for {type(part).__name__} emissions.{hint}")
     return part

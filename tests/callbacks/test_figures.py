@@ -346,7 +346,7 @@ def test_all_restarts_are_in_the_curve_and_the_chosen_one_is_thick(rng, tmp_path
     fit(model, random_symbols(rng), max_epochs=3, tolerance=0, logger=logger(tmp_path), callbacks=[callback, Watch()])
     assert [callback.train[3]] == seen
     *thin, thick = drawn[-1]["convergence"].axes[0].lines
-    assert thick.get_ydata().tolist() == [callback.train[epoch][int(model.chosen)] for epoch in (1, 2, 3)]
+    assert thick.get_ydata().tolist() == [callback.train[epoch][int(model.best_restart)] for epoch in (1, 2, 3)]
     assert len(thin) == 3
 
 
@@ -455,7 +455,7 @@ def test_composition_shows_the_start_and_now(rng, tmp_path, drawn):
     start = [DenseHMM(3, 5, embedding_dim=2, restarts=2).transition.matrix(restart) for restart in range(2)]
     fit(model, random_symbols(rng), max_epochs=1, tolerance=0, logger=logger(tmp_path), callbacks=[Figures()])
     before, after = (drawn[-1]["composition"].axes[panel].images[0].get_array() for panel in (1, 5))
-    np.testing.assert_allclose(before, start[int(model.chosen)])
+    np.testing.assert_allclose(before, start[int(model.best_restart)])
     np.testing.assert_allclose(after, model.transition_probs)
 
 

@@ -227,7 +227,7 @@ def test_a_model_without_clones_says_so(rng):
 def test_an_unseen_pair_has_probability_zero_and_a_reason():
     model = ClonedHMM(num_states=4, num_symbols=2, symbol_names=["a", "b"])
     fit(model, ["abababab"], 3)
-    with pytest.warns(UserWarning, match=r"step 2 .*Symbol 'b' never followed 'b' in training.*pseudocount"):
+    with pytest.warns(UserWarning, match=r"step 2 .*Symbol 'b' does not follow 'b' in the training data.*pseudocount"):
         assert model.score(["abba"]).tolist() == [-np.inf]
     smoothed = fit(
         ClonedHMM(num_states=4, num_symbols=2, symbol_names=["a", "b"], pairs="all", transition_pseudocount=0.01),
@@ -240,6 +240,12 @@ def test_an_unseen_pair_has_probability_zero_and_a_reason():
 
 
 # Questions
+
+
+def test_lists_of_symbols_are_symbols():
+    text = [[1, 0, 3, 2, 0, 4] * 3, [], [2, 0]]
+    model = fit(ClonedHMM(**OPTIONS), text, 2, 0)
+    torch.testing.assert_close(model.score(text), model.score(Sequences.from_list(text)), rtol=0, atol=0)
 
 
 def test_uncertain_evidence_is_a_mixture_of_strings(rng):
@@ -292,7 +298,7 @@ def test_degrees_of_freedom_leave_out_structural_zeros_and_frozen_parts(tmp_path
         stored[1, int(stored[1].argmin())] = 0
     two.transition.set_layout(two.layout, stored)
     for restart in range(2):
-        two.chosen.fill_(restart)
+        two.best_restart.fill_(restart)
         assert two.num_free_parameters == int((stored[restart] > 0).sum()) - 3
 
 

@@ -116,6 +116,6 @@ def test_a_model_that_rules_out_its_data_is_refused(texts):
     elsewhere = Sequences.from_list([[0, 1, 2, 3] * 10])
     with pytest.raises(
         ValueError,
-        match=r"`models` must leave their training data possible, but one does not: Sequence 0 .* prune it less",
+        match=r"must be possible under all `models`, but are not under one: Sequence 0 .* prune it less",
     ):
         BackOff([fit(ClonedHMM(num_states=4, num_symbols=4), elsewhere, 2, 0.0)], texts, 4)

@@ -205,10 +205,10 @@ def test_the_restart_that_fits_best_under_the_returned_parameters_is_chosen(rng,
         model = fit(
             small(objective=objective, restarts=6, seed=seed, steps_per_epoch=1, learning_rate=1.0), sequences, 1, 0
         )
-        chosen, fits = int(model.chosen), []
+        chosen, fits = int(model.best_restart), []
         target = pair_counts(sequences, 5) / pair_counts(sequences, 5).sum()
         for restart in range(6):
-            model.chosen.fill_(restart)
+            model.best_restart.fill_(restart)
             fits.append(
                 -float((model.cooccurrences - target).square().sum())
                 if objective == "cooccurrence"

@@ -265,11 +265,11 @@ def test_odd_columns(rng):
     [
         (
             {"num_states": 4, "num_kept": 4},
-            "`num_kept` must be a whole number from 0 to 3, one less than there are states, but is 4",
+            "`num_kept` must be a whole number from 0 to 3, the number of states minus 1, but is 4",
         ),
         (
             {"num_states": 4, "num_kept": -1},
-            "`num_kept` must be a whole number from 0 to 3, one less than there are states, but is -1",
+            "`num_kept` must be a whole number from 0 to 3, the number of states minus 1, but is -1",
         ),
         ({"num_states": 1, "num_kept": 0}, "`num_states` must be a whole number of at least 2, but is 1"),
         ({"num_states": 4, "num_kept": 1, "criterion": "best"}, "`criterion` must be window or largest, but is 'best'"),

@@ -148,7 +148,7 @@ def test_criteria_count_degrees_of_freedom(clinic, gaussian, rng):
         transition=[[[0.5, 0.5], [0.5, 0.5]], [[0.5, 0.5], [0.0, 1.0]]]
     )
     assert two.num_free_parameters == 1 + 2 + 2
-    two.chosen.fill_(1)
+    two.best_restart.fill_(1)
     assert two.num_free_parameters == 1 + 1 + 2
 
 
@@ -156,9 +156,9 @@ def means_of_restarts(model: StandardHMM) -> torch.Tensor:
     """(restarts, K, D). The emission gives those of the chosen restart."""
     means = []
     for restart in range(model.restarts):
-        model.chosen.fill_(restart)
+        model.best_restart.fill_(restart)
         means.append(model.emission.mean)
-    model.chosen.fill_(0)
+    model.best_restart.fill_(0)
     return torch.stack(means)
 
 
@@ -235,7 +235,7 @@ def test_impossible_evidence_is_minus_infinity_and_named():
         ),
         (
             {"num_states": 2, "num_symbols": 3, "sequences_per_update": 4},
-            "`sequences_per_update` is for online EM: give `discount`",
+            "`sequences_per_update` requires online EM. Set `discount`",
         ),
         ({"num_states": 2, "num_symbols": 3, "symbol_names": ["a"]}, "`symbol_names` must name 3 symbols, but names 1"),
         ({"num_states": 2, "num_symbols": 3, "arithmetic": "float16"}, "`arithmetic` must be float64 or float32"),

@@ -1,4 +1,4 @@
-"""What the papers compare with."""
+"""Baselines that are not hidden Markov models: n-grams, recurrent networks and persistence."""
 
 from lightning_hmm.models.baselines.kneser_ney import KneserNey
 from lightning_hmm.models.baselines.recurrent import RecurrentNet, persistence

@@ -1,10 +1,11 @@
 r"""Interpolated Kneser-Ney n-grams.
 
-.. math:: p_m(x \mid c) = \frac{\max(N(cx) - D_m, 0)}{N(c\,\cdot)} + \frac{D_m N_{1+}(c\,\cdot)}{N(c\,\cdot)} p_{m-1}(x \mid c')
+.. math:: p_m(x \mid c) = \frac{\max(N(cx) - D_m, 0)}{N(c\,\cdot)}
+    + \frac{D_m N_{1+}(c\,\cdot)}{N(c\,\cdot)} p_{m-1}(x \mid c')
 
-for contexts c of m - 1 symbols, with c' the context without its first symbol, N the count of an n-gram in the highest order and
-the number of different symbols before it in lower ones, and :math:`p_0` uniform. A context that never occurred leaves
-the lower order as it is.
+for contexts c of m - 1 symbols, where c' is the context without its first symbol and :math:`p_0` is uniform. N is the
+count of an n-gram in the highest order, and the number of different symbols before it in lower orders. For a context
+that does not occur in the training data, :math:`p_m = p_{m-1}`.
 
 References:
     Kneser and Ney: Improved backing-off for m-gram language modeling, 1995.
@@ -24,7 +25,7 @@ from lightning_hmm.sequences import Sequences
 
 
 class _Order(NamedTuple):
-    """The n-grams of one length: `keys` (sorted) = number of the context x V + symbol, and what the formula needs of them."""
+    """The n-grams of one length. The sorted `keys` are number of the context x V + symbol."""
 
     keys: np.ndarray
     counts: np.ndarray
@@ -34,11 +35,20 @@ class _Order(NamedTuple):
 
 
 class KneserNey:
-    """N-grams up to an order, in O(order x symbols log symbols) time.
+    """An n-gram language model with interpolated Kneser-Ney smoothing.
+
+    Use it as a baseline for models of symbol sequences. It is fitted by counting, in O(order x symbols log symbols)
+    time, and does not use a Trainer.
 
     Args:
-        num_symbols: V.
-        order: the longest n-gram.
+        num_symbols: Number of symbols V.
+        order: Length of the longest n-gram.
+
+    Example:
+        >>> from lightning_hmm.models import KneserNey
+        >>> model = KneserNey(num_symbols=3, order=2).fit([[0, 1, 0, 2, 0, 1, 0, 1]])
+        >>> model.predict_next([[0]]).round(2)
+        array([[0.15, 0.68, 0.18]])
     """
 
     def __init__(self, num_symbols: int, order: int = 6) -> None:
@@ -50,9 +60,10 @@ class KneserNey:
         self._orders: list[_Order] = []
 
     def fit(self, sequences: Any) -> KneserNey:
-        """Counts the n-grams of the sequences; none crosses from one to the next.
+        """Counts the n-grams of the sequences. No n-gram extends over the end of a sequence.
 
-        A weight w counts a sequence w times. Weights must be whole numbers: the discounts are those of whole counts.
+        A sequence of weight w counts w times. Weights must be whole numbers, because the discounts are defined for
+        whole counts.
         """
         sequences = (sequences if isinstance(sequences, Sequences) else Sequences.from_list(sequences)).counted()
         weights = np.ones(len(sequences)) if sequences.weights is None else sequences.weights.cpu().numpy()
@@ -66,9 +77,8 @@ class KneserNey:
         if not symbols.shape[0]:
             raise ValueError("`sequences` must hold at least one symbol, but hold none.")
         found = []
-        numbers = np.zeros(
-            symbols.shape[0], np.int64
-        )  # of the n-gram that ends at each position; -1 where a sequence is too short for it
+        # The number of the n-gram that ends at each position, or -1 if it would start before the sequence.
+        numbers = np.zeros(symbols.shape[0], np.int64)
         for length in range(1, self.order + 1):
             context = np.append(-1, numbers[:-1]) if length > 1 else numbers
             valid = np.flatnonzero((position >= length - 1) & (context >= 0))
@@ -80,14 +90,13 @@ class KneserNey:
             numbers = np.full(symbols.shape[0], -1)
             numbers[valid] = inverse
             begins = np.zeros(keys.shape[0], np.int64)
-            begins[numbers[valid[position[valid] == length - 1]]] = (
-                1  # what begins a sequence has nothing before it, which is one thing more
-            )
+            # The start of a sequence counts as one more symbol before an n-gram.
+            begins[numbers[valid[position[valid] == length - 1]]] = 1
             found.append((keys, counts, suffix, begins))
         self._orders = []
         num_contexts = 1
         for n, (keys, counts, _, begins) in enumerate(found):
-            if not keys.shape[0]:  # no sequence is as long as this, so lower orders stay as they are
+            if not keys.shape[0]:  # No sequence is as long as this.
                 break
             if n + 1 < len(found):
                 counts = np.bincount(found[n + 1][2], minlength=keys.shape[0]) + begins  # different symbols before it
@@ -100,7 +109,7 @@ class KneserNey:
         return self
 
     def _arrays(self, sequences: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Symbols, and the position of each in its sequence."""
+        """Returns the symbols and the position of each in its sequence."""
         sequences = sequences if isinstance(sequences, Sequences) else Sequences.from_list(sequences)
         sequences.check(self.num_symbols, None)
         symbols = sequences.values.cpu().numpy()
@@ -113,7 +122,7 @@ class KneserNey:
         return symbols, np.arange(symbols.shape[0]) - np.repeat(offsets[:-1], np.diff(offsets))
 
     def step_probs(self, sequences: Any) -> np.ndarray:
-        """(steps,) p(x_t | what is before it in its sequence)."""
+        """Returns (steps,) p(x_t | x_1:t-1)."""
         if not self._orders:
             raise RuntimeError("The n-grams are not counted yet. Call `fit` first.")
         symbols, position = self._arrays(sequences)
@@ -136,7 +145,7 @@ class KneserNey:
         return probs
 
     def predict_next(self, sequences: Any) -> np.ndarray:
-        """(N, V) the distribution of the symbol after each sequence, as if that began where the sequence does."""
+        """Returns the (N, V) distributions of the symbols after the ends of the sequences."""
         if not self._orders:
             raise RuntimeError("The n-grams are not counted yet. Call `fit` first.")
         sequences = sequences if isinstance(sequences, Sequences) else Sequences.from_list(sequences)
@@ -147,7 +156,7 @@ class KneserNey:
             context = np.where(lengths >= length - 1, 0, -1)
             for back in range(
                 length - 1, 0, -1
-            ):  # the number of the last length - 1 symbols, from the first of them on
+            ):  # Finds the number of the last length - 1 symbols, from left to right.
                 here = np.flatnonzero(context >= 0)
                 keys = context[here] * self.num_symbols + symbols[ends[here] - back]
                 context[here] = _found(self._orders[length - 1 - back].keys, keys)
@@ -163,23 +172,20 @@ class KneserNey:
         return probs
 
     def score(self, sequences: Any) -> Tensor:
-        """(N,) the natural log-likelihood of each sequence, its first symbol included."""
+        """Returns the (N,) natural log-likelihoods of the sequences, including their first symbols."""
         sequences = sequences if isinstance(sequences, Sequences) else Sequences.from_list(sequences)
         sums = np.append(0.0, np.cumsum(np.log(self.step_probs(sequences))))
         offsets = sequences.offsets.numpy()
         return torch.from_numpy(sums[offsets[1:]] - sums[offsets[:-1]])
 
     def bits_per_symbol(self, sequences: Any) -> float:
-        """-log2 p over all sequences, each with its weight, per symbol."""
+        """Returns the weighted negative log-likelihood of all sequences per symbol, in base 2."""
         sequences = sequences if isinstance(sequences, Sequences) else Sequences.from_list(sequences)
-        return (
-            -float(sequences.weighted(self.score(sequences)).sum())
-            / max(float(sequences.num_observed()), 1.0)
-            / math.log(2)
-        )
+        total = float(sequences.weighted(self.score(sequences)).sum())
+        return -total / max(float(sequences.num_observed()), 1.0) / math.log(2)
 
 
 def _found(known: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Where the keys are among the sorted known ones; -1 where they are not."""
+    """Returns the positions of the keys in the sorted array `known`, or -1 for keys that it does not contain."""
     place = np.minimum(np.searchsorted(known, keys), len(known) - 1)
     return np.where(known[place] == keys, place, -1)

@@ -1,4 +1,4 @@
-"""Recurrent networks that predict the next symbol or vector, and the prediction that nothing changes."""
+"""Recurrent networks that predict the next symbol or vector, and the persistence baseline."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_hmm.sequences import MISSING, Sequences
 
 Cell = Literal["rnn", "lstm", "gru"]
 _CELLS = {"rnn": nn.RNN, "lstm": nn.LSTM, "gru": nn.GRU}
-_AT_ONCE = 200_000  # steps of all sequences together that are scored at a time
+_AT_ONCE = 200_000  # number of steps of all sequences that are scored at a time
 
 
 class RecurrentNet(PredictionErrors):
@@ -29,37 +29,47 @@ class RecurrentNet(PredictionErrors):
     .. math:: h_t = \text{cell}(y_{t-1}, h_{t-1}), \quad y_t \mid y_{1:t-1} \sim \text{softmax}(\text{head}(h_t))
         \text{ or } N(\text{head}(h_t) + r\, \bar y_{t-1}, \operatorname{diag} v)
 
-    with :math:`\bar y` the vector last seen and r = 1 for residual prediction. What is not known, before the first step or where
-    something is missing, is an input of its own, so the first observation is scored like any other and nothing need be filled in. Vectors
-    are in units of the training data. Variances are constant, so that maximum likelihood is least squares; those of the first
-    observation are apart.
+    where :math:`\bar y` is the vector last observed, and r = 1 for residual prediction. Use it as a baseline for models
+    of symbols or real vectors. A separate input marks missing observations and the start of a sequence, so the first
+    observation is scored like any other. Vectors are standardized with the mean and variance of the training data.
+    Variances are constant, so maximum likelihood is least squares; the first observation of each feature has a variance
+    of its own.
 
-    Training is by Adam. The gradient goes back `bptt_steps` steps; the state is carried on from there to the end of the sequence. For
-    text, a sequence is a stretch of contiguous text and a batch so many of them read side by side, with an update after every
-    `bptt_steps` symbols of each. Early stopping is the Trainer's business; the command line keeps the best epoch on validation data.
+    The network is trained by Adam. Gradients are truncated after `bptt_steps` steps, and the state is carried on to the
+    end of the sequence. For text, split it into contiguous sequences; a batch is then read in parallel, with an update
+    after every `bptt_steps` symbols of each. Early stopping is left to the Trainer.
 
     Args:
-        hidden_size: entries of the state; the dimension of the latent space.
-        num_symbols: V, for symbols.
-        num_features: D, for vectors.
-        cell: "rnn", "lstm" or "gru".
-        num_layers: of recurrent cells, one upon the other.
-        head_layers: of the network from the state to the prediction; 1 for symbols and 3 for vectors if not given.
-        head_width: units of its hidden layers.
-        residual: predict the difference to the vector last seen.
-        dropout: share of units left out between layers in training.
-        learning_rate: of the first epoch.
-        learning_rate_decay: factor of each epoch.
-        bptt_steps: steps that a gradient goes back; whole sequences if None.
-        gradient_clip: largest norm of a gradient.
-        seed: of starting values and dropout.
-        arithmetic: "float32" or "float64".
-        symbol_names: for data with a vocabulary.
-        unknown_symbol: the one of them that stands for all others.
+        hidden_size: Number of entries of the state.
+        num_symbols: Number of symbols V, for sequences of symbols.
+        num_features: Number of columns D, for sequences of real vectors.
+        cell: Type of the recurrent cell: "rnn", "lstm" or "gru".
+        num_layers: Number of stacked recurrent layers.
+        head_layers: Number of layers of the network from the state to the prediction. By default 1 for symbols and 3
+            for vectors.
+        head_width: Number of units of its hidden layers.
+        residual: Whether the network predicts the difference to the vector last observed.
+        dropout: Dropout probability between layers.
+        learning_rate: Learning rate of the first epoch.
+        learning_rate_decay: Factor by which the learning rate is multiplied after each epoch.
+        bptt_steps: Number of steps after which gradients are truncated; whole sequences if ``None``.
+        gradient_clip: Largest norm of a gradient.
+        seed: Seed for the initial parameters and dropout.
+        arithmetic: Floating-point type of the network, "float32" or "float64".
+        symbol_names: Names of the symbols, for data with a vocabulary.
+        unknown_symbol: The name in `symbol_names` that represents all symbols outside the vocabulary.
 
     References:
-        Karpathy: The unreasonable effectiveness of recurrent neural networks (char-rnn), 2015: for text, two layers of LSTM.
-        Zaremba, Sutskever, Vinyals: Recurrent neural network regularization, 2014: where dropout goes.
+        Karpathy: The unreasonable effectiveness of recurrent neural networks (char-rnn), 2015.
+        Zaremba, Sutskever, Vinyals: Recurrent neural network regularization, 2014 (placement of dropout).
+
+    Example:
+        >>> from lightning_hmm import fit
+        >>> from lightning_hmm.models import RecurrentNet
+        >>> model = RecurrentNet(hidden_size=8, num_symbols=3, learning_rate=0.05)
+        >>> model = fit(model, [[0, 1, 2] * 6], max_epochs=40)
+        >>> model.predict_next([[0, 1]])[0].argmax().item()
+        2
     """
 
     center: Tensor
@@ -88,7 +98,8 @@ class RecurrentNet(PredictionErrors):
     ) -> None:
         if (num_symbols is None) == (num_features is None):
             raise ValueError(
-                f"One of `num_symbols` and `num_features` must be given, but they are {num_symbols} and {num_features} instead."
+                f"One of `num_symbols` and `num_features` must be given, but they are {num_symbols} and "
+                f"{num_features} instead."
             )
         check_counts(
             hidden_size=hidden_size,
@@ -100,7 +111,7 @@ class RecurrentNet(PredictionErrors):
         if cell not in get_args(Cell):
             raise ValueError(f"`cell` must be one of {', '.join(get_args(Cell))}, but is {cell!r} instead.")
         if residual and num_symbols is not None:
-            raise ValueError("`residual` is for vectors: symbols have no differences.")
+            raise ValueError("`residual` is for vectors, because symbols have no differences.")
         if not 0 <= dropout < 1:
             raise ValueError(f"`dropout` must be at least 0 and below 1, but is {dropout} instead.")
         for name, value in {
@@ -118,22 +129,18 @@ class RecurrentNet(PredictionErrors):
             unknown_symbol=unknown_symbol,
         )
         self.save_hyperparameters()
-        self.automatic_optimization = False  # several updates in a batch
+        self.automatic_optimization = False  # A batch has several updates.
         self.residual, self.bptt_steps, self.seed = residual, bptt_steps, seed
-        self.learning_rate, self.learning_rate_decay, self.gradient_clip = (
-            learning_rate,
-            learning_rate_decay,
-            gradient_clip,
-        )
+        self.learning_rate, self.learning_rate_decay = learning_rate, learning_rate_decay
+        self.gradient_clip = gradient_clip
         width = num_symbols or num_features or 0
         hidden = [head_width] * ((head_layers or (1 if num_symbols else 3)) - 1)
         sizes = [hidden_size, *hidden, width]
         dtype = getattr(torch, arithmetic)
-        with torch.random.fork_rng(devices=[]):  # torch's modules draw from the global state
+        with torch.random.fork_rng(devices=[]):  # Modules of torch use the global generator.
             torch.manual_seed(_seed(seed, "start"))
-            self.embedding = (
-                nn.Embedding(num_symbols + 1, hidden_size, dtype=dtype) if num_symbols else None
-            )  # the last is for what is missing
+            # The last embedding is that of a missing symbol.
+            self.embedding = nn.Embedding(num_symbols + 1, hidden_size, dtype=dtype) if num_symbols else None
             inputs = hidden_size if num_symbols else 2 * width
             self.cell = _CELLS[cell](
                 inputs,
@@ -151,9 +158,8 @@ class RecurrentNet(PredictionErrors):
             self.head = nn.Sequential(*layers[:-1])
         self.dropout = nn.Dropout(dropout)
         if num_features:
-            self.log_variance = nn.Parameter(
-                torch.zeros(2, num_features, dtype=dtype)
-            )  # of a feature's first observation, and of the others
+            # Rows: the first observation of each feature, and all others.
+            self.log_variance = nn.Parameter(torch.zeros(2, num_features, dtype=dtype))
         self.register_buffer("center", torch.zeros(num_features or 0, dtype=torch.float64))
         self.register_buffer("data_variance", torch.ones(num_features or 0, dtype=torch.float64))
         self.register_buffer("located", torch.tensor(num_features is None))
@@ -161,21 +167,25 @@ class RecurrentNet(PredictionErrors):
     # The network
 
     def _inputs(self, sequences: Sequences) -> Tensor:
-        """(N, longest) symbols or (N, longest, 2 D) vectors last seen and where something was seen, all one step late."""
+        """Returns the inputs, delayed by one step.
+
+        They are (N, longest) symbols, or (N, longest, 2 D) the vectors last observed and whether they were observed at
+        the step just before.
+        """
         if self.num_symbols is not None:
-            padded = sequences.padded().long()  # room for the number of what is missing
+            padded = sequences.padded().long()  # The number of a missing symbol may exceed the storage type.
             late = torch.cat([padded.new_full((len(padded), 1), MISSING), padded], 1)[:, : padded.shape[1]]
             return torch.where(late == MISSING, self.num_symbols, late)
         last, observed = last_seen(sequences.padded())
-        standard = ((last - self.center) / self.data_variance.sqrt()).nan_to_num(
-            nan=0.0
-        )  # before a feature was ever seen, its mean
+        # Before the first observation of a feature, its mean is used.
+        standard = ((last - self.center) / self.data_variance.sqrt()).nan_to_num(nan=0.0)
         return torch.cat([standard, observed], 2).to(self.log_variance.dtype)
 
     def _outputs(self, sequences: Sequences, size: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Runs through the sequences, longest first, `size` steps at a time; the gradient goes no further back than that.
+        """Runs the network on chunks of `size` steps, longest sequences first. Gradients end at the borders of chunks.
 
-        Gives which steps these are, the numbers of the sequences that have any of them, and (sequences, steps, V or D) what the head says.
+        Yields the steps of the chunk, the numbers of the sequences that reach it, and the (sequences, steps, V or D)
+        outputs of the head.
         """
         order = sequences.lengths.argsort(descending=True, stable=True)
         lengths, device = sequences.lengths[order], sequences.device
@@ -184,11 +194,9 @@ class RecurrentNet(PredictionErrors):
         for first in range(0, inputs.shape[1], size):
             steps, going = slice(first, min(first + size, inputs.shape[1])), int((lengths > first).sum())
             if state is not None:
-                state = (
-                    tuple(part[:, :going].detach() for part in state)
-                    if isinstance(state, tuple)
-                    else state[:, :going].detach()
-                )
+                is_lstm = isinstance(state, tuple)
+                kept = [part[:, :going].detach() for part in (state if is_lstm else (state,))]
+                state = tuple(kept) if is_lstm else kept[0]
             chunk = inputs[:going, steps]
             hidden, state = self.cell(chunk if self.embedding is None else self.dropout(self.embedding(chunk)), state)
             outputs = self.head(self.dropout(hidden))
@@ -199,7 +207,10 @@ class RecurrentNet(PredictionErrors):
             )
 
     def _scored(self, sequences: Sequences, size: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """As `_outputs`: the numbers of sequences, and (sequences, steps) log p(y_t | y_1:t-1), zero where nothing is observed, and where something is."""
+        """Yields for each chunk of `_outputs` the numbers of its sequences, log-probabilities, and what is observed.
+
+        The (sequences, steps) log-probabilities log p(y_t | y_1:t-1) are zero at steps without an observation.
+        """
         targets = sequences.padded()
         targets = targets.long() if sequences.is_discrete else targets
         first = last_seen(targets)[0].isnan() if self.num_features else None
@@ -216,20 +227,20 @@ class RecurrentNet(PredictionErrors):
                 yield rows, torch.where(observed, log_probs, 0.0).sum(2), observed.any(2)
 
     def _log_variance(self, first: Tensor) -> Tensor:
-        """(..., D) in units of the data, from where an entry is the first of its feature."""
+        """Returns the (..., D) standardized log-variances. `first` marks the first observation of each feature."""
         return torch.where(first, self.log_variance[0], self.log_variance[1]).double()
 
     def _prepared(self, sequences: Any) -> tuple[Sequences, int]:
-        """The sequences, fit for the model, and how many steps of them to take at a time where no gradient is wanted."""
+        """Returns the converted sequences, and the number of steps per chunk for evaluation."""
         sequences = self.as_sequences(sequences)
         sequences.check(self.num_symbols, self.num_features)
         return sequences, max(1, _AT_ONCE // max(len(sequences), 1))
 
-    # Questions to ask
+    # Inference
 
     @torch.no_grad()
     def score(self, sequences: Any) -> Tensor:
-        """(N,) the natural log-likelihood of each sequence, its first observation included."""
+        """Returns the (N,) natural log-likelihoods of the sequences, including their first observations."""
         sequences, size = self._prepared(sequences)
         scores = torch.zeros(len(sequences), dtype=torch.float64, device=sequences.device)
         for rows, log_probs, _ in self._evaluated(self._scored(sequences, size)):
@@ -238,7 +249,7 @@ class RecurrentNet(PredictionErrors):
 
     @torch.no_grad()
     def predict_each(self, sequences: Any) -> Sequences:
-        """What is expected at each step from those before it: (steps, V) probabilities or (steps, D) means."""
+        """Returns predictions of each step from those before it: (steps, V) probabilities or (steps, D) means."""
         sequences, size = self._prepared(sequences)
         padded = torch.zeros(
             len(sequences),
@@ -256,9 +267,9 @@ class RecurrentNet(PredictionErrors):
 
     @torch.no_grad()
     def predict_next(self, sequences: Any) -> Tensor | Moments:
-        """The distribution of the observation after the end of each sequence: (N, V) probabilities, or moments."""
+        """Returns the distribution of the observation after each sequence: (N, V) probabilities, or moments."""
         sequences, _ = self._prepared(sequences)
-        # It is what is expected at one step more, of which nothing is known.
+        # It is the prediction of an additional, missing step.
         nothing = sequences.values.new_full(
             (1, *sequences.values.shape[1:]), MISSING if sequences.is_discrete else torch.nan
         )
@@ -273,7 +284,7 @@ class RecurrentNet(PredictionErrors):
         )
 
     def _evaluated(self, run: Iterator[Any]) -> Iterator[Any]:
-        """The run of a network that leaves nothing out, whatever mode it is in."""
+        """Yields the items of `run` with the network in evaluation mode, without dropout."""
         training = self.training
         self.eval()
         try:
@@ -288,7 +299,7 @@ class RecurrentNet(PredictionErrors):
         return not bool(self.located)
 
     def initialize(self, sequences: Sequences) -> None:
-        """Takes the units of vectors from the data."""
+        """Sets the mean and variance with which vectors are standardized."""
         sequences.check(self.num_symbols, self.num_features)
         if self.num_features is not None:
             center, variance = data_location(sequences)
@@ -303,26 +314,26 @@ class RecurrentNet(PredictionErrors):
         super().on_fit_start()
         if next(self.parameters()).dtype != getattr(torch, self.arithmetic):
             raise ValueError(
-                f"`precision` must be that of the network's parameters, but is {self.arithmetic} instead. Give the network that `arithmetic`."
+                f"`precision` must be that of the network's parameters, but is {self.arithmetic} instead. "
+                "Create the network with that `arithmetic`."
             )
 
     def on_train_start(self) -> None:
         if not bool(self.located):
             raise ValueError(
-                "Vectors are in units of the training data, which a plain DataLoader does not show as a whole. "
-                "Call `model.initialize(sequences)` before training, or train with a datamodule or `lightning_hmm.fit`."
+                "Vectors are standardized with the mean and variance of the training set, which a plain `DataLoader` "
+                "does not expose. Call `model.initialize(sequences)` before training, or train with a datamodule or "
+                "`lightning_hmm.fit`."
             )
 
     def training_step(self, batch: Sequences, batch_idx: int) -> None:
         self._require_sequences(batch)
         batch.check(self.num_symbols, self.num_features)
-        batch = (
-            batch.counted()
-        )  # a long sequence of weight zero would add updates without a gradient, and Adam moves in these too
+        # A long sequence of weight zero would add updates without a gradient, in which Adam still changes parameters.
+        batch = batch.counted()
         optimizer: Any = self.optimizers()
-        for (
-            group
-        ) in optimizer.param_groups:  # not in `on_train_epoch_start`, which is not called for every resumed epoch
+        # This is not in `on_train_epoch_start`, which is not called for every resumed epoch.
+        for group in optimizer.param_groups:
             group["lr"] = self.learning_rate * self.learning_rate_decay**self.current_epoch
         longest = int(self._over_ranks(int(batch.lengths.max()) if len(batch) else 0, "max"))
         size = self.bptt_steps or max(longest, 1)
@@ -331,23 +342,19 @@ class RecurrentNet(PredictionErrors):
         )
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            # Lightning saves no state of generators: what dropout leaves out depends on where training is, and on nothing else.
+            # Lightning does not save the state of generators, so dropout is seeded by the position in training.
             torch.manual_seed(_seed(self.seed, self.current_epoch, batch_idx, self.trainer.global_rank))
             run = self._scored(batch, size)
             for _ in range(-(-longest // size)):
                 found = next(run, None)
-                if found is None:  # the other ranks have longer sequences, and an update is of all of them
-                    log_likelihood, share = (
-                        torch.stack([parameter.sum() for parameter in self.parameters()]).sum() * 0.0,
-                        0.0,
-                    )
+                if found is None:  # Other ranks have longer sequences, and all ranks take part in an update.
+                    log_likelihood = torch.stack([parameter.sum() for parameter in self.parameters()]).sum() * 0.0
+                    share = 0.0
                 else:
                     rows, log_probs, observed = found
-                    log_likelihood, share = (
-                        weights[rows] @ log_probs.sum(1),
-                        float(weights[rows] @ observed.sum(1).double()),
-                    )
-                share = self._over_ranks(share, "sum") / self.trainer.world_size  # DDP takes the mean over ranks
+                    log_likelihood = weights[rows] @ log_probs.sum(1)
+                    share = float(weights[rows] @ observed.sum(1).double())
+                share = self._over_ranks(share, "sum") / self.trainer.world_size  # DDP averages over the ranks.
                 optimizer.zero_grad()
                 self.manual_backward(-log_likelihood / (share or 1.0))
                 nn.utils.clip_grad_norm_(self.parameters(), self.gradient_clip)
@@ -366,17 +373,17 @@ class RecurrentNet(PredictionErrors):
 
     # Validation, test, prediction
 
-    def _update(self, metric: LogLikelihoodPerSymbol, batch: Sequences) -> None:
+    def _update_likelihood(self, metric: LogLikelihoodPerSymbol, batch: Sequences) -> None:
         self._require_sequences(batch)
         metric.update(batch.weighted(self.score(batch)).sum(), batch.num_observed())
 
     def predict_step(self, batch: Sequences, batch_idx: int) -> dict[str, Any]:
-        """What is expected at each step, and the log-likelihood of each sequence."""
+        """Returns the predictions of all steps and the log-likelihood of each sequence."""
         return {"predictions": self.predict_each(batch), "log_likelihood": self.score(batch)}
 
 
 def persistence(sequences: Sequences, start: float = 0.0) -> Sequences:
-    """The prediction that nothing changes: at each step the vector last seen before it; `start` where there is none."""
+    """Predicts at each step the vector last observed before it, or `start` if there is none."""
     return sequences.with_values(sequences.packed(last_seen(sequences.padded())[0].nan_to_num(nan=start)))
 
 

@@ -67,6 +67,13 @@ class NeuralDiscreteHMM(StandardizedObservations, PredictionErrors, DiscreteHMM)
 
     References:
         Tran, Bisk, Vaswani, Marcu, Knight: Unsupervised neural hidden Markov models, 2016.
+
+    Example:
+        >>> from lightning_hmm import NeuralDiscreteHMM, fit
+        >>> values = [[0.0], [0.1], [0.0], [5.0], [5.1], [5.0], [0.0], [0.1]]
+        >>> model = fit(NeuralDiscreteHMM(num_states=2, num_features=1), [values], max_epochs=2)
+        >>> model.decode([values]).values.shape
+        torch.Size([8])
     """
 
     def __init__(

@@ -148,6 +148,13 @@ class NeuralHMM(StandardizedObservations, ParticleEM):
 
     References:
         Jarboui, Perchet: Unsupervised neural hidden Markov models with a continuous latent state space, 2021.
+
+    Example:
+        >>> from lightning_hmm import NeuralHMM, fit
+        >>> values = [[0.1 * t] for t in range(20)]
+        >>> model = fit(NeuralHMM(latent_dim=1, num_features=1), [values], max_epochs=2)
+        >>> model.latents([values]).values.shape
+        torch.Size([20, 1])
     """
 
     transition: ConditionalDensity

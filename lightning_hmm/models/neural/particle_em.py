@@ -205,7 +205,7 @@ class ParticleEM(PredictionErrors):
 
     # Validation and test
 
-    def _update(self, metric: LogLikelihoodPerSymbol, batch: Sequences) -> None:
+    def _update_likelihood(self, metric: LogLikelihoodPerSymbol, batch: Sequences) -> None:
         self._evaluate(batch, 0, metric)
 
     def _evaluate(
