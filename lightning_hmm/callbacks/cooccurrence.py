@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_hmm.data import data_of
 from lightning_hmm.inference.cooccurrence import cooccurrences, long_run, pair_counts
-from lightning_hmm.metrics import NormalisedNLL, PairFrequencies
+from lightning_hmm.metrics import NormalizedNLL, PairFrequencies
 
 _MOST_STEPS = 1 << 20  # drawn at a time
 
@@ -48,7 +48,7 @@ class CooccurrenceReport(Callback):
 
     def on_test_start(self, trainer: Trainer, pl_module: Any) -> None:
         self._observed = PairFrequencies(pl_module.num_symbols).to(pl_module.device)
-        self._nll = NormalisedNLL().to(pl_module.device)
+        self._nll = NormalizedNLL().to(pl_module.device)
         self._shapes = [
             torch.zeros(0, 2, dtype=torch.float64)
         ]  # lengths and weights of the sequences of this rank that count

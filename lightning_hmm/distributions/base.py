@@ -149,11 +149,11 @@ class Emission(Distribution):
         False  # whether sequences of whole numbers are one column of counts, with -1 where one is missing
     )
     starts_from_data: bool = True  # whether starting values, or a center, come from the data
-    is_located: Tensor  # whether `locate` has been called
+    has_data_stats: Tensor  # whether `set_data_stats` has been called
 
     def _begin_allocation(self) -> None:
         super()._begin_allocation()
-        self.register_buffer("is_located", torch.tensor(not self.starts_from_data))
+        self.register_buffer("has_data_stats", torch.tensor(not self.starts_from_data))
 
     @abstractmethod
     def allocate(self, restarts: int, num_states: int, columns: Sequence[Column]) -> None:
@@ -190,7 +190,7 @@ class Emission(Distribution):
     def check(self, sequences: Sequences) -> None:
         """Raises where a value cannot be an observation of this distribution."""
 
-    def locate(self, sequences: Sequences) -> None:
+    def set_data_stats(self, sequences: Sequences) -> None:
         """Takes what the parametrization needs of the data, such as a center, without changing the distribution."""
 
     def start(self, sequences: Sequences, responsibilities: Sequence[Tensor]) -> None:

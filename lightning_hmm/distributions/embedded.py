@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_hmm.columns import Column
 from lightning_hmm.distributions.by_gradient import ByGradient
 from lightning_hmm.distributions.categorical import Categorical
-from lightning_hmm.distributions.gaussian import Gaussian, data_location
+from lightning_hmm.distributions.gaussian import Gaussian, weighted_mean_var
 from lightning_hmm.distributions.rows import CategoricalRows, Initial
 from lightning_hmm.distributions.transitions.full import Full
 from lightning_hmm.inference.cooccurrence import stationary
@@ -257,11 +257,11 @@ class EmbeddedGaussian(Embedded, Gaussian):
         self.is_set.fill_(True)
 
     @torch.no_grad()
-    def locate(self, sequences: Sequences) -> None:
+    def set_data_stats(self, sequences: Sequences) -> None:
         """Takes center and scale of the first data. Means and variances are in these units."""
-        if bool(self.is_located):
+        if bool(self.has_data_stats):
             return
-        for buffer, value in zip((self.center, self.data_variance), data_location(sequences), strict=True):
+        for buffer, value in zip((self.center, self.data_variance), weighted_mean_var(sequences), strict=True):
             buffer.copy_(value)
 
     def function_arguments(self, restart: int | slice) -> tuple[Tensor, ...]:

@@ -158,7 +158,7 @@ class Gaussian(ExponentialFamily):
     @torch.no_grad()
     def set(self, **values: Any) -> None:
         """As `ExponentialFamily.set`. Until the center is that of data, it is put at the given means, far from which digits would be lost."""
-        if "mean" in values and not bool(self.is_located):
+        if "mean" in values and not bool(self.has_data_stats):
             mean = as_numbers("mean", values["mean"], self.center.device)
             if mean.shape[-2:] == (self.weights.shape[1], self.num_features) and bool(mean.isfinite().all()):
                 self._move_center(mean.flatten(0, -2).mean(0))
@@ -172,9 +172,9 @@ class Gaussian(ExponentialFamily):
         sequences.check(None, self.num_features)
 
     @torch.no_grad()
-    def locate(self, sequences: Sequences) -> None:
+    def set_data_stats(self, sequences: Sequences) -> None:
         """Takes center and scale of the data; means and covariances stay as they are."""
-        center, variance = (value.to(self.center.device) for value in data_location(sequences, self.column_names))
+        center, variance = (value.to(self.center.device) for value in weighted_mean_var(sequences, self.column_names))
         self.data_variance.copy_(variance)
         self._move_center(center)
         if bool(self.is_set):
@@ -355,7 +355,7 @@ class Gaussian(ExponentialFamily):
         return self.mean[states] + (factor[states] @ noise.unsqueeze(-1)).squeeze(-1)
 
 
-def data_location(sequences: Sequences, names: Sequence[str] | None = None) -> tuple[Tensor, Tensor]:
+def weighted_mean_var(sequences: Sequences, names: Sequence[str] | None = None) -> tuple[Tensor, Tensor]:
     """(D,) means and variances of the columns, each step with its sequence's weight; a variance of 1 where nothing varies. `names` are for errors."""
     values = sequences.values.double()
     names = [column.name for column in feature_columns(values.shape[1])] if names is None else names

@@ -63,7 +63,7 @@ class Poisson(ExponentialFamily):
                 f"but column {column} at position {t} of sequence {n} is {float(values[step, column]):g}."
             )
 
-    def locate(self, sequences: Sequences) -> None:
+    def set_data_stats(self, sequences: Sequences) -> None:
         observed, values = sequences.observed, sequences.values.double()
         weights = sequences.step_weights()[:, None] * observed
         require_observed(weights.sum(0), self.column_names)

@@ -146,9 +146,9 @@ class Product(Emission):
         for part, data in self._each(sequences):
             part.check(data)
 
-    def locate(self, sequences: Sequences) -> None:
+    def set_data_stats(self, sequences: Sequences) -> None:
         for part, data in self._each(sequences):
-            part.locate(data)
+            part.set_data_stats(data)
 
     def start(self, sequences: Sequences, responsibilities: Sequence[Tensor]) -> None:
         for part, data in self._each(sequences):

@@ -188,7 +188,7 @@ class TorchEmission(Emission):
         for network in self.networks:
             network.load_state_dict(other.networks[restart].state_dict())
         self.is_set.copy_(other.is_set)
-        self.is_located.copy_(other.is_located)
+        self.has_data_stats.copy_(other.has_data_stats)
 
     # Reading
 

@@ -1,7 +1,7 @@
 """Metrics: float64 sums, exact under any split of the data over batches and ranks."""
 
 from lightning_hmm.metrics.cooccurrence import PairFrequencies
-from lightning_hmm.metrics.likelihood import BitsPerSymbol, LogLikelihoodPerSymbol, NormalisedNLL
+from lightning_hmm.metrics.likelihood import BitsPerSymbol, LogLikelihoodPerSymbol, NormalizedNLL
 from lightning_hmm.metrics.prediction import PredictionError
 from lightning_hmm.metrics.states import MatchedStateAccuracy
 
@@ -9,7 +9,7 @@ __all__ = [
     "BitsPerSymbol",
     "LogLikelihoodPerSymbol",
     "MatchedStateAccuracy",
-    "NormalisedNLL",
+    "NormalizedNLL",
     "PairFrequencies",
     "PredictionError",
 ]

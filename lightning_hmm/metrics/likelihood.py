@@ -49,7 +49,7 @@ class BitsPerSymbol(LogLikelihoodPerSymbol):
         return -super().compute() / math.log(2)
 
 
-class NormalisedNLL(Metric):
+class NormalizedNLL(Metric):
     """Negative log-likelihood divided by the number of sequences and by the length of the longest, as Sicking et al. (2020) report it.
 
     Likelihoods and the number of sequences are weighted where the sequences have weights; a sequence of weight zero does not count.

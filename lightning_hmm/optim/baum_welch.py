@@ -69,7 +69,7 @@ class BaumWelch(Optimizer):
             )
         # Callables and modules stay out of the groups: these go into checkpoints, which hold plain values only.
         self.distributions = dict(distributions)
-        self.kept_rows: dict[str, Tensor] = {}
+        self.rows_without_counts: dict[str, Tensor] = {}
         groups = [
             {
                 "params": list(distribution.parameters()),
@@ -91,7 +91,7 @@ class BaumWelch(Optimizer):
         num_sequences: Tensor | None = None,
         discounted: bool = True,
     ) -> Any:
-        """Performs one M-step. Afterwards `kept_rows` holds the number of rows without statistics by distribution.
+        """Performs one M-step. Afterwards `rows_without_counts` holds the number of rows without statistics by distribution.
 
         Args:
             closure: evaluated first, as in other optimizers of torch.
@@ -125,7 +125,7 @@ class BaumWelch(Optimizer):
                     correction = 1.0 - group["discount"] ** group["updates"]
                     statistics = [value / correction for value in statistics]
                 distribution = self.distributions[group["name"]]
-                self.kept_rows[group["name"]] = distribution.maximize(statistics, weight)
+                self.rows_without_counts[group["name"]] = distribution.maximize(statistics, weight)
         return loss
 
     def _from_gradients(self, group: dict[str, Any]) -> list[Tensor]:
@@ -167,7 +167,7 @@ class BaumWelch(Optimizer):
         return state[name]
 
     @torch.no_grad()
-    def fused_pass(self, sequences: Sequences, batch_size: int, kernel: Callable[..., Tensor]) -> Tensor:
+    def compiled_pass(self, sequences: Sequences, batch_size: int, kernel: Callable[..., Tensor]) -> Tensor:
         """Many online updates at once: one for each `batch_size` consecutive sequences, in one compiled pass.
 
         The result is that of `backward` and `step` for each batch. `kernel` is the compiled pass of the family. Its first arguments are the parameters of
@@ -190,8 +190,8 @@ class BaumWelch(Optimizer):
         return scores
 
     @torch.no_grad()
-    def fused_iteration(self, sequences: Sequences, kernel: Callable[..., Tensor]) -> Tensor:
-        """One iteration of batch EM in one compiled pass: an update from all sequences that remembers nothing. Arguments and result as `fused_pass`."""
+    def compiled_iteration(self, sequences: Sequences, kernel: Callable[..., Tensor]) -> Tensor:
+        """One iteration of batch EM in one compiled pass: an update from all sequences that remembers nothing. Arguments and result as `compiled_pass`."""
         filled = sequences.lengths > 0
         data_size = float(filled.sum() if sequences.weights is None else sequences.weights[filled].sum())
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -242,7 +242,7 @@ class BaumWelch(Optimizer):
     def forget(self) -> None:
         """Forgets the updates made so far, as for a model that starts over."""
         self.state.clear()
-        self.kept_rows = {}
+        self.rows_without_counts = {}
         for group in self.param_groups:
             group["updates"] = 0
 

@@ -41,7 +41,7 @@ class _Problem(NamedTuple):
     counts: Callable[[inference.EStep], tuple[Tensor, ...]]
 
 
-def online_pass(initial: Initial, transition: Transition, emission: Emission) -> Callable[..., Tensor] | None:
+def compiled_kernel_for(initial: Initial, transition: Transition, emission: Emission) -> Callable[..., Tensor] | None:
     """The pass of models with these parts, or ``None`` if there is none. See `_run` for its arguments."""
     problem = _PROBLEMS.get((type(initial), type(transition), type(emission)))
     if problem is None or any(parameter.dtype != torch.float64 for parameter in transition.parameters()):

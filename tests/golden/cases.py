@@ -17,6 +17,7 @@ import torch
 from lightning_hmm import DMCHMM, ClonedHMM, DenseHMM, Sequences, StandardHMM, fit
 
 VALUES = Path(__file__).with_name("values.npz")
+RENAMED = {"emission.is_located": "emission.has_data_stats"}  # recorded name of a buffer: its present name
 PRIORS = {"initial_pseudocount": 0.3, "transition_pseudocount": 0.2}
 GAUSSIAN = {"emission": "gaussian", "num_features": 3, "variance_prior": 0.1}
 ONLINE = {"discount": 0.8, "transition_pseudocount": 0.2}
@@ -105,7 +106,8 @@ def results(
             model.initialize(data)
         start = {key: value.numpy().copy() for key, value in model.state_dict().items()}
     # Buffers that were added later are those of a new model.
-    model.load_state_dict({**model.state_dict(), **{key: torch.from_numpy(value) for key, value in start.items()}})
+    recorded = {RENAMED.get(key, key): torch.from_numpy(value) for key, value in start.items()}
+    model.load_state_dict({**model.state_dict(), **recorded})
     posterior = model.posterior(data)
     found = {
         "log_likelihood": model.score(data),
