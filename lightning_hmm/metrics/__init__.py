@@ -1,4 +1,4 @@
-"""Metrics: float64 sums, exact under any split of the data over batches and ranks."""
+"""Metrics that accumulate float64 sums, so their values do not depend on how data are split over batches and ranks."""
 
 from lightning_hmm.metrics.cooccurrence import PairFrequencies
 from lightning_hmm.metrics.likelihood import BitsPerSymbol, LogLikelihoodPerSymbol, NormalizedNLL

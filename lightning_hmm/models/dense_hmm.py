@@ -193,7 +193,9 @@ class DenseHMM(HMM):
         model.chosen.copy_(self.chosen)
         if not isinstance(self.emission, Embedded):
             model.emission.load_state_dict(self.emission.state_dict())  # only embeddings are drawn from the seed
-        for name in ("center", "data_variance", "has_data_stats") if isinstance(self.emission, EmbeddedGaussian) else ():
+        for name in (
+            ("center", "data_variance", "has_data_stats") if isinstance(self.emission, EmbeddedGaussian) else ()
+        ):
             getattr(model.emission, name).copy_(getattr(self.emission, name))
         return model
 

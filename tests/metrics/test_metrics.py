@@ -95,5 +95,7 @@ def test_prediction_error_is_the_mean_distance_of_steps_that_have_one(rng):
                 total, count = total + distance * float(sequences.weights[n]), count + float(sequences.weights[n])
     assert float(together.compute()) == pytest.approx(total / count, rel=1e-12)
     assert float(apart.compute()) == pytest.approx(total / count, rel=1e-12)
-    with pytest.raises(ValueError, match=r"`predictions` must be \(\d+, 2\), steps by features, but is \(3, 2\)"):
+    with pytest.raises(
+        ValueError, match=r"`predictions` must have shape \(\d+, 2\), steps by features, but has \(3, 2\)"
+    ):
         together.update(predictions[:3], sequences)
