@@ -1,8 +1,8 @@
 """Many updates of online EM in one compiled pass.
 
 A pass performs an E-step and an M-step for each `batch_size` consecutive sequences, without the overhead of a Python
-call for each update. The M-step is implemented in `inference.cpu.updates`. If the numbers of a batch leave the range of the
-compiled E-step, the batch is processed by `inference.e_step`.
+call for each update. The M-step is implemented in `inference.cpu.updates`. If the numbers of a batch leave the range of
+the compiled E-step, the batch is processed by `inference.e_step`.
 """
 
 from __future__ import annotations
