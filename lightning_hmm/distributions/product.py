@@ -148,7 +148,10 @@ class Product(Emission):
         ]
         if not all(isinstance(evidence, Quadratic) for evidence in found):
             return Rows(torch.stack([evidence.rows() for evidence in found]).sum(0))
-        columns, pairs, weights, width = [], [], [], 0
+        columns: list[Tensor] = []
+        pairs: list[Tensor] = []
+        weights: list[Tensor] = []
+        width = 0
         for evidence in found:
             assert isinstance(evidence, Quadratic)
             columns.append(evidence.centered(evidence.weights.dtype))

@@ -110,12 +110,7 @@ def _run(
         first, last = batch * batch_size, min((batch + 1) * batch_size, len(sequences))
         chunk = sequences[first:last]
         found = inference.e_step(*problem.inference(chunk), weights=chunk.weights)
-        impossible = torch.nonzero(
-            (found.impossible_step >= 0) & (True if chunk.weights is None else chunk.weights != 0)
-        ).flatten()
-        if len(impossible):
-            n = int(impossible[0])
-            raise ValueError(impossible_message(sequences, first + n, int(found.impossible_step[n])))
+        _check_possible(found, chunk, sequences, first)
         compiled.scores[first:last] = found.log_likelihood
         for part, counts in zip(parts, problem.counts(found), strict=True):
             part.counts[:] = counts.reshape(-1)
@@ -125,6 +120,15 @@ def _run(
         for part in parts:
             over_rows(part.row_first, update_rows, part, float(discount), factor, prior_weight)
     return torch.from_numpy(compiled.scores)
+
+
+def _check_possible(found: inference.EStep, chunk: Sequences, sequences: Sequences, first: int) -> None:
+    """Raises a `ValueError` if a sequence of positive weight in the chunk, which begins at `first`, is impossible."""
+    counted = True if chunk.weights is None else chunk.weights != 0
+    impossible = torch.nonzero((found.impossible_step >= 0) & counted).flatten()
+    if len(impossible):
+        n = int(impossible[0])
+        raise ValueError(impossible_message(sequences, first + n, int(found.impossible_step[n])))
 
 
 def _weights(sequences: Sequences) -> np.ndarray:
