@@ -117,7 +117,7 @@ class Figures(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
         epoch = trainer.current_epoch + 1
-        # After a resume from between validation and the end of an epoch, that epoch ends without a batch.
+        # If training is resumed between the validation and the end of an epoch, that epoch ends without a batch.
         if pl_module.train_likelihood.update_called:
             # Callbacks run before the module logs the value of this epoch, so the metric is computed here. It is summed
             # over the ranks, so all ranks must call `compute`.

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from lightning_hmm.inference.particle import Density, Randomness, Streams, normal, pick, uniform
 
 Family = Literal["gaussian", "student", "mixture"]
-# Log-variances stay this close to their initial value. Without a bound, a variance that grows with the state makes the
-# state larger still, and states explode.
+# Maximum distance of a log-variance from its initial value. Without a bound, states can diverge if their variance grows
+# with the state.
 LOG_VARIANCE_RANGE = 4.0
 
 

@@ -164,9 +164,8 @@ class EmbeddedTransition(EmbeddedRows, Full):
         return self.Z if self.tied else self.U
 
     def natural_of(self, *parameters: Tensor) -> Tensor:
-        return super().natural_of(
-            parameters[-1], parameters[0]
-        )  # Z and U, which are the same parameter if they are tied
+        # The parameters are U and Z, or only Z if they are tied.
+        return super().natural_of(parameters[-1], parameters[0])
 
     def matrix(self, restart: int) -> Tensor:
         return self.natural(restart)[0].detach().exp()
