@@ -177,7 +177,7 @@ def trainer(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 return
             optimizer = BaumWelch(model.distributions, model.discount, model.frozen)
             for _ in range(epochs):
-                optimizer.fused_pass(sequences, 1, model.fused_kernel)
+                optimizer.compiled_pass(sequences, 1, model.compiled_kernel)
 
         # The cost of starting is part of both times and cancels in the difference.
         times = {}

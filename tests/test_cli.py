@@ -582,7 +582,9 @@ def test_an_emission_of_ones_own_goes_all_the_way(tmp_path):
     main(["fit", *options, "--trainer.max_epochs=4", f"--ckpt_path={last}"])
     main(["predict", *options, f"--ckpt_path={last}", f"--predictions.path={tmp_path / 'states.jsonl'}"])
     assert len((tmp_path / "states.jsonl").read_text().splitlines()) == 20
-    with pytest.raises(ValueError, match=r"`model\.init_args\.emission\.init_args\.failures` is 4\.0, but 3\.0 in the checkpoint"):
+    with pytest.raises(
+        ValueError, match=r"`model\.init_args\.emission\.init_args\.failures` is 4\.0, but 3\.0 in the checkpoint"
+    ):
         main(["predict", *options, "--model.init_args.emission.init_args.failures=4", f"--ckpt_path={last}"])
 
 
@@ -959,7 +961,9 @@ def test_a_product_is_used_on_files_with_fewer_categories_in_another_order(tmp_p
     ):
         main(["test", "--config=mixed.yaml", "--data.init_args.path=other.csv", f"--ckpt_path={checkpoint}"])
     Path("other.csv").write_text("id,x,visits,weather,code\n7,0.5,2,sun,5\n")
-    with pytest.raises(ValueError, match="Column 'code' must contain integers from 0 to 4, for 5 categories, but contains 5"):
+    with pytest.raises(
+        ValueError, match="Column 'code' must contain integers from 0 to 4, for 5 categories, but contains 5"
+    ):
         main(["test", "--config=mixed.yaml", "--data.init_args.path=other.csv", f"--ckpt_path={checkpoint}"])
     Path("mixed.yaml").write_text(
         MIXED.replace(

@@ -150,7 +150,7 @@ def test_lengths_of_sequences_are_refused():
 
 
 def test_many_updates_in_a_batch_equal_one_update_a_batch(rng):
-    """The fused pass through the Trainer; and where there is none, step by step."""
+    """The compiled pass through the Trainer; and where there is none, step by step."""
     symbols, vectors = random_symbols(rng, 32), random_vectors(rng, 32)
     options = {"discount": 0.9, "transition_pseudocount": 1.0}
     separate = fit(categorical(**options), symbols, 3, 0, batch_size=4)
@@ -317,8 +317,8 @@ def test_a_gaussian_start_heeds_weights(rng):
     assert_same_parameters(*models)
     assert torch.equal(models[0].emission.data_variance, models[1].emission.data_variance)
     weighted, repeated = (StandardHMM(num_states=2, emission="gaussian", num_features=2) for _ in range(2))
-    weighted.emission.locate(Sequences.from_list(near[:2], weights=[1.0, 3.0]))
-    repeated.emission.locate(Sequences.from_list([near[0], near[1], near[1], near[1]]))
+    weighted.emission.set_data_stats(Sequences.from_list(near[:2], weights=[1.0, 3.0]))
+    repeated.emission.set_data_stats(Sequences.from_list([near[0], near[1], near[1], near[1]]))
     torch.testing.assert_close(weighted.emission.data_variance, repeated.emission.data_variance, rtol=1e-12, atol=0)
     torch.testing.assert_close(weighted.emission.center, repeated.emission.center, rtol=1e-12, atol=1e-15)
 
@@ -389,7 +389,7 @@ def test_empty_sequences_do_not_count_in_a_priors_share(rng):
     assert_same_parameters(batch, fit(categorical(discount=0.0, **PRIORS), padded, 4, 0))
 
 
-def test_a_weight_of_zero_times_minus_infinity_is_nothing_in_the_fused_pass():
+def test_a_weight_of_zero_times_minus_infinity_is_nothing_in_the_compiled_pass():
     model = categorical(discount=0.9, sequences_per_update=1)
     model.set_parameters(emission=[[0.5, 0.5, 0.0, 0.0, 0.0]] * 3)
     fit(model, Sequences.from_list([[0, 1], [4], [1, 0]], weights=[1.0, 0.0, 1.0]), 3, 0)

@@ -1,4 +1,4 @@
-"""Callbacks: checkpoints, convergence, the best epoch, figures for TensorBoard, files of predictions, reports."""
+"""Callbacks for checkpoints, convergence, early stopping, pruning, figures, prediction files and reports."""
 
 from lightning_hmm.callbacks.checkpoints import BestCheckpoint, LastCheckpoint
 from lightning_hmm.callbacks.convergence import Convergence

@@ -1,4 +1,4 @@
-"""Checkpoints of the best and of the last epoch, which survive a resume into another folder."""
+"""Checkpoints of the best and of the last epoch, for runs that may be resumed in another folder."""
 
 from __future__ import annotations
 
@@ -15,13 +15,22 @@ from torch import Tensor
 class BestCheckpoint(ModelCheckpoint):
     """Keeps the checkpoint of the best epoch on validation data.
 
-    Without validation data it saves nothing; `LastCheckpoint` then has the last epoch.
+    Without validation data, nothing is saved. If a run is resumed in another folder, the best checkpoint so far is
+    copied to that folder.
 
     Args:
         monitor: Name of the logged metric that is compared.
         mode: "min" or "max".
         save_top_k: Number of checkpoints that are kept.
         every_n_epochs: Number of epochs between checkpoints.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning_hmm.callbacks import BestCheckpoint, LastCheckpoint
+        >>> checkpoint = BestCheckpoint(monitor="val/bits_per_symbol")
+        >>> trainer = Trainer(callbacks=[checkpoint, LastCheckpoint()], logger=False, accelerator="cpu")
+        >>> checkpoint.monitor, checkpoint.mode
+        ('val/bits_per_symbol', 'min')
     """
 
     def __init__(
@@ -45,7 +54,7 @@ class BestCheckpoint(ModelCheckpoint):
 
     def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:
         if current is not None and not bool(torch.isfinite(current)):
-            # A validation sequence is impossible. As long as no epoch has a finite score, the latest is kept.
+            # A validation sequence is impossible. The latest checkpoint is kept until an epoch has a finite score.
             return not any(bool(torch.isfinite(score)) for score in self.best_k_models.values())
         return super().check_monitor_top_k(trainer, current)
 
@@ -62,7 +71,7 @@ class BestCheckpoint(ModelCheckpoint):
         super().on_train_start(trainer, pl_module)
 
     def _take_over(self, trainer: Trainer, best: Path, score: Any) -> None:
-        """Copies the best checkpoint so far into the folder of a resumed run; the old folder stays unchanged."""
+        """Copies the best checkpoint so far into the folder of a resumed run. The old folder is left unchanged."""
         assert self.dirpath is not None
         copy = str(Path(self.dirpath) / best.name)
         if trainer.is_global_zero:
@@ -77,10 +86,15 @@ class BestCheckpoint(ModelCheckpoint):
 class LastCheckpoint(ModelCheckpoint):
     """Keeps the checkpoint of the last finished epoch in ``last.ckpt``.
 
-    `ModelCheckpoint(save_last=True)` writes it only when the best checkpoint changes.
+    `ModelCheckpoint(save_last=True)` writes this file only when the best checkpoint changes.
 
     Args:
         every_n_epochs: Number of epochs between checkpoints.
+
+    Example:
+        >>> from lightning_hmm.callbacks import LastCheckpoint
+        >>> LastCheckpoint(every_n_epochs=5).filename
+        'last'
     """
 
     def __init__(self, every_n_epochs: int = 1) -> None:

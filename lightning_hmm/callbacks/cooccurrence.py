@@ -1,4 +1,4 @@
-"""The measures of Sicking et al. (2020), for any model of symbols."""
+"""Co-occurrence metrics of Sicking et al. (2020), for any model of symbols."""
 
 from __future__ import annotations
 
@@ -12,32 +12,48 @@ from torch import Tensor
 
 from lightning_hmm.data import data_of
 from lightning_hmm.inference.cooccurrence import cooccurrences, long_run, pair_counts
-from lightning_hmm.metrics import NormalisedNLL, PairFrequencies
+from lightning_hmm.metrics import NormalizedNLL, PairFrequencies
 
-_MOST_STEPS = 1 << 20  # drawn at a time
+_MOST_STEPS = 1 << 20  # number of steps that are sampled at a time
 
 
 class CooccurrenceReport(Callback):
-    """Logs, after a test, mean absolute deviations of the frequencies of symbol pairs, and likelihoods as that paper has them.
+    """Compares the frequencies of symbol pairs under a model with those of the test data, after a test.
 
-    - ``test/cooccurrence_mad_analytic``: of the model's frequencies in the long run from those of the test data. Not logged, with a warning, for a
-      `ClonedHMM` of more than 4096 states, and where the chain ends because it reaches a state without transitions.
-    - ``test/cooccurrence_mad_sampled``: of the frequencies in sequences drawn from the model, as many and as long as the test
-      data and with the same weights, from those of the test data. The model's own start and the noise of a sample are in it. The sample depends on
-      `seed` only, not on batches or ranks. Not logged, with a warning, where the model cannot be sampled at those lengths.
-    - ``test/nll_per_symbol``, and ``test/nll_normalised``, which divides by the number of sequences times the longest length.
+    The metrics are those of Sicking et al. (2020). MAD is the mean absolute deviation over all pairs of symbols.
 
-    Where the data were drawn from a known model (a synthetic datamodule), its exact frequencies stand for those of the test data.
+    - ``test/cooccurrence_mad_analytic``: MAD between the long-run frequencies of the model and the frequencies in the
+      test data. It is not logged, with a warning, for a `ClonedHMM` with more than 4096 states, and if the chain ends
+      because it reaches a state without transitions.
+    - ``test/cooccurrence_mad_sampled``: MAD between the frequencies in sequences sampled from the model and those in
+      the test data. The sample has the number of sequences, the lengths and the weights of the test data. Unlike the
+      analytic metric, this one includes the effects of the initial distribution and of sampling noise. The sample
+      depends only on `seed`, not on batches or ranks. The metric is not logged, with a warning, if the model cannot
+      generate sequences of these lengths.
+    - ``test/nll_per_symbol``: negative log-likelihood per symbol.
+    - ``test/nll_normalised``: negative log-likelihood divided by the number of sequences and by the length of the
+      longest sequence; see `NormalizedNLL`.
+
+    If the data were sampled from a known model (by a synthetic datamodule), the exact frequencies under that model are
+    used instead of those in the test data.
 
     Args:
-        seed: of the sampled sequences.
+        seed: Seed of the sampled sequences.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning_hmm.callbacks import CooccurrenceReport
+        >>> report = CooccurrenceReport(seed=1)
+        >>> trainer = Trainer(callbacks=[report], logger=False, accelerator="cpu")
+        >>> report in trainer.callbacks
+        True
     """
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        # Also before training, so that a run does not end only at its test.
+        # This is also checked before training, so that a run does not fail only when it is tested.
         kind, num_symbols = type(pl_module).__name__, getattr(pl_module, "num_symbols", None)
         if num_symbols is None:
             raise ValueError(f"CooccurrenceReport is for models of symbols, but the {kind} has none.")
@@ -48,10 +64,9 @@ class CooccurrenceReport(Callback):
 
     def on_test_start(self, trainer: Trainer, pl_module: Any) -> None:
         self._observed = PairFrequencies(pl_module.num_symbols).to(pl_module.device)
-        self._nll = NormalisedNLL().to(pl_module.device)
-        self._shapes = [
-            torch.zeros(0, 2, dtype=torch.float64)
-        ]  # lengths and weights of the sequences of this rank that count
+        self._nll = NormalizedNLL().to(pl_module.device)
+        # Lengths and weights of the sequences with positive weight on this rank.
+        self._shapes = [torch.zeros(0, 2, dtype=torch.float64)]
 
     def on_test_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -80,9 +95,10 @@ class CooccurrenceReport(Callback):
         )
 
     def _drawn_frequencies(self, model: Any) -> Tensor | None:
-        """(V, V) frequencies of symbol pairs in sequences of the lengths and weights of the test data; ``None``, with a warning, where none can be drawn.
+        """Computes the (V, V) frequencies of symbol pairs in a sample with the lengths and weights of the test data.
 
-        Every rank draws all of them, in the order of lengths and weights, so that it does not matter how the data are distributed.
+        Every rank draws the whole sample, in the order of lengths and weights, so that the result does not depend on
+        how the data are distributed. If no sample can be drawn, a warning is issued and ``None`` is returned.
         """
         shapes = model.gather_rows(torch.cat(self._shapes).to(model.device)).cpu()
         shapes = shapes[shapes[:, 1].argsort(stable=True)]
@@ -99,24 +115,29 @@ class CooccurrenceReport(Callback):
 
 
 def _parts(shapes: Tensor) -> Iterator[Tensor]:
-    """Consecutive rows whose lengths, in the first column, sum to about as many steps as are drawn at a time."""
+    """Splits rows of lengths and weights into chunks with about `_MOST_STEPS` steps each."""
     number = (shapes[:, 0].cumsum(0) / _MOST_STEPS).floor()
     return iter(shapes.split(torch.unique_consecutive(number, return_counts=True)[1].tolist()))
 
 
 def _long_run_frequencies(model: Any) -> Tensor | None:
-    """(V, V) frequencies of symbol pairs under the model in the long run; ``None``, with a warning, where it has none that can be computed."""
+    """Computes the (V, V) long-run frequencies of symbol pairs under the model.
+
+    If they cannot be computed, a warning is issued and ``None`` is returned.
+    """
     transition = getattr(model, "transition_probs", None)
     if transition is None:
         rank_zero_warn(
-            f"`test/cooccurrence_mad_analytic` is not logged: the {type(model).__name__} has too many states for a transition matrix."
+            f"`test/cooccurrence_mad_analytic` is not logged: the {type(model).__name__} has too many states "
+            "for a transition matrix."
         )
         return None
     emission = model.predict_emission(torch.eye(len(transition), dtype=transition.dtype, device=transition.device))
     frequencies = cooccurrences(transition, emission, long_run(model.initial_probs.to(transition.dtype), transition))
     if abs(float(frequencies.sum()) - 1) > 1e-6:
         rank_zero_warn(
-            "`test/cooccurrence_mad_analytic` is not logged: the chain reaches states without transitions, where it ends."
+            "`test/cooccurrence_mad_analytic` is not logged: "
+            "the chain reaches states without transitions, where it ends."
         )
         return None
     return frequencies

@@ -1,4 +1,4 @@
-"""What a model has learnt, as pictures for TensorBoard."""
+"""Figures of a model in TensorBoard."""
 
 from __future__ import annotations
 
@@ -21,37 +21,48 @@ from lightning_hmm.observing import reporting
 from lightning_hmm.sequences import Sequences
 
 _MAX_SEQUENCES = 256
-_MAX_POSTERIOR = 2_000_000  # entries, steps times states: 16 MB
-_MAX_PAIRED = 2000  # symbols: their pairs are 32 MB
-_MAX_STATIONARY = 1000  # states: beyond them the cubic cost shows
-_MAX_TRACKS = 32  # sequences that particles are run along for a figure
-_WITHIN_90 = 1.645  # standard deviations of a Gaussian that hold 90 %
+_MAX_POSTERIOR = 2_000_000  # maximum of steps times states, which is 16 MB
+_MAX_PAIRED = 2000  # maximum number of symbols for a figure of their pairs, which are 32 MB
+_MAX_STATIONARY = 1000  # maximum number of states for a stationary distribution, whose cost is cubic
+_MAX_TRACKS = 32  # number of sequences on which particle filters are run for a figure
+_WITHIN_90 = 1.645  # half the width, in standard deviations, of an interval with 90 % of a Gaussian
 
 
 class Figures(Callback):
-    """Draws the model after epochs 1, 2, 4, 8 and so on, or after every `every_n_epochs`, and after the last, for each TensorBoard logger.
+    """Draws figures of the model for each TensorBoard logger, during training and after the last epoch.
 
-    - ``figures/transition_matrix`` and ``figures/emissions``: the parameters of the chosen restart.
-    - ``figures/state_usage``: the expected share of time in each state, given some of the validation data (of the training
-      data if there are none), and how long a visit lasts. The stationary distribution would be that share in an endless
-      sequence; it is drawn, and said to be, only where a model has no `posterior` for its batches.
-    - ``figures/convergence``: the likelihood of all epochs. The curve is in the checkpoint, and goes on after a resume.
-    - ``figures/composition``: where probabilities are made of vectors, those and these before training and now. At the end the
-      vectors go to TensorBoard's projector, with the names of states and symbols.
-    - ``figures/cooccurrences``: where a model fits the frequencies of symbol pairs, those of data and model.
-    - ``figures/effective_size``, ``figures/latents`` and ``figures/predictions``: where particles stand for a continuous state, how many of them count, the
-      smoothed states of some data by cluster, and one sequence beside what was expected of it.
+    - ``figures/transition_matrix`` and ``figures/emissions``: the parameters of the best restart.
+    - ``figures/state_usage``: the expected occupancy of each state in some of the validation data (training data if
+      there is no validation set), and the expected duration of a visit. For models without a `posterior`, the
+      stationary distribution is drawn instead.
+    - ``figures/convergence``: the likelihood of each epoch. The curve is stored in checkpoints and continued when
+      training is resumed.
+    - ``figures/composition``: for models with embeddings, the embeddings and the resulting matrices, before training
+      and now. At the end of training, the embeddings are also written to TensorBoard's projector.
+    - ``figures/cooccurrences``: for models that fit the frequencies of symbol pairs, the frequencies in the data and
+      under the model.
+    - ``figures/effective_size``, ``figures/latents`` and ``figures/predictions``: for models with particles, the
+      effective sample size, the smoothed states by cluster, and one sequence with its one-step predictions.
 
-    A figure that a model has no numbers for is left out. The step of a figure is Lightning's `global_step`, which batch EM advances once per epoch and
-    online EM once per batch. A figure that cannot be drawn or written is reported by a warning, once for each kind of
-    figure, and training continues.
+    A figure is left out if the model does not have the required values. The step of a figure is Lightning's
+    `global_step`, which is incremented once per epoch in batch EM and once per batch in online EM. If a figure cannot
+    be drawn or written, a warning is issued once for each kind of figure, and training continues.
 
     Args:
-        every_n_epochs: about half a second is spent on each set of figures, which may be far more than an epoch takes. If
-            not given, the epochs double: EM changes most in its first steps.
-        max_labels: how many symbols, states or features are labelled on an axis.
-        num_clusters: of a continuous state.
-        lead: how many steps later a continuous state is read; see `NeuralHMM.latents`.
+        every_n_epochs: Number of epochs between figures. By default, figures are drawn after epochs 1, 2, 4, 8 and so
+            on, because the first EM steps change the model most. A set of figures takes about half a second, which can
+            be much longer than an epoch.
+        max_labels: Maximum number of symbols, states or features that are labeled on an axis.
+        num_clusters: Number of clusters of a continuous state.
+        lead: Number of steps after which a continuous state is read; see `NeuralHMM.latents`.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning_hmm.callbacks import Figures
+        >>> figures = Figures(every_n_epochs=10, max_labels=20)
+        >>> trainer = Trainer(max_epochs=100, callbacks=[figures], logger=False, accelerator="cpu")
+        >>> figures in trainer.callbacks
+        True
     """
 
     def __init__(
@@ -66,13 +77,11 @@ class Figures(Callback):
                 raise ValueError(f"`{name}` must be at least 1, but is {value} instead.")
         if lead < 0:
             raise ValueError(f"`lead` must be at least 0, but is {lead} instead.")
-        self.every_n_epochs, self.max_labels, self.num_clusters, self.lead = (
-            every_n_epochs,
-            max_labels,
-            num_clusters,
-            lead,
-        )
-        # By epoch, counted from 1: training log-likelihoods of all restarts, validation log-likelihood of the chosen one.
+        self.every_n_epochs = every_n_epochs
+        self.max_labels = max_labels
+        self.num_clusters = num_clusters
+        self.lead = lead
+        # Training log-likelihoods of all restarts and validation log-likelihood of the best one, by epoch from 1 on.
         self.train: dict[int, list[float]] = {}
         self.val: dict[int, float] = {}
         self._excerpts: dict[str, Sequences] = {}
@@ -83,7 +92,7 @@ class Figures(Callback):
         if stage == "fit":
             self._excerpts, self._drawn_epoch, self._reported = {}, 0, set()
             if trainer.current_epoch == 0:
-                # Another run with the same callback; a checkpoint to go on from is loaded after this.
+                # A new run with the same callback. The state of a checkpoint is loaded later.
                 self.train, self.val = {}, {}
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -96,7 +105,7 @@ class Figures(Callback):
             self._keep("validation", trainer, pl_module, batch)
 
     def _keep(self, part: str, trainer: Trainer, model: Any, batch: Any) -> None:
-        """The first batch, which then serves all figures of the run: they differ by the model alone."""
+        """Stores the first batch. It is used for all figures of the run, so that they can be compared."""
         with reporting(f"Keeping some {part} data for figures", self._reported):
             if part not in self._excerpts and isinstance(batch, Sequences) and _writers(trainer):
                 self._excerpts[part] = _excerpt(batch, max(1, _MAX_POSTERIOR // getattr(model, "num_states", 1)))
@@ -108,10 +117,10 @@ class Figures(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
         epoch = trainer.current_epoch + 1
-        # After a resume from between validation and the end of an epoch, that epoch ends without a batch.
+        # If training is resumed between the validation and the end of an epoch, that epoch ends without a batch.
         if pl_module.train_likelihood.update_called:
-            # Callbacks run before the module's own hook, which publishes this epoch's value; the metric has it already. It
-            # is summed over the ranks, so all of them must ask.
+            # Callbacks run before the module logs the value of this epoch, so the metric is computed here. It is summed
+            # over the ranks, so all ranks must call `compute`.
             self.train[epoch] = pl_module.train_likelihood.compute().reshape(-1).tolist()
         if epoch & (epoch - 1) == 0 if self.every_n_epochs is None else epoch == 1 or epoch % self.every_n_epochs == 0:
             self._draw(trainer, pl_module, epoch)
@@ -119,7 +128,7 @@ class Figures(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.current_epoch > self._drawn_epoch:
             self._draw(trainer, pl_module, trainer.current_epoch)
-        with reporting("Writing vectors for the projector", self._reported):
+        with reporting("Writing embeddings for the projector", self._reported):
             for name, vectors in getattr(pl_module, "embeddings", {}).items():
                 names = _symbol_names(pl_module) if name == "V" else None
                 for writer in _writers(trainer):
@@ -133,7 +142,7 @@ class Figures(Callback):
     def _draw(self, trainer: Trainer, model: Any, epoch: int) -> None:
         self._drawn_epoch = epoch
         with warnings.catch_warnings(), reporting("Drawing figures", self._reported):
-            # Names in scripts that the font lacks are drawn as boxes, which the reader sees without a warning.
+            # Characters that the font lacks are drawn as boxes. No warning is needed for this.
             warnings.filterwarnings("ignore", message="Glyph .* missing from font")
             writers = _writers(trainer)
             for name, draw in self._figures(model) if writers else ():
@@ -143,13 +152,16 @@ class Figures(Callback):
                         writer.add_figure(f"figures/{name}", figure, trainer.global_step)
 
     def _figures(self, model: Any) -> Iterator[tuple[str, Callable[[], Figure | None]]]:
-        """The name of each figure and the function that draws it, or returns ``None`` where the model has no numbers for it."""
+        """Yields the name of each figure and a function that draws it.
+
+        The function returns ``None`` if the model does not have the required values.
+        """
         transition = _matrix(model, "transition_probs")
-        share_of_time = functools.cache(lambda: self._share(model, transition))
+        occupancy = functools.cache(lambda: self._occupancy(model, transition))
         if transition is not None:
             yield "transition_matrix", lambda: plots.transition_matrix(transition, self.max_labels)
-        yield from self._emission_figures(model, share_of_time)
-        yield "state_usage", lambda: _state_usage(*share_of_time(), transition)
+        yield from self._emission_figures(model, occupancy)
+        yield "state_usage", lambda: _state_usage(*occupancy(), transition)
         if hasattr(model, "embeddings"):
             yield (
                 "composition",
@@ -168,10 +180,8 @@ class Figures(Callback):
         epochs = sorted(self.train.keys() | self.val.keys())
         if epochs:
             unknown = [np.nan] * model.restarts
-            train, val = (
-                [self.train.get(epoch, unknown) for epoch in epochs],
-                [self.val.get(epoch, np.nan) for epoch in epochs],
-            )
+            train = [self.train.get(epoch, unknown) for epoch in epochs]
+            val = [self.val.get(epoch, np.nan) for epoch in epochs]
             yield "convergence", lambda: plots.convergence(epochs, train, val, int(model.best_restart))
 
     def _latent_figures(self, model: Any) -> Iterator[tuple[str, Callable[[], Figure | None]]]:
@@ -189,26 +199,26 @@ class Figures(Callback):
         return latent_plots.latents(model.latents(data, lead=self.lead).values, clusters.values, data.lengths)
 
     def _emission_figures(
-        self, model: Any, share: Callable[[], tuple[np.ndarray | None, str]]
+        self, model: Any, occupancy: Callable[[], tuple[np.ndarray | None, str]]
     ) -> Iterator[tuple[str, Callable[[], Figure | None]]]:
-        """One figure for each part of a product of emissions, and one for all other emissions."""
+        """Yields one figure for each part of a product of emissions, and one figure for other emissions."""
         emission = getattr(model, "emission", None)
         if not isinstance(emission, Product):
-            yield "emissions", lambda: self._emissions(model, emission, share, None)
+            yield "emissions", lambda: self._emissions(model, emission, occupancy, None)
             return
         for number, (part, place) in enumerate(zip(emission.parts, emission.places, strict=True)):
-            yield f"emissions_{number}", functools.partial(self._emissions, model, part, share, place)
+            yield f"emissions_{number}", functools.partial(self._emissions, model, part, occupancy, place)
 
     def _emissions(
-        self, model: Any, emission: Any, share: Callable[[], tuple[np.ndarray | None, str]], place: list[int] | None
+        self, model: Any, emission: Any, occupancy: Callable[[], tuple[np.ndarray | None, str]], place: list[int] | None
     ) -> Figure | None:
-        """The probabilities of symbols, or means and covariances; ``None`` where there are neither.
+        """Draws the probabilities of symbols, or means and covariances, or returns ``None`` if there are neither.
 
         Args:
-            model: the model.
-            emission: its emission, or a part of it.
-            share: returns the share of time in each state, and what it is of.
-            place: of a part of a product, the numbers of its columns.
+            model: The model.
+            emission: Emission of the model, or a part of it.
+            occupancy: Function that returns the occupancy of each state, and a description of the data.
+            place: Numbers of the columns, for a part of a product.
         """
         columns: Any = getattr(model, "columns", None)
         if place is not None:
@@ -230,12 +240,15 @@ class Figures(Callback):
         names = [column.name for column in columns] if columns is not None and are_named(columns) else None
         if isinstance(emission, Poisson) and means.shape[1] == 1:
             return plots.count_emissions(
-                means[:, 0], share()[0], None if points is None else points[:, 0], None if names is None else names[0]
+                means[:, 0],
+                occupancy()[0],
+                None if points is None else points[:, 0],
+                None if names is None else names[0],
             )
         return plots.gaussian_emissions(
             means,
             variances,
-            share()[0],
+            occupancy()[0],
             centre=getattr(emission, "center", None),
             variance=getattr(emission, "data_variance", None),
             points=points,
@@ -243,8 +256,8 @@ class Figures(Callback):
             names=names,
         )
 
-    def _share(self, model: Any, transition: np.ndarray | None) -> tuple[np.ndarray | None, str]:
-        """The expected share of time in each state, and what it is of."""
+    def _occupancy(self, model: Any, transition: np.ndarray | None) -> tuple[np.ndarray | None, str]:
+        """Returns the expected fraction of steps in each state, and a description of the data it was computed from."""
         for part in ("validation", "training"):
             if part in self._excerpts and hasattr(model, "posterior"):
                 visits = _expected_visits(model, self._excerpts[part])
@@ -262,7 +275,7 @@ class Figures(Callback):
 
 
 def _writers(trainer: Trainer) -> list[Any]:
-    """Where figures go: nowhere on other ranks than the first."""
+    """Returns the TensorBoard writers. There are none on ranks other than 0."""
     return (
         [logger.experiment for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
         if trainer.is_global_zero
@@ -270,21 +283,21 @@ def _writers(trainer: Trainer) -> list[Any]:
     )
 
 
-def _state_usage(share: np.ndarray | None, source: str, transition: np.ndarray | None) -> Figure | None:
-    if share is None and transition is None:
+def _state_usage(occupancy: np.ndarray | None, source: str, transition: np.ndarray | None) -> Figure | None:
+    if occupancy is None and transition is None:
         return None
-    return plots.state_usage(share, None if transition is None else plots.expected_dwell(transition), source)
+    return plots.state_usage(occupancy, None if transition is None else plots.expected_dwell(transition), source)
 
 
 def _predictions(data: Sequences, predicted: Any) -> Figure:
-    """The longest sequence and what was expected of it."""
+    """Draws the longest sequence with its one-step predictions."""
     longest = int(data.lengths.argmax())
     mean, half = predicted.mean[longest], _WITHIN_90 * predicted.variance[longest].sqrt()
     return latent_plots.predictions(data[longest], mean, mean - half, mean + half, 0.9)
 
 
 def _matrix(model: Any, name: str) -> np.ndarray | None:
-    """A matrix of the model's, if it has one by that name."""
+    """Returns an attribute of the model as an array, or ``None`` if it is not a matrix."""
     value = getattr(model, name, None)
     return value.detach().cpu().numpy() if isinstance(value, Tensor) and value.dim() == 2 else None
 
@@ -300,16 +313,19 @@ def _composition(model: Any) -> dict[str, Any]:
 
 
 def _excerpt(batch: Sequences, max_steps: int) -> Sequences:
-    """A copy of the first sequences, the last one cut where there are too many steps; small, and on the CPU."""
+    """Copies the first sequences, with at most `max_steps` steps, to the CPU. The last one may be truncated."""
     offsets = batch.offsets[: _MAX_SEQUENCES + 1].clamp(max=max_steps)
-    steps = torch.arange(int(offsets[-1]))  # numbers, not a slice: a copy is wanted
+    steps = torch.arange(int(offsets[-1]))  # indices make a copy, unlike a slice
     return batch.with_steps(
         steps, offsets, None if batch.weights is None else batch.weights[: len(offsets) - 1].clone()
     ).to("cpu")
 
 
 def _expected_visits(model: Any, sequences: Sequences) -> np.ndarray | None:
-    """(K,) expected steps in each state, each times its sequence's weight; impossible sequences have none. ``None`` for a continuous state."""
+    """Returns the (K,) expected numbers of steps in each state, weighted by sequence.
+
+    Impossible sequences are ignored. For a continuous state, ``None`` is returned.
+    """
     posterior = model.posterior(sequences)
     if not hasattr(posterior, "smoothed"):
         return None

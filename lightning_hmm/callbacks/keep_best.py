@@ -16,23 +16,32 @@ class KeepBest(Callback):
 
     Args:
         monitor: Name of the logged metric.
-        mode: Whether the least or the largest value is the best.
+        mode: Whether the smallest ("min") or the largest ("max") value is the best.
 
     Attributes:
         best_score: Best value so far, or ``None`` before the first validation.
         best_epoch: Number of epochs after which it was reached.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning_hmm.callbacks import KeepBest
+        >>> keep_best = KeepBest(monitor="val/bits_per_symbol")
+        >>> trainer = Trainer(callbacks=[keep_best], logger=False, accelerator="cpu")
+        >>> keep_best.best_score is None  # before training
+        True
     """
 
     def __init__(self, monitor: str, mode: Literal["min", "max"] = "min") -> None:
         if mode not in ("min", "max"):
             raise ValueError(f"`mode` must be 'min' or 'max', but is {mode!r}.")
-        self.monitor, self.mode = monitor, mode
+        self.monitor = monitor
+        self.mode = mode
         self.best_score: float | None = None
         self.best_epoch = 0
         self.parameters: dict[str, Tensor] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit":  # A checkpoint that training is resumed from is loaded after this.
+        if stage == "fit":  # the state of a checkpoint is loaded later, when training is resumed
             self.best_score, self.best_epoch, self.parameters = None, 0, {}
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -1,4 +1,4 @@
-"""What `predict` found, as a file."""
+"""Files of predictions."""
 
 from __future__ import annotations
 
@@ -15,10 +15,22 @@ from lightning_hmm.runs import run_folder
 
 
 class PredictionWriter(Callback):
-    """Writes one JSON line for each sequence: its number in the data and what the model found, such as log-likelihood and decoded states.
+    """Writes the results of `Trainer.predict` to a file, with one JSON object per line and sequence.
+
+    Each object contains the number of the sequence in the data and the outputs of the model, such as the log-likelihood
+    and the decoded states.
 
     Args:
-        path: Path of the file. The default is ``predictions.jsonl`` in the folder of the run. Rank 1 appends ``.rank1`` to the name, and so on.
+        path: Path of the file. The default is ``predictions.jsonl`` in the folder of the run. On ranks other than 0,
+            the suffix ``.rank1``, ``.rank2`` and so on is appended.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning_hmm.callbacks import PredictionWriter
+        >>> writer = PredictionWriter("predictions.jsonl")
+        >>> trainer = Trainer(callbacks=[writer], logger=False, accelerator="cpu")
+        >>> writer.path
+        'predictions.jsonl'
     """
 
     def __init__(self, path: str | None = None) -> None:
@@ -49,7 +61,7 @@ class PredictionWriter(Callback):
             for n in range(len(batch)):
                 found = {name: values[n].tolist() for name, values in outputs.items()}
                 if found.get("log_likelihood") == float("-inf"):
-                    found["log_likelihood"] = None  # JSON has no infinity: an impossible sequence has no log-likelihood
+                    found["log_likelihood"] = None  # JSON has no infinity; null marks an impossible sequence
                 file.write(json.dumps({"sequence": next(self._numbers), **found}) + "\n")
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -1,4 +1,4 @@
-"""Leaving out the transitions that hardly happen."""
+"""Pruning of improbable transitions."""
 
 from __future__ import annotations
 
@@ -18,17 +18,27 @@ from lightning_hmm.sequences import Sequences
 
 
 class Pruning(Callback):
-    """Drops the transitions of a `ClonedHMM` whose probability is below `threshold`, after the last update of an epoch, and logs what that cost.
+    """Removes improbable transitions of a `ClonedHMM`, after the last update of an epoch.
 
-    What is left is stored entry by entry instead of in blocks, so memory and time follow the entries. Since an entry by itself
-    takes about thirty-five times as long as one in a block, it waits until few enough are left; where memory is short, give a larger `density`, up to a third.
+    The remaining transitions are stored as single entries instead of in blocks, so that memory and time are
+    proportional to their number. Processing a single entry takes about 35 times as long as processing an entry of a
+    block. Pruning is therefore postponed until few enough transitions remain. If memory is scarce, set a larger
+    `density`, up to 1/3. The increase in bits per symbol is printed.
 
     Args:
-        threshold: of probabilities. The largest of a row always stays.
-        density: prunes when at most this share of the stored transitions is to stay.
-        every_n_epochs: how often it looks.
-        max_steps: of the training data, on which the cost in likelihood is measured; all if not given. Where it is infinite,
-            nothing is pruned.
+        threshold: Minimum probability of a transition. The most probable transition of each state is always kept.
+        density: Maximum fraction of the stored transitions that remain. If more would remain, nothing is pruned.
+        every_n_epochs: Number of epochs between attempts.
+        max_steps: Number of steps of the training data on which the loss of likelihood is measured. The default is all
+            of them. If pruning would make these data impossible, nothing is pruned.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning_hmm.callbacks import Pruning
+        >>> pruning = Pruning(threshold=1e-4, every_n_epochs=10)
+        >>> trainer = Trainer(callbacks=[pruning], logger=False, accelerator="cpu")
+        >>> pruning.density
+        0.02
     """
 
     def __init__(
@@ -40,25 +50,23 @@ class Pruning(Callback):
         for name, count in {"every_n_epochs": every_n_epochs, "max_steps": max_steps}.items():
             if count is not None and count < 1:
                 raise ValueError(f"`{name}` must be at least 1, but is {count} instead.")
-        self.threshold, self.density, self.every_n_epochs, self.max_steps = (
-            threshold,
-            density,
-            every_n_epochs,
-            max_steps,
-        )
+        self.threshold = threshold
+        self.density = density
+        self.every_n_epochs = every_n_epochs
+        self.max_steps = max_steps
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if not isinstance(pl_module, ClonedHMM):
             raise TypeError(f"Pruning is for a ClonedHMM, but the model is a {type(pl_module).__name__} instead.")
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        # Not at the end of the epoch: a checkpoint of its last batch must hold the pruned model.
+        # This runs before the end of the epoch, so that a checkpoint of its last batch contains the pruned model.
         if not trainer.is_last_batch or (trainer.current_epoch + 1) % self.every_n_epochs:
             return
         before = pl_module.layout.num_entries
         keep = pl_module.above(self.threshold)
         kept = int(keep.sum())
-        # A layout of single entries only ever loses some; it is made anew where that saves a tenth.
+        # A layout of single entries is pruned again if this removes at least 10 % of them.
         if kept > (0.9 if pl_module.layout.is_sparse else self.density) * before:
             return
         source = data_of(trainer)
@@ -70,19 +78,23 @@ class Pruning(Callback):
             )
             if not bool(bits.isfinite().all()):
                 rank_zero_warn(
-                    f"Not pruned after epoch {trainer.current_epoch}: without the transitions below {self.threshold:g} some training data would be "
-                    "impossible. A smaller `threshold` may do."
+                    f"Not pruned after epoch {trainer.current_epoch}: without the transitions below "
+                    f"{self.threshold:g} some training data would be impossible. A smaller `threshold` may do."
                 )
                 return
             cost = f", at a cost of {float(bits.max()):.2g} bits per symbol ({data.num_steps:,} steps of training data)"
         prune_in_training(trainer, pl_module, keep)
         rank_zero_info(
-            f"Pruned after epoch {trainer.current_epoch}: {kept:,} of {before:,} transitions stay, {pl_module.layout.density:.2%} of all{cost}."
+            f"Pruned after epoch {trainer.current_epoch}: {kept:,} of {before:,} transitions stay, "
+            f"{pl_module.layout.density:.2%} of all{cost}."
         )
 
 
 def prune_in_training(trainer: Trainer, model: ClonedHMM, keep: Tensor) -> None:
-    """Prunes the model under a Trainer. The parameter stays the same object with fewer entries, and the count buffer of online EM is pruned with it."""
+    """Prunes the model during training, together with the discounted counts of online EM.
+
+    The parameter is the same object afterwards, with fewer entries.
+    """
     (optimizer,) = trainer.optimizers
     state = optimizer.state.get(model.transition.probs, {})
     model.prune(keep)
@@ -91,7 +103,10 @@ def prune_in_training(trainer: Trainer, model: ClonedHMM, keep: Tensor) -> None:
 
 
 def _first_steps(sequences: Sequences, max_steps: int | None) -> Sequences:
-    """The first `max_steps` steps of the sequences that count; the last sequence that has some is cut, later ones are empty."""
+    """Returns the first `max_steps` steps of the sequences with positive weight.
+
+    The sequence that contains the last of these steps is truncated, and later sequences are empty.
+    """
     sequences = sequences.counted()
     if max_steps is None:
         return sequences
@@ -100,7 +115,7 @@ def _first_steps(sequences: Sequences, max_steps: int | None) -> Sequences:
 
 
 def _bits(model: ClonedHMM, sequences: Sequences, layout: Layout, probs: Tensor) -> Tensor:
-    """(restarts,) bits per observed symbol with these transitions, each sequence with its weight."""
+    """Returns the (restarts,) bits per observed symbol with the given transitions, weighted by sequence."""
     evidence: Any = ClonedSymbols.of(sequences, layout)
     weights = sequences.weights
     starts = model.initial.log_probs.detach()

@@ -1,4 +1,4 @@
-"""How long to train is found on validation data, which then are trained on too."""
+"""Retraining on training and validation data, with the number of epochs chosen on validation data."""
 
 from __future__ import annotations
 
@@ -16,15 +16,26 @@ from lightning_hmm.models.cloned import ClonedHMM
 
 
 class Retraining(Callback):
-    """Early stopping of a `ClonedHMM` that wastes no data: finds the number of epochs on validation data, then trains as long on all.
+    """Early stopping of a `ClonedHMM`, followed by retraining on training plus validation data.
 
-    First it trains until validation has not become better for `patience` epochs, or until `trainer.max_epochs`. Where the model goes from
-    online to batch EM, that happens as soon as online EM brings nothing more, after `online_epochs` at the latest. Then the model
-    starts over on training and validation data together, for as many epochs of each kind as were best; there is no
-    validation in that part. Both parts are one `fit`, and a run that was stopped in either goes on from its checkpoint.
+    In the first part, the model is trained until the validation likelihood has not improved for `patience` epochs, or
+    until `trainer.max_epochs`. If the model switches from online to batch EM, it does so as soon as online EM no longer
+    improves the validation likelihood, and after `online_epochs` epochs at the latest.
+
+    In the second part, the model is initialized again and trained on training and validation data together, for the
+    numbers of epochs of online and batch EM that were best. There is no validation in this part. Both parts run in one
+    call of `fit`, and an interrupted run can be resumed from a checkpoint in either part.
 
     Args:
-        patience: epochs without a better validation that end the first part.
+        patience: Number of epochs without an improvement after which the first part ends.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning_hmm.callbacks import Retraining
+        >>> retraining = Retraining(patience=5)
+        >>> trainer = Trainer(max_epochs=200, callbacks=[retraining], logger=False, accelerator="cpu")
+        >>> retraining.validated  # validation scores so far
+        []
     """
 
     def __init__(self, patience: int = 3) -> None:
@@ -35,13 +46,13 @@ class Retraining(Callback):
 
     def _reset(self) -> None:
         self.validated: list[float] = []  # bits per symbol after each epoch of the first part
-        self.switched = 0  # from online to batch EM after so many epochs; 0: not yet
-        self.first_epoch: int | None = None  # of the second part
+        self.switched = 0  # number of epochs before the switch from online to batch EM, or 0 before the switch
+        self.first_epoch: int | None = None  # first epoch of the second part
         self._users: dict[str, Any] = {}
 
     @property
     def best_epochs(self) -> int:
-        """How many epochs were best; the first of equals."""
+        """Number of epochs after which validation was best. If several are equal, the smallest."""
         return self.validated.index(min(self.validated)) + 1
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
@@ -51,17 +62,18 @@ class Retraining(Callback):
             raise TypeError(f"Retraining is for a ClonedHMM, but the model is a {type(pl_module).__name__} instead.")
         if data_of(trainer) is None:
             raise MisconfigurationException(
-                "Retraining joins training and validation data, which needs `lightning_hmm.fit` or a `SequenceDataModule`."
+                "Retraining joins training and validation data, "
+                "which needs `lightning_hmm.fit` or a `SequenceDataModule`."
             )
         self._reset()
         pl_module.first_epoch = 0
-        # The word of a callback that stops the training early must be known here; those that save come after all others anyway.
+        # This callback must run after callbacks that stop training early, and before those that save checkpoints.
         others = [callback for callback in trainer.callbacks if callback is not self]
         savers = [callback for callback in others if isinstance(callback, Checkpoint)]
         trainer.callbacks[:] = [callback for callback in others if callback not in savers] + [self, *savers]
 
     def on_load_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        # Before Lightning finds that the run had already more epochs than it was to have.
+        # `max_epochs` is set here, before Lightning checks whether the run already has more epochs.
         state = checkpoint.get("callbacks", {}).get(self.state_key)
         if (
             state
@@ -70,7 +82,8 @@ class Retraining(Callback):
             and len(state["validated"]) < checkpoint["epoch"] + 1
         ):
             raise ValueError(
-                f"The checkpoint was saved before epoch {checkpoint['epoch']} was validated, and Retraining needs the validation of every epoch. "
+                f"The checkpoint was saved before epoch {checkpoint['epoch']} was validated, "
+                "and Retraining needs the validation of every epoch. "
                 "Resume from one saved at the end of an epoch, such as last.ckpt."
             )
         if state and state["first_epoch"] is not None and trainer.state.fn == "fit":
@@ -105,12 +118,11 @@ class Retraining(Callback):
         optimizer.forget()
         for callback in trainer.callbacks:
             if isinstance(callback, Convergence):
-                callback.previous, callback.calm_epochs = None, 0
+                callback.previous, callback.converged_epochs = None, 0
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        if (
-            self.first_epoch is not None or len(self.validated) > trainer.current_epoch
-        ):  # or an epoch that was resumed from its very end
+        # The epoch may have been recorded before, if training was resumed from the end of this epoch.
+        if self.first_epoch is not None or len(self.validated) > trainer.current_epoch:
             return
         found = trainer.callback_metrics.get("val/bits_per_symbol")
         if found is None:
@@ -134,11 +146,12 @@ class Retraining(Callback):
         self.first_epoch = trainer.current_epoch + 1
         trainer.should_stop = False
         trainer.fit_loop.max_epochs = self.first_epoch + self.best_epochs
-        trainer.reload_dataloaders_every_n_epochs = 1  # for the epoch that begins
+        trainer.reload_dataloaders_every_n_epochs = 1  # for the next epoch only
         self._take_all_data(trainer, pl_module)
         kinds = f" ({min(self.switched, self.best_epochs)} of online EM)" if self.switched else ""
         rank_zero_info(
-            f"Best on validation after {self.best_epochs} epochs{kinds}: {min(self.validated):.4f} bits per symbol. Training as long on all data."
+            f"Best on validation after {self.best_epochs} epochs{kinds}: {min(self.validated):.4f} bits per symbol. "
+            "Training as long on all data."
         )
 
     def on_fit_end(self, trainer: Any, pl_module: LightningModule) -> None:
@@ -150,8 +163,6 @@ class Retraining(Callback):
         return {"validated": self.validated, "switched": self.switched, "first_epoch": self.first_epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.validated, self.switched, self.first_epoch = (
-            list(state_dict["validated"]),
-            state_dict["switched"],
-            state_dict["first_epoch"],
-        )
+        self.validated = list(state_dict["validated"])
+        self.switched = state_dict["switched"]
+        self.first_epoch = state_dict["first_epoch"]

@@ -1,4 +1,4 @@
-"""The parts of a hidden Markov model: emissions, transitions and the first state."""
+"""Components of a hidden Markov model: emissions, transitions and the distribution of the first state."""
 
 from lightning_hmm.distributions.base import Distribution, Emission, Transition
 from lightning_hmm.distributions.categorical import Categorical

@@ -1,9 +1,12 @@
-"""The parts of a hidden Markov model: what a distribution provides, and how it is saved.
+"""Base classes of the parts of a hidden Markov model.
 
-A distribution is constructed with options only. The model that it belongs to calls `allocate` with the sizes, which makes the parameters; each has
-a leading axis for the restarts. Inference never sees a distribution: an emission turns natural parameters and a batch into
-`Evidence`, a transition turns them into an `Operator`. The gradient of the log-likelihood in the natural parameters is the expected
-sufficient statistics, and `maximize` turns these into parameters. That is all that EM needs.
+A distribution is constructed with options only. The model that contains it calls `allocate` with the sizes, which
+creates the parameters. Every parameter has a leading axis for the restarts.
+
+Inference functions do not take distributions as arguments. An emission converts its natural parameters and a batch into
+an `Evidence`, and a transition converts them into an `Operator`. The gradient of the log-likelihood with respect to the
+natural parameters equals the expected sufficient statistics, from which `maximize` computes new parameters. EM requires
+nothing else of a distribution.
 """
 
 from __future__ import annotations
@@ -26,17 +29,25 @@ from lightning_hmm.sequences import Sequences
 
 
 class Distribution(nn.Module, ABC):
-    """A part of a model: natural parameters, their maximizer and their prior."""
+    """Base class of the parts of a model. A part has natural parameters, a prior and an M-step.
 
-    has_natural_parameters: ClassVar[bool] = (
-        True  # whether the gradient of the log-likelihood is the expected statistics
-    )
-    partner: ClassVar[str | None] = (
-        None  # the class of the emission that a transition requires, or of the transition that an emission requires
-    )
-    # Whether the M-step is a function of expected statistics of fixed size. Otherwise `hold` receives what it needs of each batch.
+    Subclass `Emission` or `Transition` to define a new part. To use this class directly, implement `maximize`,
+    `log_prior` and `num_free_parameters`.
+
+    Example:
+        >>> from lightning_hmm.distributions import Gaussian
+        >>> Gaussian(covariance="full").config
+        {'class_path': 'lightning_hmm.Gaussian', 'init_args': {'covariance': 'full'}}
+    """
+
+    # Whether the gradient of the log-likelihood with respect to the parameters equals the expected statistics.
+    has_natural_parameters: ClassVar[bool] = True
+    # Name of the class of emission that a transition requires, or of the transition that an emission requires.
+    partner: ClassVar[str | None] = None
+    # Whether the M-step is a function of expected statistics of fixed size. Otherwise `hold` is called for each batch.
     is_closed: ClassVar[bool] = True
-    is_set: Tensor  # whether the parameters have values that training starts from, set by the user, from the data or at random
+    # Whether the parameters have initial values for training: set by the user, computed from data or drawn at random.
+    is_set: Tensor
     _given: tuple[tuple[Any, ...], dict[str, Any]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -46,14 +57,14 @@ class Distribution(nn.Module, ABC):
 
     def __init__(self) -> None:
         super().__init__()
-        self.prior: dict[str, float] = {}  # the options of the prior by name
-        self._owner: tuple[Any, ...] = ()  # the model, in a tuple so that it does not become a submodule
+        self.prior: dict[str, float] = {}  # options of the prior by name
+        self._owner: tuple[Any, ...] = ()  # the model; a tuple keeps torch from registering it as a submodule
 
-    # How it is saved
+    # Configuration
 
     @property
     def config(self) -> dict[str, Any]:
-        """The class and the options as plain values, in the form of a configuration file."""
+        """Class path and constructor arguments as plain values, in the format of a configuration file."""
         args, kwargs = self._given
         given = inspect.signature(type(self).__init__).bind(self, *args, **kwargs).arguments
         options = {name: _plain(value) for name, value in list(given.items())[1:]}
@@ -62,139 +73,179 @@ class Distribution(nn.Module, ABC):
     # Sizes and values
 
     def __getattr__(self, name: str) -> Any:
-        # Python calls this, too, where a property has no value.
+        # Python also calls this method if a property raises an AttributeError.
         if isinstance(getattr(type(self), name, None), property) and not self.is_allocated:
             raise AttributeError(
-                f"A {type(self).__name__} has no `{name}` before it has sizes. Train its model, or give the sizes to the model."
+                f"A {type(self).__name__} has no `{name}` before it has sizes. "
+                "Train its model, or give the sizes to the model."
             )
         return super().__getattr__(name)
 
     @property
     def is_allocated(self) -> bool:
+        """Whether `allocate` has been called, so that the parameters exist."""
         return "is_set" in self._buffers
 
     def belong_to(self, model: Any) -> None:
-        """Records the model, whose chosen restart the parameters are read from."""
+        """Records the model that contains this part."""
         self._owner = (model,)
 
     @property
     def restart(self) -> int:
-        """The restart that parameters are read from."""
+        """Number of the restart whose parameters the properties return."""
         return int(self._owner[0].best_restart) if self._owner else 0
 
     def _begin_allocation(self) -> None:
         if self.is_allocated:
             raise ValueError(
-                f"A {type(self).__name__} can be part of one model only, but this one has parameters already. Make one for each model."
+                f"A {type(self).__name__} can be part of one model only, but this one has parameters already. "
+                "Make one for each model."
             )
         self.register_buffer("is_set", torch.tensor(False))
 
     def natural(self, restart: int) -> tuple[Tensor, ...]:
-        """The natural parameters of one restart, in the order of `parameters()`."""
+        """Returns the natural parameters of one restart, in the order of `parameters()`."""
         return tuple(parameter[restart] for parameter in self.parameters())
 
     @torch.no_grad()
     def copy_from(self, other: Distribution, restart: int) -> None:
-        """Takes the values of one restart of a part of the same kind and size, for all restarts."""
+        """Copies the parameters of one restart of another part of the same class and size into all restarts."""
         for mine, theirs in zip(self.parameters(), other.parameters(), strict=True):
             mine.copy_(theirs[restart])
         sizes = {parameter.shape for parameter in other.parameters()}
         for buffer, given in zip(self.buffers(), other.buffers(), strict=True):
-            buffer.copy_(
-                given[restart] if given.shape in sizes else given
-            )  # a buffer of a parameter's shape has restarts, too
+            # A buffer that has the shape of a parameter has an axis for the restarts, too.
+            buffer.copy_(given[restart] if given.shape in sizes else given)
 
     def randomize(self, generator: torch.Generator) -> None:
-        """Draws the starting values that do not come from data; none by default."""
+        """Draws the initial values that do not depend on data. The default implementation draws nothing."""
 
     # EM
 
     @property
     def num_statistics(self) -> int:
-        """The number of tensors that `maximize` takes: one for each parameter, or none if the M-step is iterative."""
+        """Number of tensors that `maximize` requires: one for each parameter, or zero if the M-step is iterative."""
         return len(list(self.parameters()))
 
     @abstractmethod
     def maximize(self, statistics: Sequence[Tensor], weight: Tensor | float = 1.0) -> Tensor:
-        """Sets the parameters to those that maximize expected log-likelihood plus log prior, in place. Reads no tensor's value.
+        """Performs the M-step in place: maximizes the expected log-likelihood plus the log prior.
+
+        No value is read on the host, so that the step does not synchronize with a GPU.
 
         Args:
-            statistics: the gradient of the log-likelihood, one tensor for each parameter, in their order.
-            weight: how much of the prior counts; below 1 where the statistics are those of a part of the data.
+            statistics: Gradient of the log-likelihood, one tensor for each parameter, in the order of the parameters.
+            weight: Factor of the log prior. It is below 1 if the statistics represent a fraction of the data.
 
         Returns:
-            The number of rows that had no statistics and kept their values, as a tensor.
+            Number of rows without statistics, which keep their values, as a tensor.
         """
 
     def hold(self, restart: int, batch: Sequences, gradient: Tensor) -> None:
-        """Keeps the gradient of the log-likelihood of a batch, in the evidence, for an M-step that is not closed."""
+        """Stores a batch for an M-step that is not closed.
+
+        Args:
+            restart: Number of the restart.
+            batch: The batch.
+            gradient: Gradient of the log-likelihood of the batch with respect to the `Evidence`.
+        """
 
     def forget(self) -> None:
-        """Drops what `hold` has kept."""
+        """Discards the batches that `hold` has stored."""
 
     @abstractmethod
     def log_prior(self) -> Tensor:
-        """(restarts,) the logarithm of the prior density, up to a constant."""
+        """Returns the logarithm of the prior density of each restart, (restarts,), up to a constant."""
 
     @abstractmethod
     def num_free_parameters(self, restart: int) -> int:
-        """The number of degrees of freedom of one restart's parameters, without those that are structurally zero."""
+        """Returns the number of free parameters of one restart. Structural zeros are not counted."""
 
 
 class Emission(Distribution):
-    """The distribution of an observation given the state."""
+    """Base class of emissions: the distribution of an observation given the state.
 
-    reads_symbols: ClassVar[bool] = False  # whether an observation is a symbol, not a vector
-    reads_counts: ClassVar[bool] = (
-        False  # whether sequences of whole numbers are one column of counts, with -1 where one is missing
-    )
-    starts_from_data: bool = True  # whether starting values, or a center, come from the data
-    is_located: Tensor  # whether `locate` has been called
+    Subclass it to define a new family of emissions. The required methods are `allocate`, `evidence`, `maximize`, `set`,
+    `sample`, `predict`, `log_prior` and `num_free_parameters`.
+
+    Example:
+        >>> from lightning_hmm.distributions import Categorical, Emission, Gaussian
+        >>> [(kind.__name__, kind.reads_symbols) for kind in (Categorical, Gaussian) if issubclass(kind, Emission)]
+        [('Categorical', True), ('Gaussian', False)]
+    """
+
+    # Whether an observation is a symbol instead of a vector.
+    reads_symbols: ClassVar[bool] = False
+    # Whether sequences of whole numbers are interpreted as one column of counts, in which -1 marks a missing count.
+    reads_counts: ClassVar[bool] = False
+    # Whether initial values or statistics such as a center are computed from the training data.
+    starts_from_data: bool = True
+    # Whether `set_data_stats` has been called.
+    has_data_stats: Tensor
 
     def _begin_allocation(self) -> None:
         super()._begin_allocation()
-        self.register_buffer("is_located", torch.tensor(not self.starts_from_data))
+        self.register_buffer("has_data_stats", torch.tensor(not self.starts_from_data))
 
     @abstractmethod
     def allocate(self, restarts: int, num_states: int, columns: Sequence[Column]) -> None:
-        """Makes the parameters for observations with the given columns."""
+        """Creates the parameters for observations with the given columns."""
 
     def columns_of(self, columns: list[Column], parts: Sequence[Sequences]) -> list[Column]:
-        """The columns of data that come without a description, with the kinds that the emission gives them."""
+        """Returns the columns of data without a description, with the kinds that this emission assigns to them.
+
+        Args:
+            columns: Columns as found in the data, all real unless the data are symbols.
+            parts: The data sets, such as training and validation data.
+        """
         return columns
 
     @abstractmethod
     def evidence(self, natural: Sequence[Tensor], batch: Sequences) -> Evidence:
-        """The log-likelihoods of the steps for each state; a pure function of the natural parameters and the batch."""
+        """Returns the log-likelihood of each step in each state, as a pure function of its arguments."""
 
     def needs_graph(self, batch: Sequences) -> bool:
-        """Whether `statistics` differentiates the evidence of this batch."""
+        """Returns whether `statistics` differentiates the evidence of this batch by autograd."""
         return True
 
     def statistics(self, evidence: Evidence, gradient: Tensor, natural: Sequence[Tensor]) -> list[Tensor]:
-        """The expected statistics of the natural parameters, from the gradient in the evidence's `live` tensor."""
+        """Computes the expected statistics of the natural parameters.
+
+        Args:
+            evidence: Result of `evidence`.
+            gradient: Gradient of the log-likelihood with respect to `evidence.live`.
+            natural: Natural parameters from which the evidence was computed.
+        """
         return pull_back([evidence.live], [gradient], natural)
 
     @abstractmethod
     def sample(self, states: Tensor, generator: torch.Generator) -> Tensor:
-        """Observations of the given states, (steps,) symbols or (steps, columns) vectors."""
+        """Draws an observation for each of the given states: (steps,) symbols or (steps, columns) vectors."""
 
     @abstractmethod
     def predict(self, state_probs: Tensor) -> Any:
-        """The distribution of an observation whose state has the probabilities (N, K)."""
+        """Returns the distribution of N observations whose states have the probabilities (N, K)."""
 
     @abstractmethod
     def set(self, **values: Any) -> None:
-        """Sets parameters by name, for all restarts alike."""
+        """Sets parameters by name, to the same values in all restarts."""
 
     def check(self, sequences: Sequences) -> None:
-        """Raises where a value cannot be an observation of this distribution."""
+        """Raises a `ValueError` if the sequences contain a value that this distribution cannot emit."""
 
-    def locate(self, sequences: Sequences) -> None:
-        """Takes what the parametrization needs of the data, such as a center, without changing the distribution."""
+    def set_data_stats(self, sequences: Sequences) -> None:
+        """Stores statistics of the data that the parametrization uses, such as a center.
+
+        The distribution itself does not change.
+        """
 
     def start(self, sequences: Sequences, responsibilities: Sequence[Tensor]) -> None:
-        """Starts each restart from (steps, K) guessed posterior probabilities of the states, by an M-step."""
+        """Initializes the parameters by an M-step.
+
+        Args:
+            sequences: Data to initialize from.
+            responsibilities: For each restart, (steps, K) guessed posterior probabilities of the states.
+        """
         self.maximize(
             [torch.stack(parts) for parts in zip(*self._guessed_statistics(sequences, responsibilities), strict=True)]
         )
@@ -210,62 +261,77 @@ class Emission(Distribution):
 
 
 class Transition(Distribution):
-    """The distribution of the next state given the present one."""
+    """Base class of transitions: the distribution of the next state given the current state.
 
-    no_matrix: ClassVar[str] = "are not one matrix"  # why `matrix` returns ``None``, in the message of an error
+    Subclass it to define transitions with another structure. The required methods are `allocate`, `operator`,
+    `maximize`, `set`, `matrix`, `log_prior` and `num_free_parameters`.
+
+    Example:
+        >>> from lightning_hmm.distributions import Full, Transition
+        >>> transition = Full(pseudocount=0.5)
+        >>> isinstance(transition, Transition), transition.prior
+        (True, {'pseudocount': 0.5})
+    """
+
+    no_matrix: ClassVar[str] = "are not one matrix"  # the reason why `matrix` returns ``None``, for error messages
 
     @property
     def is_started(self) -> bool:
-        """Whether the parameters exist. If they depend on the data, they do not until `start` or a checkpoint makes them."""
+        """Whether the parameters exist. Parameters that depend on data are created by `start` or from a checkpoint."""
         return True
 
     def adopt(self, state_dict: Mapping[str, Tensor], prefix: str) -> None:
-        """Takes the shapes of saved parameters, whose names begin with `prefix`, if they are not those that `allocate` makes."""
+        """Adapts the shapes of the parameters to saved ones, whose names begin with `prefix`."""
 
     def start(self, sequences: Sequences, generator: torch.Generator) -> None:
-        """Makes parameters that depend on the data, from all training sequences; called where `is_started` is false."""
+        """Creates parameters that depend on the training sequences. Called if `is_started` is false."""
 
     @abstractmethod
     def allocate(self, restarts: int, num_states: int) -> None:
-        """Makes the parameters."""
+        """Creates the parameters."""
 
     @abstractmethod
     def operator(self, natural: Sequence[Tensor], batch: Sequences | None) -> Operator:
-        """The transitions; a pure function of the natural parameters and, where it depends on inputs or times, of the batch."""
+        """Returns the transitions as a pure function of the arguments.
+
+        Args:
+            natural: Natural parameters of one restart.
+            batch: The batch, for transitions that depend on inputs or times.
+        """
 
     @abstractmethod
     def set(self, probs: Any) -> None:
-        """Sets the transition probabilities, for all restarts alike."""
+        """Sets the transition probabilities to the same values in all restarts."""
 
     @property
     def classes(self) -> Tensor | None:
-        """(S,) the state of the model that each state of the operator emits as; ``None`` if both are the same."""
+        """(S,) model state for each state of the operator, or ``None`` if the states are the same."""
         return None
 
     def first_states(self, log_initial: Tensor, natural: Sequence[Tensor]) -> Tensor:
-        """(S,) log-probabilities of the operator's first state, from (K,) those of the model's."""
+        """Returns the (S,) log-probabilities of the operator's first state, given the (K,) ones of the model's."""
         return log_initial
 
     def statistics(self, first: Tensor, operator: Operator, found: EStep, natural: Sequence[Tensor]) -> list[Tensor]:
-        """The expected statistics of the natural parameters of the first state and of the transitions.
+        """Computes the expected statistics of the natural parameters of the first state and of the transitions.
 
         Args:
-            first: the result of `first_states`.
-            operator: the result of `operator`.
-            found: the E-step with these.
-            natural: the parameters that both were computed from, those of the first state first.
+            first: Result of `first_states`.
+            operator: Result of `operator`.
+            found: Result of the E-step with `first` and `operator`.
+            natural: Parameters from which both were computed, beginning with those of the first state.
         """
         return pull_back([first, *operator.natural], [found.initial, *operator.gradients(found.counts)], natural)
 
     @abstractmethod
     def matrix(self, restart: int) -> Tensor | None:
-        """(K, K) the probabilities as one matrix, for figures and reading; ``None`` where there is no such matrix."""
+        """Returns the (K, K) transition probabilities, or ``None`` if there is no such matrix."""
 
 
 def pull_back(outputs: Sequence[Tensor], cotangents: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
-    """The vector-Jacobian product: the sum over outputs of (d output / d leaf)^T cotangent, for each leaf.
+    """Computes the vector-Jacobian product: for each leaf, the sum over outputs of (d output / d leaf)^T cotangent.
 
-    An output that is itself a leaf needs no graph.
+    An output that is itself a leaf does not need a graph.
     """
     totals: list[Tensor | None] = [None] * len(leaves)
     graphs = []
@@ -286,7 +352,7 @@ def pull_back(outputs: Sequence[Tensor], cotangents: Sequence[Tensor], leaves: S
 
 
 def _plain(value: Any) -> Any:
-    """A constructor's argument as a value that a checkpoint can hold."""
+    """Converts an argument of a constructor to a plain value that can be stored in a checkpoint."""
     if isinstance(value, Distribution):
         return value.config
     if isinstance(value, (list, tuple)):
@@ -296,7 +362,8 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise TypeError(
-        f"The options of a part must be plain values, so that a checkpoint can hold them, but one is a {type(value).__name__}."
+        "The options of a part must be plain values, so that a checkpoint can hold them, "
+        f"but one is a {type(value).__name__}."
     )
 
 
@@ -307,14 +374,14 @@ def _subclasses(family: Any) -> Iterator[Any]:
 
 
 def make_part(given: Any, kind: Any, option: str) -> Any:
-    """A part of the model from an instance, the name of a class, or `Distribution.config`.
+    """Creates a part of a model from an instance, the name of a class, or a configuration (`Distribution.config`).
 
-    Classes are looked up among those that are imported, by their name or their full path.
+    Classes are looked up by name or by full path among the classes that have been imported.
 
     Args:
-        given: what the user gave.
-        kind: the base class that it must have.
-        option: what an error calls it.
+        given: Value of the option, as given by the user.
+        kind: Base class that the part must have.
+        option: Name of the option, for error messages.
     """
     if isinstance(given, kind):
         return given
@@ -335,18 +402,19 @@ def make_part(given: Any, kind: Any, option: str) -> Any:
             known_options = list(inspect.signature(family).parameters)
             strange = next((key for key in options if key not in known_options), None)
             if strange is not None:
-                raise ValueError(
-                    f"`{option}`: {family.__name__} has the options {', '.join(known_options)}, but {strange!r} was given."
-                )
+                names = ", ".join(known_options)
+                raise ValueError(f"`{option}`: {family.__name__} has the options {names}, but {strange!r} was given.")
             return family(**options)
     names = ", ".join(sorted({family.__name__ for family in known.values()}))
     if isinstance(given, type) and issubclass(given, kind):
         raise ValueError(
-            f"`{option}` must be an object, but is the class {given.__name__} instead. Give `{given.__name__}(...)`, with its options."
+            f"`{option}` must be an object, but is the class {given.__name__} instead. "
+            f"Give `{given.__name__}(...)`, with its options."
         )
     what = given["class_path"] if isinstance(given, Mapping) and "class_path" in given else given
+    article = "an" if kind.__name__[0] in "EI" else "a"
     raise ValueError(
-        f"`{option}` must be {'an' if kind.__name__[0] in 'EI' else 'a'} {kind.__name__}, or the name of one ({names}), but is {what!r} instead."
+        f"`{option}` must be {article} {kind.__name__}, or the name of one ({names}), but is {what!r} instead."
     )
 
 
@@ -361,25 +429,24 @@ def _make_nested(value: Any, option: str) -> Any:
 
 
 def _path(family: type) -> str:
-    """The path by which a class is imported; the short one where the package exports it."""
+    """Returns the import path of a class, which is the short one if the top-level package exports the class."""
     package = sys.modules[__name__.split(".")[0]]
     exported = getattr(package, family.__name__, None) is family
     return f"{package.__name__ if exported else family.__module__}.{family.__qualname__}"
 
 
 def as_numbers(name: str, value: Any, device: torch.device) -> Tensor:
-    """What a user gave for a parameter as a float64 tensor."""
+    """Converts the value of the parameter `name`, as given by the user, to a float64 tensor."""
     try:
         return torch.as_tensor(value, dtype=torch.float64, device=device)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         shown = repr(value)
-        raise ValueError(
-            f"`{name}` must be an array of real numbers, but is {shown if len(shown) <= 60 else shown[:57] + '...'} instead."
-        ) from None
+        shown = shown if len(shown) <= 60 else shown[:57] + "..."
+        raise ValueError(f"`{name}` must be an array of real numbers, but is {shown} instead.") from None
 
 
 def check_not_negative(**options: float) -> None:
-    """Refuses options of a prior that are negative, infinite or no number."""
+    """Raises a `ValueError` if an option of a prior is negative, infinite or not a number."""
     for name, value in options.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise ValueError(f"`{name}` must be a finite number, but is {value!r} instead.")

@@ -1,4 +1,4 @@
-"""M-steps by gradients, for parts whose natural parameters are a function of other parameters."""
+"""M-steps by gradient-based optimization, for parts whose natural parameters are a function of other parameters."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from lightning_hmm.distributions.base import Distribution
 class ByGradient(Distribution):
     r"""A part whose natural parameters :math:`\eta = f(\theta)` are a differentiable function of its parameters.
 
-    The expected statistics are the gradient in :math:`\eta`. The M-step increases the expected log-likelihood
-    :math:`Q(\theta) = n \cdot f(\theta)` plus the log prior by L-BFGS, which never decreases it.
+    The expected statistics n are the gradient of the log-likelihood with respect to :math:`\eta`. Each M-step runs
+    L-BFGS on the expected log-likelihood :math:`Q(\theta) = n \cdot f(\theta)` plus the log prior. If this would
+    decrease the objective, the parameters are left unchanged.
     """
 
-    m_steps: int  # iterations of L-BFGS in each M-step
+    m_steps: int  # number of L-BFGS iterations in each M-step
 
     @abstractmethod
     def natural_of(self, *parameters: Tensor) -> Tensor:
-        """The natural parameters, of one restart or of all, as a function of the parameters."""
+        """Computes the natural parameters of one restart, or of all, from the parameters."""
 
     def prior_term(self, natural: Tensor) -> Tensor | float:
-        """The log prior density of one restart, up to a constant."""
+        """Returns the log prior density of one restart, up to a constant."""
         return 0.0
 
     def function_arguments(self, restart: int | slice) -> tuple[Tensor, ...]:
-        """The arguments of `natural_of` for one restart or a slice of all."""
+        """Returns the arguments of `natural_of` for one restart or for a slice of the restarts."""
         return tuple(parameter[restart] for parameter in self.parameters())
 
     def natural(self, restart: int | slice) -> tuple[Tensor, ...]:
@@ -47,9 +48,8 @@ class ByGradient(Distribution):
             def loss(counts: Tensor = counts, variables: list[Tensor] = variables) -> Tensor:
                 with torch.enable_grad():
                     natural = self.natural_of(*variables)
-                    value = -((counts * natural).sum() + weight * self.prior_term(natural)) / counts.abs().sum().clamp(
-                        min=1
-                    )
+                    objective = (counts * natural).sum() + weight * self.prior_term(natural)
+                    value = -objective / counts.abs().sum().clamp(min=1)
                 for variable, gradient in zip(variables, torch.autograd.grad(value, variables), strict=True):
                     variable.grad = gradient
                 return value.detach()
@@ -70,7 +70,13 @@ class ByGradient(Distribution):
 
 
 def decrease(loss: Callable[[], Tensor], variables: Sequence[Any], steps: int) -> None:
-    """Runs iterations of L-BFGS on a loss that sets the gradients of the variables. They keep their values where it would increase."""
+    """Runs L-BFGS on a loss. If the loss would increase, the variables keep their values.
+
+    Args:
+        loss: Computes the loss and sets the gradients of the variables.
+        variables: Tensors that are updated in place.
+        steps: Number of iterations.
+    """
     before, values = loss(), [variable.detach().clone() for variable in variables]
     torch.optim.LBFGS(variables, max_iter=steps, line_search_fn="strong_wolfe").step(loss)
     after = loss()

@@ -1,4 +1,4 @@
-"""Symbols."""
+"""Categorical emissions, for sequences of symbols."""
 
 from __future__ import annotations
 
@@ -17,10 +17,20 @@ from lightning_hmm.sequences import Sequences
 
 
 class Categorical(CategoricalRows, Emission):
-    """One of V symbols, with probabilities (K, V).
+    """Emits one of V symbols, with a probability for each state and symbol.
+
+    Use it for sequences of symbols. The probabilities have shape (K, V), where K is the number of states.
 
     Args:
-        pseudocount: of a Dirichlet prior on each row, in counts of the whole data.
+        pseudocount: Pseudocount of a Dirichlet prior on each row, in counts of the whole data set.
+
+    Example:
+        >>> from lightning_hmm import HMM, Categorical
+        >>> model = HMM(num_states=2, emission=Categorical(pseudocount=0.1), num_symbols=3)
+        >>> model = model.set_parameters(emission=[[0.5, 0.5, 0.0], [0.1, 0.1, 0.8]])
+        >>> model.emission.probs
+        tensor([[0.5000, 0.5000, 0.0000],
+                [0.1000, 0.1000, 0.8000]], dtype=torch.float64)
     """
 
     option = "emission"

@@ -1,8 +1,8 @@
-r"""Densities whose parameters a network computes: Gaussian, Student's t, and mixtures of Gaussians.
+r"""Densities whose parameters are the outputs of a network: Gaussian, Student's t, and mixtures of Gaussians.
 
-Each object holds R x N densities of d entries. It implements `inference.particle.Density`, so particles can be drawn
-from it, and it can also leave out missing entries. `DensityHead` turns the outputs of a network into such an object.
-All methods but `sample` and `log_prob_of_each` are differentiable.
+Each object represents R x N densities of d entries. It implements `inference.particle.Density`, so particles can be
+drawn from it, and it can be evaluated with missing entries. `DensityHead` converts the outputs of a network to such an
+object. All methods but `sample` and `log_prob_of_each` are differentiable.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from lightning_hmm.inference.particle import Density, Randomness, Streams, normal, pick, uniform
 
 Family = Literal["gaussian", "student", "mixture"]
-# Log-variances stay this close to their initial value. Without a bound, a variance that grows with the state makes the
-# state larger still, and states explode.
+# Maximum distance of a log-variance from its initial value. Without a bound, states can diverge if their variance grows
+# with the state.
 LOG_VARIANCE_RANGE = 4.0
 
 
@@ -67,9 +67,9 @@ class DiagonalGaussian(PartialDensity):
         return torch.where(observed, entries, 0.0).sum(-1)
 
     def log_prob_of_each(self, states: Tensor) -> Tensor:
-        """As one matrix product: (x - m)^2 / s^2 = x^2 / s^2 - 2 x m / s^2 + m^2 / s^2.
+        """Computes all pairs by one matrix product: (x - m)^2 / s^2 = x^2 / s^2 - 2 x m / s^2 + m^2 / s^2.
 
-        The average of the means is subtracted first, so that no digits are lost where they are far from zero.
+        The average of the means is subtracted first, to avoid cancellation if the means are far from zero.
         """
         center = self.mean.mean(1, keepdim=True)
         precision = self.scale.expand_as(self.mean).reciprocal().square()
@@ -129,7 +129,7 @@ class StudentT(PartialDensity):
         return self._entries(states.unsqueeze(2), self.mean.unsqueeze(1), self.scale.unsqueeze(1)).sum(-1)
 
     def _entries(self, states: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
-        """The log-density of each entry."""
+        """Returns the log-density of each entry."""
         freedom = self.freedom
         constant = torch.lgamma((freedom + 1) / 2) - torch.lgamma(freedom / 2) - 0.5 * (math.pi * freedom).log()
         return constant - scale.log() - (freedom + 1) / 2 * (((states - mean) / scale).square() / freedom).log1p()
@@ -187,7 +187,7 @@ class GaussianMixture(PartialDensity):
 
 
 class DensityHead(nn.Module):
-    """The last layer of a network with a density as its output: turns `num_outputs` numbers into one density.
+    """Output layer that converts `num_outputs` outputs of a network into one density.
 
     Args:
         family: "gaussian"; "student", with one learned number of degrees of freedom for each entry; or "mixture" of
@@ -230,7 +230,15 @@ class DensityHead(nn.Module):
         return torch.cat([weights, of_component.repeat(self.num_components)])
 
     def forward(self, outputs: Tensor, shift: Tensor | None = None) -> PartialDensity:
-        """(R, N, num_outputs) -> R x N densities. `shift`, (R, N, d) or (R, 1, d), is added to the means."""
+        """Converts outputs of a network to densities.
+
+        Args:
+            outputs: (R, N, num_outputs).
+            shift: (R, N, d) or (R, 1, d) values that are added to the means.
+
+        Returns:
+            R x N densities of d entries.
+        """
         if self.family == "mixture":
             parts = outputs[..., self.num_components :].unflatten(-1, (self.num_components, 2 * self.size))
             shift = None if shift is None else shift.unsqueeze(-2)

@@ -1,4 +1,4 @@
-"""Parts whose probabilities are made of embeddings: low-dimensional vectors for states, symbols and columns."""
+"""Parts whose probabilities are computed from embeddings: low-dimensional vectors for states, symbols and columns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_hmm.columns import Column
 from lightning_hmm.distributions.by_gradient import ByGradient
 from lightning_hmm.distributions.categorical import Categorical
-from lightning_hmm.distributions.gaussian import Gaussian, data_location
+from lightning_hmm.distributions.gaussian import Gaussian, weighted_mean_var
 from lightning_hmm.distributions.rows import CategoricalRows, Initial
 from lightning_hmm.distributions.transitions.full import Full
 from lightning_hmm.inference.cooccurrence import stationary
@@ -25,10 +25,19 @@ _RELU_FLOOR = 1e-6
 
 
 def similarity_log_probs(similarity: Similarity, left: Tensor, right: Tensor) -> Tensor:
-    """(..., N, L), (..., M, L) -> (..., N, M): the logarithm of k(left_i, right_j) / sum over j.
+    """Computes log-probabilities that are proportional to the similarities of embeddings.
 
-    With s the scalar product, k is exp(s), 1 / (1 + exp(-s)), max(s, 0) + 1e-6 (the constant keeps every row positive),
-    exp(-|left - right|^2 / 2), or |s|.
+    With the scalar product s of two embeddings, the similarity k is exp(s) for "exp", 1 / (1 + exp(-s)) for "sigmoid",
+    max(s, 0) + 1e-6 for "relu" (the constant keeps every row positive), exp(-|left - right|^2 / 2) for "rbf", and |s|
+    for "abs_linear".
+
+    Args:
+        similarity: Name of the similarity.
+        left: (..., N, L) embeddings.
+        right: (..., M, L) embeddings.
+
+    Returns:
+        (..., N, M) logarithms of k(left_i, right_j), normalized over j.
     """
     scores = left @ right.mT
     if similarity == "sigmoid":
@@ -36,14 +45,14 @@ def similarity_log_probs(similarity: Similarity, left: Tensor, right: Tensor) ->
     elif similarity == "relu":
         scores = (scores.relu() + _RELU_FLOOR).log()
     elif similarity == "rbf":
-        scores = scores - right.square().sum(-1)[..., None, :] / 2  # |left|^2 is the same for the whole row
+        scores = scores - right.square().sum(-1)[..., None, :] / 2  # |left|^2 is constant in a row
     elif similarity == "abs_linear":
         scores = scores.abs().clamp(min=torch.finfo(scores.dtype).tiny).log()
     return scores.log_softmax(-1)
 
 
 def check_embedding(embedding_dim: Any, similarity: Any, m_steps: Any) -> None:
-    """Refuses options that no embedded part takes."""
+    """Raises a `ValueError` if an option of an embedded part is invalid."""
     for name, size in {"embedding_dim": embedding_dim, "m_steps": m_steps}.items():
         if not isinstance(size, int) or size < 1:
             raise ValueError(f"`{name}` must be a whole number of at least 1, but is {size} instead.")
@@ -58,9 +67,9 @@ def _normal(restarts: int, *shape: int) -> nn.Parameter:
 
 
 class Embedded(ByGradient):
-    """What the embedded parts have in common: embeddings are drawn from a standard normal distribution and cannot be set."""
+    """Base class of parts with embeddings, which are drawn from a standard normal distribution and cannot be set."""
 
-    is_tied = False  # whether some of the embeddings are those of the transition
+    is_tied = False  # whether some of the embeddings are shared with the transition
 
     @torch.no_grad()
     def randomize(self, generator: torch.Generator) -> None:
@@ -78,14 +87,14 @@ class Embedded(ByGradient):
         super().belong_to(model)
 
     def set(self, *values: Any, **named_values: Any) -> None:
-        """Raises an error: probabilities do not determine embeddings."""
+        """Raises a `ValueError`, because probabilities do not determine embeddings."""
         raise ValueError(
-            f"The values of an {type(self).__name__} cannot be set: its probabilities are made of embeddings."
+            f"The values of an {type(self).__name__} cannot be set: its probabilities are computed from embeddings."
         )
 
 
 class EmbeddedRows(Embedded, CategoricalRows):
-    """Rows of probabilities, each the normalized similarities of one embedding to a set of others."""
+    """Rows of probabilities. Each row consists of the normalized similarities of one embedding to a set of others."""
 
     similarity: Similarity
 
@@ -98,25 +107,34 @@ class EmbeddedRows(Embedded, CategoricalRows):
 
     @property
     def probs(self) -> Tensor:
-        """The probabilities of the chosen restart."""
+        """Probabilities of the best restart."""
         return self.natural(self.restart)[0].detach().exp()
 
 
 class EmbeddedTransition(EmbeddedRows, Full):
-    r"""Transition probabilities that are made of two embeddings of each state.
+    r"""Transition probabilities that are computed from two embeddings of each state.
 
     .. math:: A_{ij} \propto k(z_i, u_j)
 
-    State i has the embedding :math:`z_i` where it is left and :math:`u_i` where it is entered. The matrix has 2 K L
-    parameters instead of K (K - 1).
+    State i has the embedding :math:`z_i` as the current state and :math:`u_i` as the next state. The matrix has 2 K L
+    parameters instead of K (K - 1). Use it for many states, or to visualize states by their embeddings.
 
     Args:
         embedding_dim: Length L of the embeddings.
-        similarity: The function k: "exp", which makes each row a softmax of scalar products, "sigmoid", "relu", "rbf" or
-            "abs_linear"; see `similarity_log_probs`.
-        pseudocount: Pseudocount of a Dirichlet prior on each row, in counts of the whole data.
-        m_steps: Iterations of L-BFGS in each M-step.
+        similarity: The function k: "exp", for which each row is a softmax of scalar products, "sigmoid", "relu", "rbf"
+            or "abs_linear"; see `similarity_log_probs`.
+        pseudocount: Pseudocount of a Dirichlet prior on each row, in counts of the whole data set.
+        m_steps: Number of L-BFGS iterations in each M-step.
         tied: Whether each state has a single embedding, U = Z.
+
+    Example:
+        >>> from lightning_hmm import HMM
+        >>> from lightning_hmm.distributions import EmbeddedTransition
+        >>> model = HMM(num_states=50, transition=EmbeddedTransition(embedding_dim=3), num_symbols=4)
+        >>> model.transition.num_free_parameters(restart=0)
+        300
+        >>> model.transition_probs.shape
+        torch.Size([50, 50])
     """
 
     def __init__(
@@ -129,7 +147,10 @@ class EmbeddedTransition(EmbeddedRows, Full):
     ) -> None:
         super().__init__(pseudocount)
         check_embedding(embedding_dim, similarity, m_steps)
-        self.embedding_dim, self.similarity, self.m_steps, self.tied = embedding_dim, similarity, m_steps, tied
+        self.embedding_dim = embedding_dim
+        self.similarity = similarity
+        self.m_steps = m_steps
+        self.tied = tied
 
     def allocate(self, restarts: int, num_states: int) -> None:
         self._begin_allocation()
@@ -139,18 +160,23 @@ class EmbeddedTransition(EmbeddedRows, Full):
 
     @property
     def entered(self) -> Tensor:
-        """(restarts, K, L) the embeddings of the states as the next state."""
+        """(restarts, K, L) embeddings of the states as the next state."""
         return self.Z if self.tied else self.U
 
     def natural_of(self, *parameters: Tensor) -> Tensor:
-        return super().natural_of(parameters[-1], parameters[0])  # Z and U, which are one parameter if they are tied
+        # The parameters are U and Z, or only Z if they are tied.
+        return super().natural_of(parameters[-1], parameters[0])
 
     def matrix(self, restart: int) -> Tensor:
         return self.natural(restart)[0].detach().exp()
 
 
 class EmbeddedInitial(EmbeddedRows, Initial):
-    r"""Probabilities of the first state, :math:`\pi_i \propto k(z_{start}, u_i)`, with the embeddings :math:`u_i` of the transition.
+    r"""Probabilities of the first state that are computed from embeddings.
+
+    .. math:: \pi_i \propto k(z_{start}, u_i)
+
+    The embeddings :math:`u_i` are those of the transition, so this part is only available in a `DenseHMM`.
 
     Args:
         embedding_dim: Length L of the embeddings.
@@ -163,7 +189,9 @@ class EmbeddedInitial(EmbeddedRows, Initial):
     def __init__(self, embedding_dim: int, similarity: Similarity = "exp", stationary: bool = False) -> None:
         super().__init__()
         check_embedding(embedding_dim, similarity, 1)
-        self.embedding_dim, self.similarity, self.stationary = embedding_dim, similarity, stationary
+        self.embedding_dim = embedding_dim
+        self.similarity = similarity
+        self.stationary = stationary
 
     def allocate(self, restarts: int, num_states: int) -> None:
         self._begin_allocation()
@@ -184,14 +212,27 @@ class EmbeddedInitial(EmbeddedRows, Initial):
 
 
 class EmbeddedCategorical(EmbeddedRows, Categorical):
-    r"""Symbol probabilities that are made of embeddings of states and symbols, :math:`B_{ij} \propto k(w_i, v_j)`.
+    r"""Symbol probabilities that are computed from embeddings of states and symbols.
+
+    .. math:: B_{ij} \propto k(w_i, v_j)
+
+    Use it for many symbols, or to visualize symbols by their embeddings.
 
     Args:
         embedding_dim: Length L of the embeddings.
         similarity: The function k; see `EmbeddedTransition`.
-        pseudocount: Pseudocount of a Dirichlet prior on each row, in counts of the whole data.
-        m_steps: Iterations of L-BFGS in each M-step.
+        pseudocount: Pseudocount of a Dirichlet prior on each row, in counts of the whole data set.
+        m_steps: Number of L-BFGS iterations in each M-step.
         tied: Whether W is the embedding Z of the transition, in a `DenseHMM`.
+
+    Example:
+        >>> from lightning_hmm import HMM
+        >>> from lightning_hmm.distributions import EmbeddedCategorical
+        >>> model = HMM(num_states=5, emission=EmbeddedCategorical(embedding_dim=2), num_symbols=100)
+        >>> model.emission.V.shape  # restarts, symbols, entries of an embedding
+        torch.Size([1, 100, 2])
+        >>> model.emission.probs.shape
+        torch.Size([5, 100])
     """
 
     def __init__(
@@ -204,7 +245,10 @@ class EmbeddedCategorical(EmbeddedRows, Categorical):
     ) -> None:
         super().__init__(pseudocount)
         check_embedding(embedding_dim, similarity, m_steps)
-        self.embedding_dim, self.similarity, self.m_steps, self.is_tied = embedding_dim, similarity, m_steps, tied
+        self.embedding_dim = embedding_dim
+        self.similarity = similarity
+        self.m_steps = m_steps
+        self.is_tied = tied
 
     def _allocate_rows(self, *shape: int) -> None:
         self._begin_allocation()
@@ -224,19 +268,28 @@ class EmbeddedCategorical(EmbeddedRows, Categorical):
 class EmbeddedGaussian(Embedded, Gaussian):
     r"""Gaussians with diagonal covariances whose means are scalar products of embeddings.
 
-    The mean of state i in column d is :math:`c_d + \sigma_d \, w_i \cdot v_d` with the center c and the standard deviations
-    :math:`\sigma` of the data. Variances are free.
+    The mean of state i in column d is :math:`c_d + \sigma_d \, w_i \cdot v_d`, where c is the mean and :math:`\sigma`
+    the standard deviation of the data. There is one free variance for each state and column.
 
     Args:
         embedding_dim: Length L of the embeddings.
-        m_steps: Iterations of L-BFGS in each M-step.
+        m_steps: Number of L-BFGS iterations in each M-step.
         tied: Whether W is the embedding Z of the transition, in a `DenseHMM`.
+
+    Example:
+        >>> from lightning_hmm import HMM
+        >>> from lightning_hmm.distributions import EmbeddedGaussian
+        >>> model = HMM(num_states=5, emission=EmbeddedGaussian(embedding_dim=2), num_features=3)
+        >>> model.emission.mean.shape
+        torch.Size([5, 3])
     """
 
     def __init__(self, embedding_dim: int, m_steps: int = 5, tied: bool = False) -> None:
         super().__init__(variance_prior=0.0)
         check_embedding(embedding_dim, "exp", m_steps)
-        self.embedding_dim, self.m_steps, self.is_tied = embedding_dim, m_steps, tied
+        self.embedding_dim = embedding_dim
+        self.m_steps = m_steps
+        self.is_tied = tied
 
     def allocate(self, restarts: int, num_states: int, columns: Sequence[Column]) -> None:
         super().allocate(restarts, num_states, columns)
@@ -248,7 +301,7 @@ class EmbeddedGaussian(Embedded, Gaussian):
 
     @torch.no_grad()
     def randomize(self, generator: torch.Generator) -> None:
-        """Draws means that are spread like the data, and variances like those of the data."""
+        """Draws embeddings for which the means have the spread of the data. The variances are those of the data."""
         for name in ("V",) if self.is_tied else ("W", "V"):
             embeddings = self.get_parameter(name)
             embeddings.copy_(torch.randn(embeddings.shape, generator=generator, dtype=torch.float64))
@@ -257,11 +310,11 @@ class EmbeddedGaussian(Embedded, Gaussian):
         self.is_set.fill_(True)
 
     @torch.no_grad()
-    def locate(self, sequences: Sequences) -> None:
-        """Takes center and scale of the first data. Means and variances are in these units."""
-        if bool(self.is_located):
+    def set_data_stats(self, sequences: Sequences) -> None:
+        """Stores the mean and the variance of the data at the first call. Means and variances are in these units."""
+        if bool(self.has_data_stats):
             return
-        for buffer, value in zip((self.center, self.data_variance), data_location(sequences), strict=True):
+        for buffer, value in zip((self.center, self.data_variance), weighted_mean_var(sequences), strict=True):
             buffer.copy_(value)
 
     def function_arguments(self, restart: int | slice) -> tuple[Tensor, ...]:
@@ -273,15 +326,15 @@ class EmbeddedGaussian(Embedded, Gaussian):
         return self._encode(self.data_variance.sqrt() * (states @ features.mT), self.data_variance * log_variance.exp())
 
     def _moments(self) -> tuple[Tensor, Tensor]:
-        """(K, D) means around the center, and variances, of the chosen restart."""
+        """Returns the (K, D) means minus the center, and the variances, of the best restart."""
         return self._decode(self.natural(self.restart)[0].detach())
 
     @property
     def mean(self) -> Tensor:
-        """(K, D) of the chosen restart."""
+        """(K, D) means of the best restart."""
         return self.center + self._moments()[0]
 
     @property
     def covariance(self) -> Tensor:
-        """(K, D, D) of the chosen restart."""
+        """(K, D, D) covariances of the best restart."""
         return self._moments()[1].diag_embed()

@@ -1,4 +1,4 @@
-"""Exponential families whose features are independent given the state."""
+"""Emissions of exponential families whose columns are independent given the state."""
 
 from __future__ import annotations
 
@@ -16,35 +16,56 @@ from lightning_hmm.sequences import Sequences
 
 
 class Moments(NamedTuple):
-    """mean, variance: (N, D) moments of a predicted observation, which is a mixture over the states."""
+    """Moments of predicted observations. The predictive distribution is a mixture over the states.
+
+    Attributes:
+        mean: (N, D) predictive means.
+        variance: (N, D) predictive variances.
+
+    Example:
+        >>> import torch
+        >>> from lightning_hmm import HMM, Poisson
+        >>> model = HMM(2, Poisson(), num_features=1).set_parameters(emission={"rate": [[1.0], [3.0]]})
+        >>> model.emission.predict(torch.tensor([[0.5, 0.5]], dtype=torch.float64))
+        Moments(mean=tensor([[2.]], dtype=torch.float64), variance=tensor([[3.]], dtype=torch.float64))
+    """
 
     mean: Tensor
     variance: Tensor
 
 
 def mixture_moments(weights: Tensor, means: Tensor, variances: Tensor) -> Moments:
-    """The moments of N mixtures of the same K components: weights (N, K), means and variances (K, D)."""
+    """Computes the moments of N mixtures with weights (N, K) of K components with means and variances (K, D)."""
     mean = weights @ means
     spread = (means - mean[:, None]) ** 2  # (N, K, D)
     return Moments(mean, torch.einsum("nk,nkd->nd", weights, variances + spread))
 
 
 class ExponentialFamily(Emission):
-    r"""Real columns that are independent given the state, each of an exponential family with T statistics.
+    r"""Base class of emissions of real columns that are independent given the state.
+
+    Each column has a distribution of an exponential family with T statistics:
 
     .. math:: \log p(y \mid k) = \sum_d \Big( \sum_{s < T} w_{ksd} \, t_s(y_d) + w_{kTd} + h(y_d) \Big)
 
-    Every weight is free, so that its gradient is a sum of statistics over the expected visits: of :math:`t_s(y_d)`, and for the last
-    weight the number of visits at which feature d is observed. A missing value drops out of both.
+    The weights w are the parameters. The gradient with respect to :math:`w_{ksd}` is the expected sum of
+    :math:`t_s(y_d)` over the visits of state k, and the gradient with respect to the last weight is the expected number
+    of visits at which column d is observed. A missing value contributes to neither.
 
-    A family provides `blocks` and `products`, which make the statistics, and two functions between weights and sums: `estimate`, which
-    turns sums into named parameters, and `weights_of`, the way back.
+    To define a family, set `products` and `names` and implement `blocks`, from which the statistics are computed,
+    `estimate`, which computes the parameters from sums of statistics, `weights_of`, which converts the parameters to
+    weights, and `moments`, `sample`, `log_prior` and `num_free_parameters`. `Poisson` is a short implementation.
+
+    Example:
+        >>> from lightning_hmm.distributions import ExponentialFamily, Gaussian, Poisson
+        >>> issubclass(Gaussian, ExponentialFamily), Poisson.names
+        (True, ('rate',))
     """
 
     weights: nn.Parameter  # (restarts, K, T + 1, D)
-    # The statistics as products of two blocks of columns; ``None`` stands for 1.
+    # Each statistic as the product of two blocks of columns, given by their numbers; ``None`` stands for a constant 1.
     products: ClassVar[tuple[tuple[int, int | None], ...]]
-    names: ClassVar[tuple[str, ...]]  # of the parameters that `set` takes and `weights_of` expects, each (K, D)
+    names: ClassVar[tuple[str, ...]]  # names of the parameters of `set` and `weights_of`, each (K, D)
 
     def allocate(self, restarts: int, num_states: int, columns: Sequence[Column]) -> None:
         categorical = next((column.name for column in columns if column.is_categorical), None)
@@ -53,7 +74,8 @@ class ExponentialFamily(Emission):
                 f"A {type(self).__name__} emission must have real columns, but column {categorical!r} is categorical."
             )
         self._begin_allocation()
-        self.num_features, self.column_names = len(columns), [column.name for column in columns]
+        self.num_features = len(columns)
+        self.column_names = [column.name for column in columns]
         self.weights = nn.Parameter(
             torch.zeros(restarts, num_states, len(self.products) + 1, self.num_features, dtype=torch.float64)
         )
@@ -61,28 +83,40 @@ class ExponentialFamily(Emission):
 
     @abstractmethod
     def blocks(self, values: Tensor) -> list[Tensor]:
-        """(steps, D) columns of which the statistics are made; what they hold at missing values has no effect."""
+        """Returns (steps, D) blocks of columns, from which the statistics are formed.
+
+        Entries at missing values are ignored.
+        """
 
     @property
     def location(self) -> Tensor | None:
-        """(D,) what is subtracted from the values, where `blocks` does nothing else; ``None`` if it makes other columns."""
+        """(D,) offset, if `blocks` only subtracts an offset from the values; otherwise ``None``."""
         return None
 
     def log_base(self, values: Tensor) -> Tensor | None:
-        """(steps, D) h(y), which no parameter has an influence on."""
+        """Returns the (steps, D) values h(y), which do not depend on the parameters, or ``None`` if they are zero."""
         return None
 
     @abstractmethod
     def estimate(self, sums: Tensor, visits: Tensor, weight: Tensor | float) -> tuple[tuple[Tensor, ...], Tensor]:
-        """The parameters from sums (R, K, T, D) of the statistics over visits (R, K, D), and (R, K, D) where there are any."""
+        """Estimates the parameters from expected statistics.
+
+        Args:
+            sums: (R, K, T, D) expected sums of the statistics.
+            visits: (R, K, D) expected numbers of visits at which each column is observed.
+            weight: Factor of the log prior.
+
+        Returns:
+            The parameters, (R, K, D) each, and a mask (R, K, D) of the entries that could be estimated.
+        """
 
     @abstractmethod
     def weights_of(self, *parameters: Tensor) -> Tensor:
-        """(R, K, T + 1, D) the weights of parameters (R, K, D)."""
+        """Returns the (R, K, T + 1, D) weights of parameters (R, K, D)."""
 
     @abstractmethod
     def moments(self) -> tuple[Tensor, Tensor]:
-        """(K, D) means and variances of the chosen restart."""
+        """Returns the (K, D) means and variances of the best restart."""
 
     def natural(self, restart: int) -> tuple[Tensor, ...]:
         return (self.weights[restart],)
@@ -98,7 +132,7 @@ class ExponentialFamily(Emission):
         complete = batch.is_complete
         pairs = self._pairs_of(complete, weights.device)
         if complete and self.location is not None:
-            # One weight holds the sum of the constants of all features.
+            # A single weight is the sum of the constants of all columns.
             return Quadratic(
                 batch.values,
                 pairs,
@@ -125,9 +159,8 @@ class ExponentialFamily(Emission):
     def statistics(self, evidence: Evidence, gradient: Tensor, natural: Sequence[Tensor]) -> list[Tensor]:
         num_states, num_statistics, size = natural[0].shape
         sums = gradient[:, : (num_statistics - 1) * size].unflatten(1, (num_statistics - 1, size))
-        constants = gradient[
-            :, sums[0].numel() : gradient.shape[1] - self._has_base
-        ]  # one for all columns if no value is missing
+        # There is a single constant for all columns if no value is missing.
+        constants = gradient[:, sums[0].numel() : gradient.shape[1] - self._has_base]
         visits = constants.expand(num_states, size)
         return [torch.cat([sums, visits.unsqueeze(1)], 1)]
 
@@ -136,15 +169,14 @@ class ExponentialFamily(Emission):
         return type(self).log_base is not ExponentialFamily.log_base
 
     def _pairs_of(self, complete: bool, device: torch.device) -> Tensor:
-        """(F, 2) which columns each feature is the product of."""
+        """Returns (F, 2) the numbers of the two columns whose product each feature is."""
         found = self._pairs.get(complete)
         if found is None or found.device != device:
             size, places = self.num_features, torch.arange(self.num_features)
-            end = size * (
-                1 + max(block for product in self.products for block in product if block is not None)
-            )  # of the blocks
+            num_blocks = 1 + max(block for product in self.products for block in product if block is not None)
+            end = size * num_blocks
             base = end if complete else end + size
-            one = base + self._has_base  # the number of columns stands for a constant of 1
+            one = base + self._has_base  # an index one past the last column represents a constant 1
             ones = torch.full((size,), one) if complete else end + places
             pairs = [
                 torch.stack([i * size + places, ones if j is None else j * size + places], 1) for i, j in self.products
@@ -169,11 +201,15 @@ class ExponentialFamily(Emission):
 
     @torch.no_grad()
     def set(self, **values: Any) -> None:
-        """Sets parameters by name, (K, D) each, for all restarts alike. All of them must be given until the parameters have values."""
+        """Sets parameters by name, (K, D) each, to the same values in all restarts.
+
+        All parameters must be given if none has a value yet.
+        """
         strange = next((name for name in values if name not in self.names), None)
         if strange is not None:
             raise ValueError(
-                f"A {type(self).__name__} emission has the parameters {', '.join(self.names)}, but {strange!r} was given."
+                f"A {type(self).__name__} emission has the parameters {', '.join(self.names)}, "
+                f"but {strange!r} was given."
             )
         lacking = next((name for name in self.names if name not in values), None)
         if lacking is not None and not bool(self.is_set):
@@ -190,11 +226,11 @@ class ExponentialFamily(Emission):
         self.is_set.fill_(True)
 
     def parameter_shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a parameter without the axis of restarts: states by columns."""
+        """Returns the shape of a parameter without the axis of restarts: states by columns."""
         return self.weights.shape[1], self.num_features
 
     def check_parameter(self, name: str, value: Tensor) -> None:
-        """Raises where a parameter (R, K, D) is outside of its range; finite numbers are required of all."""
+        """Raises a `ValueError` if a parameter (R, K, D) is out of range. Every parameter must be finite."""
         refuse_where(~value.isfinite(), name, "be finite", value)
 
     def predict(self, state_probs: Tensor) -> Moments:
@@ -202,7 +238,7 @@ class ExponentialFamily(Emission):
 
 
 def refuse_where(wrong: Tensor, name: str, rule: str, value: Tensor) -> None:
-    """Raises an error that names the first state and column where a parameter (R, K, D) is wrong."""
+    """Raises a `ValueError` that reports the first state and column at which a parameter (R, K, D) is wrong."""
     if bool(wrong.any()):
         where = tuple(torch.nonzero(wrong)[0].tolist())
         raise ValueError(
@@ -211,9 +247,15 @@ def refuse_where(wrong: Tensor, name: str, rule: str, value: Tensor) -> None:
 
 
 def require_observed(weights: Tensor, names: Sequence[str]) -> None:
-    """Raises an error that names the first column without an observed value; `weights` (D,) are those of the observed values of each column."""
+    """Raises a `ValueError` that names the first column without an observed value.
+
+    Args:
+        weights: (D,) total weight of the observed values of each column.
+        names: Names of the columns.
+    """
     missing = torch.nonzero(weights == 0).flatten()
     if len(missing):
         raise ValueError(
-            f"Every column must be observed somewhere, but {names[int(missing[0])]!r} is missing at every step. Leave the column out."
+            f"Every column must be observed somewhere, but {names[int(missing[0])]!r} is missing at every step. "
+            "Leave the column out."
         )

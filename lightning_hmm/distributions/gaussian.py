@@ -1,4 +1,4 @@
-"""Gaussian vectors with four kinds of covariance."""
+"""Gaussian emissions with diagonal, spherical, full or tied covariances."""
 
 from __future__ import annotations
 
@@ -16,29 +16,42 @@ from lightning_hmm.distributions.exponential import ExponentialFamily, refuse_wh
 from lightning_hmm.inference.evidence import Evidence, Quadratic, Rows
 from lightning_hmm.sequences import Sequences
 
-_SMALLEST_VARIANCE = 1e-280  # below it, variances of states would leave the range of normal numbers
-_FAR = 10.0  # standard deviations from the mean of the data to that of the nearest state
+_SMALLEST_VARIANCE = 1e-280  # below this value, the variances of states would leave the range of normal numbers
+_FAR = 10.0  # standard deviations between the mean of the data and the nearest state, above which a warning is issued
 _LOG_TWO_PI = math.log(2 * math.pi)
 
 
 class Gaussian(ExponentialFamily):
-    r"""Gaussian vectors of D columns.
+    r"""Vectors of D real columns with a Gaussian distribution in each state.
 
-    With the data centered, :math:`u = y - c`, the log-density is a sum of products of two columns. For "diagonal" and
+    Use it for sequences of real vectors. Missing values are marginalized exactly for all kinds of covariance.
+
+    With the data centered, :math:`u = y - c`, the log-density is linear in products of two columns. For "diagonal" and
     "spherical" covariances,
 
-    .. math:: \log N(y_d \mid m, v) = \frac{m - c}{v} u - \frac{1}{2 v} u^2 - \Big( \frac{(m - c)^2}{2 v} + \frac12 \log 2 \pi v \Big)
+    .. math::
+        \log N(y_d \mid m, v) =
+        \frac{m - c}{v} u - \frac{1}{2 v} u^2 - \Big( \frac{(m - c)^2}{2 v} + \frac12 \log 2 \pi v \Big)
 
-    and for "full" and "tied" ones it is :math:`h \cdot u - \frac12 u^T P u - a` with the precision P. The center c is fixed. Without
-    it, data far from zero lose all digits in the difference of squares. Single missing values are marginalized exactly in all four.
+    and for "full" and "tied" covariances it is :math:`h \cdot u - \frac12 u^T P u - a` with the precision P. The center
+    c is fixed. It prevents the loss of precision by cancellation if the data are far from zero.
 
-    The prior :math:`\exp(-\frac{s}{2} \operatorname{tr}(V \Sigma^{-1}))`, where V holds the variances of the data, adds s times these to the
-    scatter of each covariance, so that none becomes singular.
+    The prior :math:`\exp(-\frac{s}{2} \operatorname{tr}(V \Sigma^{-1}))`, where V is the diagonal matrix of the
+    variances of the data, adds s V to the scatter matrix of each covariance, so that no covariance becomes singular.
 
     Args:
-        covariance: "diagonal" (one variance for each state and column), "spherical" (one for each state), "full" (a matrix for each
-            state) or "tied" (one matrix for all states).
-        variance_prior: s, in steps.
+        covariance: Kind of covariance: "diagonal" (one variance for each state and column), "spherical" (one variance
+            for each state), "full" (a matrix for each state) or "tied" (one matrix for all states).
+        variance_prior: Strength s of the prior, in steps.
+
+    Example:
+        >>> from lightning_hmm import HMM, Gaussian
+        >>> model = HMM(num_states=2, emission=Gaussian("spherical"), num_features=2)
+        >>> parameters = {"mean": [[0.0, 0.0], [4.0, 4.0]], "variance": [[1.0, 1.0], [2.0, 2.0]]}
+        >>> model = model.set_parameters(emission=parameters)
+        >>> model.emission.mean
+        tensor([[0., 0.],
+                [4., 4.]], dtype=torch.float64)
     """
 
     products = ((0, None), (0, 0))
@@ -53,7 +66,8 @@ class Gaussian(ExponentialFamily):
         if covariance not in ("diagonal", "spherical", "full", "tied"):
             raise ValueError(f"`covariance` must be diagonal, spherical, full or tied, but is {covariance!r} instead.")
         check_not_negative(variance_prior=variance_prior)
-        self.kind, self.prior = covariance, {"variance_prior": variance_prior}
+        self.kind = covariance
+        self.prior = {"variance_prior": variance_prior}
         self.has_matrices = covariance in ("full", "tied")  # whether columns are correlated given the state
         self.names = ("mean", "covariance" if self.has_matrices else "variance")  # type: ignore[misc]
 
@@ -62,22 +76,27 @@ class Gaussian(ExponentialFamily):
         size = self.num_features
         self.register_buffer("center", torch.zeros(size, dtype=torch.float64))
         self.register_buffer("data_variance", torch.ones(size, dtype=torch.float64))
-        self.register_buffer(
-            "upper", torch.triu_indices(size, size), persistent=False
-        )  # the entries of a symmetric matrix
+        # Indices of the distinct entries of a symmetric matrix.
+        self.register_buffer("upper", torch.triu_indices(size, size), persistent=False)
         mean = torch.zeros(restarts, num_states, size, dtype=torch.float64)
         self.weights = nn.Parameter(
             self._encode(mean, torch.ones_like(mean).diag_embed() if self.has_matrices else torch.ones_like(mean))
         )
 
-    # Between weights and moments. With matrices, the weights are (..., F): D linear terms, D (D + 1) / 2 products of columns, and a constant.
+    # Conversion between weights and moments. With matrices, the weights have shape (..., F): D linear terms,
+    # D (D + 1) / 2 products of columns, and a constant.
 
     def weights_of(self, *parameters: Tensor) -> Tensor:
         mean, spread = parameters
         return self._encode(mean - self.center, spread)
 
     def _encode(self, offset: Tensor, spread: Tensor) -> Tensor:
-        """The weights of means (..., K, D) around the center, and variances (..., K, D) or covariances (..., K, D, D)."""
+        """Converts moments to weights.
+
+        Args:
+            offset: (..., K, D) means minus the center.
+            spread: Variances (..., K, D) or covariances (..., K, D, D).
+        """
         if not self.has_matrices:
             constant = offset * offset / (2 * spread) + 0.5 * (2 * math.pi * spread).log()
             return torch.stack([offset / spread, -0.5 / spread, -constant], -2)
@@ -94,7 +113,7 @@ class Gaussian(ExponentialFamily):
         return torch.cat([linear, products, -constant.unsqueeze(-1)], -1)
 
     def _decode(self, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """The way back from `_encode`."""
+        """Converts weights to moments. This is the inverse of `_encode`."""
         if not self.has_matrices:
             return -weights[..., 0, :] / (2 * weights[..., 1, :]), -0.5 / weights[..., 1, :]
         linear, precision, _ = self._matrix_parts(weights)
@@ -102,12 +121,12 @@ class Gaussian(ExponentialFamily):
         return torch.cholesky_solve(linear.unsqueeze(-1), factor).squeeze(-1), torch.cholesky_inverse(factor)
 
     def _matrix_parts(self, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """h (..., D), the precision (..., D, D) and -a (...) of weights (..., F)."""
+        """Returns h (..., D), the precision P (..., D, D) and -a (...) of weights (..., F)."""
         size = self.num_features
         return weights[..., :size], -self._symmetric(weights[..., size:-1], 1.0, 2.0), weights[..., -1]
 
     def _symmetric(self, entries: Tensor, off_diagonal: float, diagonal: float) -> Tensor:
-        """(..., D (D + 1) / 2) the upper entries, times a factor, as symmetric matrices (..., D, D)."""
+        """Makes symmetric matrices (..., D, D) of the upper entries (..., D (D + 1) / 2), multiplied by the factors."""
         i, j = self.upper
         matrix = entries.new_zeros(*entries.shape[:-1], self.num_features, self.num_features)
         matrix[..., i, j] = entries * torch.where(i == j, diagonal, off_diagonal).to(entries)
@@ -115,17 +134,17 @@ class Gaussian(ExponentialFamily):
 
     @property
     def mean(self) -> Tensor:
-        """(K, D) of the chosen restart."""
+        """(K, D) means of the best restart."""
         return self.center + self._decode(self.weights[self.restart].detach())[0]
 
     @property
     def variance(self) -> Tensor:
-        """(K, D) the variances of single columns, of the chosen restart."""
+        """(K, D) variances of the columns, of the best restart."""
         return self.covariance.diagonal(dim1=-2, dim2=-1)
 
     @property
     def covariance(self) -> Tensor:
-        """(K, D, D) of the chosen restart."""
+        """(K, D, D) covariances of the best restart."""
         spread = self._decode(self.weights[self.restart].detach())[1]
         return spread if self.has_matrices else spread.diag_embed()
 
@@ -138,8 +157,9 @@ class Gaussian(ExponentialFamily):
                 (value - value.mT).abs().amax((-2, -1)) > 1e-8 * scale
             )
             if bool(wrong.any()):
+                state = int(torch.nonzero(wrong)[0, -1])
                 raise ValueError(
-                    f"`covariance` must be symmetric and positive definite, but that of state {int(torch.nonzero(wrong)[0, -1])} is not."
+                    f"`covariance` must be symmetric and positive definite, but that of state {state} is not."
                 )
             if self.kind == "tied" and bool((value != value[:, :1]).any()):
                 raise ValueError(
@@ -157,8 +177,12 @@ class Gaussian(ExponentialFamily):
 
     @torch.no_grad()
     def set(self, **values: Any) -> None:
-        """As `ExponentialFamily.set`. Until the center is that of data, it is put at the given means, far from which digits would be lost."""
-        if "mean" in values and not bool(self.is_located):
+        """Sets parameters by name, to the same values in all restarts; see `ExponentialFamily.set`.
+
+        As long as the center has not been computed from data, it is moved to the average of the given means, because
+        precision is lost far from the center.
+        """
+        if "mean" in values and not bool(self.has_data_stats):
             mean = as_numbers("mean", values["mean"], self.center.device)
             if mean.shape[-2:] == (self.weights.shape[1], self.num_features) and bool(mean.isfinite().all()):
                 self._move_center(mean.flatten(0, -2).mean(0))
@@ -172,34 +196,33 @@ class Gaussian(ExponentialFamily):
         sequences.check(None, self.num_features)
 
     @torch.no_grad()
-    def locate(self, sequences: Sequences) -> None:
-        """Takes center and scale of the data; means and covariances stay as they are."""
-        center, variance = (value.to(self.center.device) for value in data_location(sequences, self.column_names))
+    def set_data_stats(self, sequences: Sequences) -> None:
+        """Stores the mean and the variances of the data. Means and covariances of the states do not change."""
+        center, variance = (value.to(self.center.device) for value in weighted_mean_var(sequences, self.column_names))
         self.data_variance.copy_(variance)
         self._move_center(center)
         if bool(self.is_set):
             self._warn_if_far(center, variance)
 
     def _warn_if_far(self, center: Tensor, variance: Tensor) -> None:
-        """Warns where training starts from means that are far from the data, as after a fit on other data."""
+        """Warns if training starts from means that are far from the data, as after a fit on other data."""
         mean = self.mean
-        distance = ((mean - center).abs() / torch.maximum(variance, self.variance).sqrt()).amin(
-            0
-        )  # (D,) of the nearest state
+        distances = (mean - center).abs() / torch.maximum(variance, self.variance).sqrt()
+        distance = distances.amin(0)  # (D,) distance of the nearest state
         column = int(distance.argmax())
         if float(distance[column]) > _FAR:
             nearest = mean[(mean[:, column] - center[column]).abs().argmin(), column]
             warnings.warn(
                 "Training starts from the means that the model has, but they are far from the data: in column "
-                f"{self.column_names[column]!r} the nearest is {float(nearest):g}, and the mean of the data is {float(center[column]):g}. "
-                "Make a new model to start from the data.",
+                f"{self.column_names[column]!r} the nearest is {float(nearest):g}, "
+                f"and the mean of the data is {float(center[column]):g}. Make a new model to start from the data.",
                 stacklevel=2,
             )
 
     def _move_center(self, center: Tensor) -> None:
-        """Changes the center, not the distribution."""
+        """Changes the center and adapts the weights, so that the distribution does not change."""
         if torch.equal(center, self.center):
-            return  # not a bit changes where a model is trained further on the same data
+            return  # no rounding if training continues on the same data
         offset, spread = self._decode(self.weights.detach())
         offset = offset + (self.center - center)
         self.center.copy_(center)
@@ -207,7 +230,7 @@ class Gaussian(ExponentialFamily):
 
     @torch.no_grad()
     def start(self, sequences: Sequences, responsibilities: Sequence[Tensor]) -> None:
-        """As `Emission.start`. Missing values are completed by the moments of the data."""
+        """Initializes the parameters; see `Emission.start`. Missing values are imputed with the moments of the data."""
         spread = self.data_variance.expand(self.weights.shape[0], self.weights.shape[1], -1)
         self.weights.copy_(self._encode(torch.zeros_like(spread), spread.diag_embed() if self.has_matrices else spread))
         super().start(sequences, responsibilities)
@@ -235,8 +258,10 @@ class Gaussian(ExponentialFamily):
             return super()._pairs_of(complete, device)
         found = self._pairs.get(complete)
         if found is None or found.device != device:
-            size, (i, j) = self.num_features, self.upper.to(device)
-            places, one = torch.arange(size, device=device), torch.full((size,), size, device=device)  # a constant of 1
+            size = self.num_features
+            i, j = self.upper.to(device)
+            places = torch.arange(size, device=device)
+            one = torch.full((size,), size, device=device)  # an index one past the last column represents a constant 1
             found = torch.cat([torch.stack([places, one], 1), torch.stack([i, j], 1), torch.stack([one, one], 1)[:1]])
             self._pairs[complete] = found
         return found
@@ -250,9 +275,10 @@ class Gaussian(ExponentialFamily):
         return [gradient] if isinstance(evidence, Quadratic) else pull_back([evidence.live], [gradient], natural)
 
     def _marginal_rows(self, weights: Tensor, offsets: Tensor) -> Tensor:
-        """(steps, K) the log-densities of what is observed, with the missing columns integrated out; zeros where all are missing.
+        """Returns the (steps, K) log-densities of the observed columns, with the missing ones integrated out.
 
-        Differentiated in the weights, these give the conditional expectations of the statistics given the observed columns.
+        Steps without any observed column have log-densities of zero. The derivatives with respect to the weights are
+        the conditional expectations of the statistics given the observed columns.
         """
         linear, precision, constant = self._matrix_parts(weights)
         patterns, which = torch.unique(~offsets.isnan(), dim=0, return_inverse=True)
@@ -282,17 +308,15 @@ class Gaussian(ExponentialFamily):
         seen = visits > 0
         count = torch.where(seen, visits, 1.0)
         mean = sums[:, :, 0] / count
-        scatter = (sums[:, :, 1] - sums[:, :, 0] * mean).clamp(min=0)  # below zero by rounding only
+        scatter = (sums[:, :, 1] - sums[:, :, 0] * mean).clamp(min=0)  # negative only by rounding
         added = self.prior["variance_prior"] * weight * self.data_variance
         if self.kind == "spherical":
-            variance = (scatter.sum(-1, keepdim=True) + added.sum()) / visits.sum(-1, keepdim=True).clamp(
-                min=torch.finfo(visits.dtype).tiny
-            )
-            variance = variance.expand_as(scatter)
+            total = visits.sum(-1, keepdim=True).clamp(min=torch.finfo(visits.dtype).tiny)
+            variance = ((scatter.sum(-1, keepdim=True) + added.sum()) / total).expand_as(scatter)
         else:
             variance = (scatter + added) / count
         offset, old = self._decode(self.weights.detach())
-        # Without a prior, a single point has no variance to offer; the old one stays.
+        # Without a prior, the variance of a single point is zero. The previous variance is kept in that case.
         spread = seen & (variance > 0)
         return (self.center + torch.where(seen, mean, offset), torch.where(spread, variance, old)), spread
 
@@ -308,18 +332,16 @@ class Gaussian(ExponentialFamily):
         seen = visits > 0
         count = torch.where(seen, visits, 1.0)
         mean = sums[..., :size] / count
-        scatter = self._symmetric(sums[..., size:-1], 1.0, 1.0) - count.unsqueeze(-1) * mean.unsqueeze(
-            -1
-        ) * mean.unsqueeze(-2)
+        squares = self._symmetric(sums[..., size:-1], 1.0, 1.0)
+        scatter = squares - count.unsqueeze(-1) * mean.unsqueeze(-1) * mean.unsqueeze(-2)
         added = (self.prior["variance_prior"] * weight * self.data_variance).diag_embed()
         if self.kind == "tied":
             total = torch.where(seen.unsqueeze(-1), scatter, 0.0).sum(1, keepdim=True) + added
             matrix = (total / visits.sum(1, keepdim=True).unsqueeze(-1)).expand_as(scatter)
         else:
             matrix = (scatter + added) / count.unsqueeze(-1)
-        spread = (torch.linalg.cholesky_ex(matrix).info == 0).unsqueeze(
-            -1
-        )  # else too few points for a matrix; the old one stays
+        # A matrix from too few points is singular. The previous covariance is kept in that case.
+        spread = (torch.linalg.cholesky_ex(matrix).info == 0).unsqueeze(-1)
         offset, old = self._decode(self.weights.detach())
         self.weights.copy_(
             self._encode(torch.where(seen, mean, offset), torch.where((seen & spread).unsqueeze(-1), matrix, old))
@@ -339,10 +361,8 @@ class Gaussian(ExponentialFamily):
     def num_free_parameters(self, restart: int) -> int:
         states, size = self.weights.shape[1], self.num_features
         matrix = size * (size + 1) // 2
-        return (
-            states * size
-            + {"diagonal": states * size, "spherical": states, "full": states * matrix, "tied": matrix}[self.kind]
-        )
+        spread = {"diagonal": states * size, "spherical": states, "full": states * matrix, "tied": matrix}
+        return states * size + spread[self.kind]
 
     def moments(self) -> tuple[Tensor, Tensor]:
         return self.mean, self.variance
@@ -355,24 +375,33 @@ class Gaussian(ExponentialFamily):
         return self.mean[states] + (factor[states] @ noise.unsqueeze(-1)).squeeze(-1)
 
 
-def data_location(sequences: Sequences, names: Sequence[str] | None = None) -> tuple[Tensor, Tensor]:
-    """(D,) means and variances of the columns, each step with its sequence's weight; a variance of 1 where nothing varies. `names` are for errors."""
+def weighted_mean_var(sequences: Sequences, names: Sequence[str] | None = None) -> tuple[Tensor, Tensor]:
+    """Computes the mean and the variance of each column, with the weights of the sequences.
+
+    Args:
+        sequences: Sequences of real vectors. Missing values are ignored.
+        names: Names of the columns, for error messages.
+
+    Returns:
+        The (D,) means and the (D,) variances. The variance of a constant column is 1.
+    """
     values = sequences.values.double()
     names = [column.name for column in feature_columns(values.shape[1])] if names is None else names
     observed = ~values.isnan()
-    share = observed * sequences.step_weights()[:, None]
-    total = share.sum(0)
+    weights = observed * sequences.step_weights()[:, None]
+    total = weights.sum(0)
     require_observed(total, names)
-    center = (torch.where(observed, values, 0.0) * share).sum(0) / total
-    offsets = torch.where(observed & (share > 0), values - center, 0.0)
-    variance = (offsets**2 * share).sum(0) / total
-    # A feature that never changes has no scale of its own, and the rounding of its mean is none.
+    center = (torch.where(observed, values, 0.0) * weights).sum(0) / total
+    offsets = torch.where(observed & (weights > 0), values - center, 0.0)
+    variance = (offsets**2 * weights).sum(0) / total
+    # A constant column has no scale. The variance that is due to the rounding of its mean is ignored.
     rounding = (8 * torch.finfo(torch.float64).eps * center.abs()) ** 2
     tiny = torch.nonzero((variance < _SMALLEST_VARIANCE) & (offsets.abs().amax(0) > rounding.sqrt())).flatten()
     if len(tiny):
         column = int(tiny[0])
         raise ValueError(
-            f"The values of a column must differ by more than {_SMALLEST_VARIANCE**0.5:g}, but those of {names[column]!r} differ by "
-            f"{float(offsets[:, column].abs().max()):g} at most, and squares of such numbers are rounded to zero. Rescale the column."
+            f"The values of a column must differ by more than {_SMALLEST_VARIANCE**0.5:g}, but those of "
+            f"{names[column]!r} differ by {float(offsets[:, column].abs().max()):g} at most, "
+            "and squares of such numbers are rounded to zero. Rescale the column."
         )
     return center, torch.where(variance > rounding, variance, torch.ones_like(variance))

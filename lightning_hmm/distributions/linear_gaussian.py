@@ -1,18 +1,18 @@
-"""The parts of a linear-Gaussian state-space model: the initial state, the transition and the emission.
+"""Parts of a linear-Gaussian state-space model: the initial state, the transition and the emission.
 
-Each part stores means and covariances, because these keep more digits than natural parameters. The statistics are still
-gradients of the log-likelihood in natural parameters, which `natural_form` returns: with z = (x, 1) and J = (A b), the
-log-density of a transition from x to x' is
+Each part stores means and covariances, because these are numerically more accurate than natural parameters. The
+statistics are still gradients of the log-likelihood with respect to natural parameters, which `natural_form` returns.
+With z = (x, 1) and J = (A b), the log-density of a transition from x to x' is
 
 .. math:: \\log N(x' \\mid A x + b, Q) = \\langle -\\tfrac12 Q^{-1}, x' x'^T \\rangle
     + \\langle Q^{-1} J, x' z^T \\rangle
     + \\langle -\\tfrac12 J^T Q^{-1} J - \\tfrac12 \\log|2 \\pi Q| \\, e e^T, z z^T \\rangle
 
-where e is the unit vector of the last entry of z. The gradients in these three matrices are the expected sums of
-x'x'^T, x'z^T and zz^T.
+where e is the unit vector of the last entry of z. The gradients with respect to these three matrices are the expected
+sums of x'x'^T, x'z^T and zz^T.
 
 The prior of every part is :math:`\\exp(-\\tfrac{s}{2} \\operatorname{tr} Q^{-1})` with ``variance_prior = s`` for its
-covariance Q. It adds s to the scatter along every axis, so that no variance falls to zero.
+covariance Q. It adds s to the scatter along every axis, so that no variance becomes zero.
 """
 
 from __future__ import annotations
@@ -27,15 +27,24 @@ from lightning_hmm.distributions.base import Distribution, check_not_negative
 
 
 class GaussianState(Distribution):
-    """The initial state x_1 ~ N(mean, cov).
+    """The initial state x_1 ~ N(mean, cov) of a linear-Gaussian state-space model.
 
-    Statistics: (d + 1,) the sum of E[z_1], whose last entry is the number of sequences, and (d, d) the sum of E[x_1
-        x_1^T].
+    The statistics are the sum of E[z_1], (d + 1,), whose last entry is the number of sequences, and the sum of
+    E[x_1 x_1^T], (d, d).
 
     Args:
-        mean: (d,).
-        cov: (d, d).
-        variance_prior: s.
+        mean: Initial value of the mean, (d,).
+        cov: Initial value of the covariance, (d, d).
+        variance_prior: Strength s of the prior.
+
+    Example:
+        >>> import torch
+        >>> from lightning_hmm.distributions import GaussianState
+        >>> state = GaussianState(mean=torch.zeros(1), cov=torch.eye(1))
+        >>> # Two sequences, with E[x_1] = 1 and E[x_1] = 3 and without uncertainty.
+        >>> rows_without_counts = state.maximize([torch.tensor([4.0, 2.0]), torch.tensor([[10.0]])])
+        >>> state.mean.tolist(), state.cov.tolist()
+        ([2.0], [[1.0]])
     """
 
     has_natural_parameters = False
@@ -44,10 +53,11 @@ class GaussianState(Distribution):
         super().__init__()
         check_not_negative(variance_prior=variance_prior)
         self.prior = {"variance_prior": variance_prior}
-        self.mean, self.cov = nn.Parameter(mean), nn.Parameter(cov)
+        self.mean = nn.Parameter(mean)
+        self.cov = nn.Parameter(cov)
 
     def natural_form(self) -> tuple[Tensor, Tensor]:
-        """The parameters in which the gradient of the log-likelihood is the statistics."""
+        """Returns the natural parameters. The gradient of the log-likelihood in them is the statistics."""
         precision = torch.linalg.inv(self.cov.detach())
         linear = precision @ self.mean.detach()
         norm = (self.mean.detach() @ linear + len(linear) * math.log(2 * math.pi) + self.cov.detach().logdet()) / 2
@@ -71,17 +81,23 @@ class GaussianState(Distribution):
 
 
 class LinearGaussianTransition(Distribution):
-    """The transition x_t ~ N(matrix x_t-1 + offset, cov).
+    """The transition x_t ~ N(matrix x_t-1 + offset, cov) of a linear-Gaussian state-space model.
 
-    Statistics: (d, d + 1) the sum of E[x_t z_t-1^T], (d + 1, d + 1) the sum of E[z_t-1 z_t-1^T], whose last entry is
-        the number of transitions, and
-    (d, d) the sum of E[x_t x_t^T].
+    The statistics are the sum of E[x_t z_t-1^T], (d, d + 1), the sum of E[z_t-1 z_t-1^T], (d + 1, d + 1), whose last
+    entry is the number of transitions, and the sum of E[x_t x_t^T], (d, d).
 
     Args:
-        matrix: (d, d).
-        offset: (d,).
-        cov: (d, d).
-        variance_prior: s.
+        matrix: Initial value of the matrix, (d, d).
+        offset: Initial value of the offset, (d,).
+        cov: Initial value of the covariance, (d, d).
+        variance_prior: Strength s of the prior.
+
+    Example:
+        >>> import torch
+        >>> from lightning_hmm.distributions import LinearGaussianTransition
+        >>> transition = LinearGaussianTransition(matrix=torch.eye(2), offset=torch.zeros(2), cov=torch.eye(2))
+        >>> transition.num_free_parameters(restart=0)  # 4 of the matrix, 2 of the offset, 3 of the covariance
+        9
     """
 
     has_natural_parameters = False
@@ -90,10 +106,12 @@ class LinearGaussianTransition(Distribution):
         super().__init__()
         check_not_negative(variance_prior=variance_prior)
         self.prior = {"variance_prior": variance_prior}
-        self.matrix, self.offset, self.cov = nn.Parameter(matrix), nn.Parameter(offset), nn.Parameter(cov)
+        self.matrix = nn.Parameter(matrix)
+        self.offset = nn.Parameter(offset)
+        self.cov = nn.Parameter(cov)
 
     def natural_form(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The parameters in which the gradient of the log-likelihood is the statistics."""
+        """Returns the natural parameters. The gradient of the log-likelihood in them is the statistics."""
         precision = torch.linalg.inv(self.cov.detach())
         joint = torch.cat([self.matrix.detach(), self.offset.detach().unsqueeze(1)], 1)
         inner = -joint.T @ precision @ joint / 2
@@ -118,16 +136,24 @@ class LinearGaussianTransition(Distribution):
 
 
 class LinearGaussianEmission(Distribution):
-    """The emission y_t ~ N(matrix x_t + offset, diag variance), whose features are independent given the state.
+    """The emission y_t ~ N(matrix x_t + offset, diag variance) of a linear-Gaussian state-space model.
 
-    Statistics, each over the steps at which a feature is observed: (D, d + 1) the sum of E[y_t z_t], (D, d + 1, d + 1)
-    the sum of E[z_t z_t^T], whose last entry is the number of these steps, and (D,) the sum of E[y_t^2].
+    Columns are independent given the state. The statistics are sums over the steps at which a column is observed: of
+    E[y_t z_t], (D, d + 1), of E[z_t z_t^T], (D, d + 1, d + 1), whose last entry is the number of these steps, and of
+    E[y_t^2], (D,).
 
     Args:
-        matrix: (D, d).
-        offset: (D,).
-        variance: (D,).
-        variance_prior: s.
+        matrix: Initial value of the matrix, (D, d).
+        offset: Initial value of the offset, (D,).
+        variance: Initial value of the variances, (D,).
+        variance_prior: Strength s of the prior.
+
+    Example:
+        >>> import torch
+        >>> from lightning_hmm.distributions import LinearGaussianEmission
+        >>> emission = LinearGaussianEmission(torch.ones(3, 2), offset=torch.zeros(3), variance=torch.ones(3))
+        >>> emission.num_free_parameters(restart=0)  # 6 of the matrix, 3 of the offset, 3 variances
+        12
     """
 
     has_natural_parameters = False
@@ -136,10 +162,12 @@ class LinearGaussianEmission(Distribution):
         super().__init__()
         check_not_negative(variance_prior=variance_prior)
         self.prior = {"variance_prior": variance_prior}
-        self.matrix, self.offset, self.variance = nn.Parameter(matrix), nn.Parameter(offset), nn.Parameter(variance)
+        self.matrix = nn.Parameter(matrix)
+        self.offset = nn.Parameter(offset)
+        self.variance = nn.Parameter(variance)
 
     def natural_form(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The parameters in which the gradient of the log-likelihood is the statistics."""
+        """Returns the natural parameters. The gradient of the log-likelihood in them is the statistics."""
         precision = 1 / self.variance.detach()
         joint = torch.cat([self.matrix.detach(), self.offset.detach().unsqueeze(1)], 1)
         linear = precision.unsqueeze(1) * joint
@@ -149,7 +177,10 @@ class LinearGaussianEmission(Distribution):
 
     @torch.no_grad()
     def maximize(self, statistics: Sequence[Tensor], weight: Tensor | float = 1.0) -> Tensor:
-        """As `Distribution.maximize`. One value is read on the host: a feature without noise raises an error."""
+        """Performs the M-step; see `Distribution.maximize`.
+
+        One value is read on the host, because a column without noise raises a `ValueError`.
+        """
         products, states, squares = statistics
         seen, count = states[:, -1, -1] > 0, _or_one(states[:, -1, -1])
         joint = torch.linalg.solve(
@@ -174,7 +205,7 @@ class LinearGaussianEmission(Distribution):
 
 
 def _or_one(count: Tensor) -> Tensor:
-    """A count to divide by."""
+    """Replaces counts of zero by one, so that they can be divided by."""
     return torch.where(count > 0, count, torch.ones_like(count))
 
 
@@ -187,6 +218,6 @@ def _log_prior(cov: Tensor, variance_prior: float) -> Tensor:
 
 
 def _set_where(condition: Tensor, values: dict[nn.Parameter, Tensor]) -> None:
-    """Sets parameters where the condition holds; elsewhere they keep their values."""
+    """Sets the parameters where the condition is true. Elsewhere they keep their values."""
     for parameter, value in values.items():
         parameter.copy_(torch.where(condition, value, parameter))

@@ -1,4 +1,4 @@
-"""Emissions without parameters: each state emits one symbol."""
+"""Deterministic emissions, in which each state emits one symbol."""
 
 from __future__ import annotations
 
@@ -15,10 +15,18 @@ from lightning_hmm.sequences import Sequences
 
 
 class OneSymbol(Emission):
-    """Each state emits its symbol with probability one. Which symbol that is depends on the layout of the `Clones` transitions.
+    """Emissions in which each state emits one symbol with probability one. There are no parameters.
 
-    Sequences of real vectors as wide as there are symbols are *uncertain evidence*: each row is a distribution over the symbols of that step, a row
-    of NaN a step of which nothing is known.
+    Use it together with `Clones` transitions, whose layout assigns a symbol to each state.
+
+    The data may also be *uncertain evidence*: sequences of real vectors with one column for each symbol. Each row is
+    then a distribution over the symbols of that step, and a row of NaN marks a missing observation.
+
+    Example:
+        >>> from lightning_hmm import HMM, Clones, OneSymbol
+        >>> model = HMM(4, OneSymbol(), Clones(pairs="all"), num_symbols=2)
+        >>> model.emission.layout.symbols
+        tensor([0, 0, 1, 1])
     """
 
     starts_from_data = False
@@ -30,11 +38,12 @@ class OneSymbol(Emission):
             kinds = ", ".join(f"{column.name!r} ({column.kind})" for column in columns)
             raise ValueError(f"A OneSymbol emission must have one column of symbols, but the columns are {kinds}.")
         self._begin_allocation()
-        self.restarts, self.num_symbols = restarts, columns[0].num_categories
+        self.restarts = restarts
+        self.num_symbols = columns[0].num_categories
 
     @property
     def layout(self) -> Layout:
-        """That of the transitions."""
+        """Layout of the transitions, which assigns a symbol to each state."""
         layout: Layout = self._owner[0].transition.layout
         return layout
 

@@ -1,4 +1,4 @@
-"""Counts."""
+"""Poisson emissions, for counts."""
 
 from __future__ import annotations
 
@@ -14,14 +14,26 @@ from lightning_hmm.sequences import Sequences
 
 
 class Poisson(ExponentialFamily):
-    r"""Counts with rates (K, D).
+    r"""Counts with a Poisson distribution. The rates have shape (K, D).
+
+    Use it for columns of counts, such as events per interval.
 
     .. math:: \log p(y) = y \log \lambda - \lambda - \log y!, \qquad \hat\lambda = \frac{\sum y + s m}{n + s}
 
-    with a Gamma prior that adds :math:`s` visits of the mean count :math:`m` of the data, so that no rate falls to zero.
+    The Gamma prior has the effect of :math:`s` additional visits at which the mean count :math:`m` of the data is
+    observed, so that no rate becomes zero.
 
     Args:
-        rate_prior: s, in steps. It must be positive, because a rate of zero has no logarithm.
+        rate_prior: Strength s of the Gamma prior, in steps. It must be positive, because the logarithm of a rate of
+            zero is not finite.
+
+    Example:
+        >>> from lightning_hmm import HMM, Poisson
+        >>> model = HMM(num_states=2, emission=Poisson(), num_features=1)
+        >>> model = model.set_parameters(emission={"rate": [[1.0], [3.0]]})
+        >>> model.emission.rate
+        tensor([[1.],
+                [3.]], dtype=torch.float64)
     """
 
     products = ((0, None),)
@@ -42,7 +54,7 @@ class Poisson(ExponentialFamily):
 
     @property
     def rate(self) -> Tensor:
-        """(K, D) of the chosen restart."""
+        """(K, D) rates of the best restart."""
         return -self.weights[self.restart, :, 1].detach()
 
     def blocks(self, values: Tensor) -> list[Tensor]:
@@ -63,11 +75,11 @@ class Poisson(ExponentialFamily):
                 f"but column {column} at position {t} of sequence {n} is {float(values[step, column]):g}."
             )
 
-    def locate(self, sequences: Sequences) -> None:
+    def set_data_stats(self, sequences: Sequences) -> None:
         observed, values = sequences.observed, sequences.values.double()
         weights = sequences.step_weights()[:, None] * observed
         require_observed(weights.sum(0), self.column_names)
-        # Half a count more keeps the mean positive where a column holds zeros only.
+        # Adding half a count keeps the mean positive if a column contains only zeros.
         self.data_mean.copy_((torch.where(observed, values, 0.0) * weights).sum(0).add(0.5) / weights.sum(0).add(0.5))
 
     def estimate(self, sums: Tensor, visits: Tensor, weight: Tensor | float) -> tuple[tuple[Tensor, ...], Tensor]:

@@ -1,4 +1,4 @@
-"""Columns of different kinds."""
+"""Products of emissions, for data with columns of different kinds."""
 
 from __future__ import annotations
 
@@ -17,20 +17,29 @@ from lightning_hmm.vocabulary import MISSING
 
 
 class Product(Emission):
-    """Parts that are independent given the state, each with columns of its own.
+    """A product of emissions that are independent given the state. Each part emits some of the columns.
 
-    A list of parts takes the columns in order, one for each part. A dictionary gives each part by the name of its column; the names of
-    several columns are separated by commas.
+    Use it for data with columns of different kinds, such as a symbol and a real number per step.
 
     Args:
-        parts: the emissions, as a list or by the names of their columns.
+        parts: The emissions. In a list, each part emits one column, in the order of the columns. In a dictionary, each
+            key is the name of the part's column, or the names of several columns separated by commas.
+
+    Example:
+        >>> from lightning_hmm import HMM, Categorical, Column, Gaussian, Product
+        >>> columns = [Column("temperature"), Column("weather", "categorical", 3)]
+        >>> emission = Product({"temperature": Gaussian(), "weather": Categorical()})
+        >>> model = HMM(num_states=2, emission=emission, columns=columns)
+        >>> model.emission.parts[1].probs.shape
+        torch.Size([2, 3])
     """
 
     def __init__(self, parts: list[Emission] | dict[str, Emission]) -> None:
         super().__init__()
         if not isinstance(parts, (list, tuple, Mapping)):
             raise ValueError(
-                f"`parts` must be a list of emissions, or a dictionary of them by the names of their columns, but is {parts!r} instead."
+                "`parts` must be a list of emissions, or a dictionary of them by the names of their columns, "
+                f"but is {parts!r} instead."
             )
         if not parts:
             raise ValueError("`parts` must hold at least one emission, but is empty.")
@@ -39,7 +48,8 @@ class Product(Emission):
         )
         if strange is not None:
             raise ValueError(
-                f"The keys of `parts` must be names of columns, but one is {strange!r}. Give a list to take the columns in order."
+                f"The keys of `parts` must be names of columns, but one is {strange!r}. "
+                "Give a list to take the columns in order."
             )
         self.names = (
             [[name.strip() for name in names.split(",")] for names in parts] if isinstance(parts, Mapping) else None
@@ -66,16 +76,21 @@ class Product(Emission):
     def allocate(self, restarts: int, num_states: int, columns: Sequence[Column]) -> None:
         if len(columns) == 1:
             raise ValueError(
-                f"A Product is for several columns, but there is only {columns[0].name!r}. Give its emission to the model itself."
+                f"A Product is for several columns, but there is only {columns[0].name!r}. "
+                "Give its emission to the model itself."
             )
         places = self._places(columns)
         self._begin_allocation()
-        self.places, self.columns = places, list(columns)
+        self.places = places
+        self.columns = list(columns)
         for part, place in zip(self.parts, places, strict=True):
             part.allocate(restarts, num_states, [columns[number] for number in place])
 
     def columns_of(self, columns: list[Column], parts: Sequence[Sequences]) -> list[Column]:
-        """The columns of data without a description: those of parts that read symbols have as many categories as occur in `parts`."""
+        """Returns the columns of data without a description; see `Emission.columns_of`.
+
+        Columns of parts that emit symbols become categorical, with as many categories as occur in the data `parts`.
+        """
         found = list(columns)
         for part, place in zip(self.parts, self._places(columns), strict=True):
             for number in place if part.reads_symbols else ():
@@ -87,20 +102,21 @@ class Product(Emission):
         return found
 
     def _places(self, columns: Sequence[Column]) -> list[list[int]]:
-        """The columns of each part, by number."""
+        """Returns the numbers of the columns of each part."""
         names = [column.name for column in columns]
         if self.names is None:
             if len(columns) != len(self.parts):
                 raise ValueError(
-                    f"A Product of {len(self.parts)} parts must have as many columns, but there are {len(columns)}: {', '.join(names)}. "
-                    "Give parts of several columns by name: Product({'x, y': ..., 'z': ...})."
+                    f"A Product of {len(self.parts)} parts must have as many columns, but there are {len(columns)}: "
+                    f"{', '.join(names)}. Give parts of several columns by name: Product({{'x, y': ..., 'z': ...}})."
                 )
             return [[number] for number in range(len(columns))]
         given = [name for group in self.names for name in group]
         for name in given:
             if name not in names:
                 raise ValueError(
-                    f"The parts of a Product must name columns of the data ({', '.join(names)}), but one names {name!r}."
+                    f"The parts of a Product must name columns of the data ({', '.join(names)}), "
+                    f"but one names {name!r}."
                 )
             if given.count(name) > 1:
                 raise ValueError(f"The parts of a Product must have different columns, but {name!r} is named twice.")
@@ -110,7 +126,7 @@ class Product(Emission):
         return [[names.index(name) for name in group] for group in self.names]
 
     def _each(self, batch: Sequences) -> Iterator[tuple[Emission, Sequences]]:
-        """The parts, each with its columns of the batch."""
+        """Yields each part with its columns of the batch."""
         for part, place in zip(self.parts, self.places, strict=True):
             values = batch.values[:, place]
             if part.reads_symbols:
@@ -118,7 +134,7 @@ class Product(Emission):
             yield part, batch.with_values(values)
 
     def _split(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Any, list[Tensor]]]:
-        """The parts, each with those of the tensors that belong to its parameters."""
+        """Yields each part with the tensors that correspond to its parameters."""
         first = 0
         for part in self.parts:
             number = len(list(part.parameters()))
@@ -132,7 +148,10 @@ class Product(Emission):
         ]
         if not all(isinstance(evidence, Quadratic) for evidence in found):
             return Rows(torch.stack([evidence.rows() for evidence in found]).sum(0))
-        columns, pairs, weights, width = [], [], [], 0
+        columns: list[Tensor] = []
+        pairs: list[Tensor] = []
+        weights: list[Tensor] = []
+        width = 0
         for evidence in found:
             assert isinstance(evidence, Quadratic)
             columns.append(evidence.centered(evidence.weights.dtype))
@@ -146,9 +165,9 @@ class Product(Emission):
         for part, data in self._each(sequences):
             part.check(data)
 
-    def locate(self, sequences: Sequences) -> None:
+    def set_data_stats(self, sequences: Sequences) -> None:
         for part, data in self._each(sequences):
-            part.locate(data)
+            part.set_data_stats(data)
 
     def start(self, sequences: Sequences, responsibilities: Sequence[Tensor]) -> None:
         for part, data in self._each(sequences):
@@ -168,11 +187,12 @@ class Product(Emission):
 
     def set(self, **values: Any) -> None:
         raise ValueError(
-            "The parameters of a Product are set part by part: give `emission` as a list with a dictionary for each part, or None."
+            "The parameters of a Product are set part by part: "
+            "give `emission` as a list with a dictionary for each part, or None."
         )
 
     def randomize(self, generator: torch.Generator) -> None:
-        """Draws starting values of the parts that do not start from data."""
+        """Draws the initial values of the parts that are not initialized from data."""
         for part in self.parts:
             part.randomize(generator)
 
@@ -184,5 +204,5 @@ class Product(Emission):
         return drawn
 
     def predict(self, state_probs: Tensor) -> list[Any]:
-        """What each part predicts, in their order."""
+        """Returns the predictions of the parts, in their order."""
         return [part.predict(state_probs) for part in self.parts]

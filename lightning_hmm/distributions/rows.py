@@ -1,4 +1,4 @@
-"""Rows of probabilities: the first state, full transition matrices and categorical emissions are all this."""
+"""Rows of probabilities, the base of first states, full transition matrices and categorical emissions."""
 
 from __future__ import annotations
 
@@ -13,19 +13,33 @@ from lightning_hmm.distributions.base import Distribution, as_numbers, check_not
 
 
 class CategoricalRows(Distribution):
-    r"""Log-probabilities whose last axis sums to one.
+    r"""Rows of probabilities, each of which sums to one. The parameters are log-probabilities.
 
-    .. math:: \partial L / \partial \log p_{ij} = E[n_{ij}], \qquad \hat p_{ij} = (n_{ij} + \kappa) / \sum_j (n_{ij} + \kappa)
+    .. math::
+        \partial L / \partial \log p_{ij} = E[n_{ij}], \qquad
+        \hat p_{ij} = (n_{ij} + \kappa) / \sum_j (n_{ij} + \kappa)
 
-    with a Dirichlet prior of pseudocount :math:`\kappa` on each entry that is not structurally zero. A log-probability of
-    -inf is a structural zero: it stays, and the prior does not revive it.
+    The Dirichlet prior has the pseudocount :math:`\kappa` for each entry that is not a structural zero. A
+    log-probability of -inf is a structural zero, which training and the prior leave unchanged.
+
+    This is the base class of `Initial`, `Full` and `Categorical`.
 
     Args:
-        pseudocount: of the prior, in counts of the whole data.
+        pseudocount: Pseudocount of the Dirichlet prior, in counts of the whole data set.
+
+    Example:
+        >>> import torch
+        >>> from lightning_hmm.distributions import Initial
+        >>> rows = Initial(pseudocount=1.0)
+        >>> rows.allocate(restarts=1, num_states=2)
+        >>> rows_without_counts = rows.maximize([torch.tensor([[3.0, 0.0]])])
+        >>> rows.probs
+        tensor([0.8000, 0.2000], dtype=torch.float64)
     """
 
-    option = "probs"  # what errors call it
-    possible: Tensor  # what is not structurally zero; an estimate of zero still is a free parameter
+    option = "probs"  # name of the parameter in error messages
+    # Entries that are not structural zeros. An entry whose estimate is zero is still a free parameter.
+    possible: Tensor
 
     def __init__(self, pseudocount: float = 0.0) -> None:
         super().__init__()
@@ -46,12 +60,12 @@ class CategoricalRows(Distribution):
 
     @property
     def probs(self) -> Tensor:
-        """The probabilities of the chosen restart, as a copy."""
+        """Copy of the probabilities of the best restart."""
         return self.log_probs[self.restart].detach().exp()
 
     @torch.no_grad()
     def set(self, probs: Any) -> None:
-        """Sets rows that sum to one; zeros become structural."""
+        """Sets the probabilities, whose rows must sum to one. Zeros become structural zeros."""
         probs = as_numbers(self.option, probs, self.log_probs.device)
         shape = self.log_probs.shape
         if probs.shape not in (shape, shape[1:]):
@@ -59,10 +73,11 @@ class CategoricalRows(Distribution):
                 f"`{self.option}` must have shape {tuple(shape[1:])}, but has {tuple(probs.shape)} instead."
             )
         probs = probs.expand(shape)
-        if not bool((probs >= 0).all()):  # also where NaN
+        if not bool((probs >= 0).all()):  # also true for NaN
             where = tuple(torch.nonzero(~(probs >= 0))[0].tolist())
             raise ValueError(
-                f"`{self.option}` must hold probabilities, but the entry at {where[1:]} is {float(probs[where])} instead."
+                f"`{self.option}` must hold probabilities, "
+                f"but the entry at {where[1:]} is {float(probs[where])} instead."
             )
         sums = probs.sum(-1)
         if not bool(((sums - 1).abs() < 1e-6).all()):
@@ -77,8 +92,8 @@ class CategoricalRows(Distribution):
 
     @torch.no_grad()
     def randomize(self, generator: torch.Generator) -> None:
-        """Draws each row uniformly from the simplex; structural zeros stay."""
-        # torch.distributions takes no generator. numpy draws the Gamma numbers, with a seed from ours.
+        """Draws each row uniformly from the probability simplex. Structural zeros are left unchanged."""
+        # torch.distributions takes no generator, so numpy draws the Gamma variates, with a seed from the generator.
         seed = int(torch.randint(2**62, (), generator=generator))
         draws = np.random.default_rng(seed).gamma(1.0, size=tuple(self.log_probs.shape))
         weights = torch.from_numpy(np.maximum(draws, 1e-12)).to(self.log_probs.device)
@@ -107,11 +122,21 @@ class CategoricalRows(Distribution):
 
 
 class Initial(CategoricalRows):
-    """The distribution of the first state.
+    """The distribution of the first state of a sequence.
 
     Args:
-        pseudocount: of a Dirichlet prior, in counts of the whole data.
-        start: whether training starts from "random" probabilities or from "uniform" ones, the same for each state.
+        pseudocount: Pseudocount of a Dirichlet prior, in counts of the whole data set.
+        start: Initial values for training: "random" draws them from the probability simplex, "uniform" gives the same
+            probability to each state.
+
+    Example:
+        >>> import torch
+        >>> from lightning_hmm.distributions import Initial
+        >>> initial = Initial(start="uniform")
+        >>> initial.allocate(restarts=1, num_states=4)
+        >>> initial.randomize(torch.Generator())
+        >>> initial.probs
+        tensor([0.2500, 0.2500, 0.2500, 0.2500], dtype=torch.float64)
     """
 
     option = "initial"
@@ -123,12 +148,12 @@ class Initial(CategoricalRows):
         self.start = start
 
     def randomize(self, generator: torch.Generator) -> None:
-        """Draws starting values, or sets equal ones."""
+        """Draws random initial values, or sets equal ones, depending on `start`."""
         if self.start == "random":
             super().randomize(generator)
         else:
             self.set(torch.full(self.log_probs.shape[1:], 1 / self.log_probs.shape[-1], dtype=torch.float64))
 
     def allocate(self, restarts: int, num_states: int) -> None:
-        """Makes the parameters."""
+        """Creates the parameters."""
         self._allocate_rows(restarts, num_states)

@@ -1,4 +1,4 @@
-"""Emissions given by any torch module."""
+"""Emissions defined by a torch module."""
 
 from __future__ import annotations
 
@@ -17,25 +17,42 @@ from lightning_hmm.sequences import Sequences
 
 
 class TorchEmission(Emission):
-    r"""An emission whose log-densities a torch module computes.
+    r"""An emission whose log-densities are computed by a torch module.
 
-    The module is a class that is constructed as ``module(num_states, num_columns, **options)``. Called with (steps, columns) values, it returns (steps, K)
-    log-densities. Its methods ``sample(states, generator)`` and ``moments()``, which returns (K, columns) means and variances, are used where they exist.
-    A step with a missing value counts as missing as a whole.
+    Use it for a family that has no class of its own. The module class is constructed as
+    ``module(num_states, num_columns, **options)``. Called with (steps, columns) values, it returns (steps, K)
+    log-densities. Two further methods are optional: ``sample(states, generator)`` is used to sample from the model, and
+    ``moments()``, which returns (K, columns) means and variances, is used for predictions. A step with a missing value
+    is treated as missing in all columns.
 
-    There is no closed M-step. The posterior probabilities of an epoch are held, and L-BFGS increases the expected log-likelihood
+    There is no closed-form M-step. The posterior probabilities of an epoch are stored, and L-BFGS increases the
+    expected log-likelihood
 
     .. math:: Q(\theta) = \sum_t \sum_k p(z_t = k \mid y) \log p(y_t \mid k, \theta)
 
-    which never decreases. If an epoch has more than `most_held` posterior probabilities, and in online EM, one step along the gradient is
-    made instead, which may decrease the objective.
+    so that the objective never decreases. In online EM, and if an epoch has more than `most_held` posterior
+    probabilities, a single gradient step is made instead, which may decrease the objective.
 
     Args:
-        module: the class, or the path of one that is imported already, such as "my_package.Densities".
-        options: further arguments of the class, plain values.
-        m_steps: iterations of L-BFGS in each M-step.
-        most_held: posterior probabilities of an epoch that are held, each 8 bytes.
-        learning_rate: of a single step along the gradient of the mean log-likelihood.
+        module: The class, or the path of a class that has been imported, such as "my_package.Densities".
+        options: Further arguments of the class, as plain values.
+        m_steps: Number of L-BFGS iterations in each M-step.
+        most_held: Maximum number of posterior probabilities that are stored, with 8 bytes each.
+        learning_rate: Step size of a single step along the gradient of the mean log-likelihood.
+
+    Example:
+        >>> import torch
+        >>> from lightning_hmm import HMM, TorchEmission
+        >>> class Laplace(torch.nn.Module):
+        ...     def __init__(self, num_states, num_columns):
+        ...         super().__init__()
+        ...         self.mean = torch.nn.Parameter(torch.randn(num_states, num_columns))
+        ...
+        ...     def forward(self, values):
+        ...         return torch.distributions.Laplace(self.mean, 1.0).log_prob(values[:, None]).sum(2)
+        >>> model = HMM(num_states=2, emission=TorchEmission(Laplace), num_features=3)
+        >>> model.emission.num_free_parameters(restart=0)
+        6
     """
 
     is_closed = False
@@ -52,8 +69,11 @@ class TorchEmission(Emission):
         for name, value in {"m_steps": m_steps, "most_held": most_held, "learning_rate": learning_rate}.items():
             if not isinstance(value, (int, float)) or not value > 0:
                 raise ValueError(f"`{name}` must be a positive number, but is {value!r} instead.")
-        self.family, self.options = _imported(module), dict(options or {})
-        self.m_steps, self.most_held, self.learning_rate = m_steps, most_held, learning_rate
+        self.family = _imported(module)
+        self.options = dict(options or {})
+        self.m_steps = m_steps
+        self.most_held = most_held
+        self.learning_rate = learning_rate
         self._held: list[tuple[int, Tensor, Tensor]] = []
         self._gradients: dict[int, list[Tensor]] = {}
 
@@ -68,21 +88,22 @@ class TorchEmission(Emission):
 
     @property
     def num_statistics(self) -> int:
-        return 0  # the M-step uses what is held
+        return 0  # the M-step uses the batches that `hold` has stored
 
     def allocate(self, restarts: int, num_states: int, columns: Sequence[Column]) -> None:
         self._begin_allocation()
-        self.num_states, self.num_columns = num_states, len(columns)
+        self.num_states = num_states
+        self.num_columns = len(columns)
         self.networks = nn.ModuleList(self._network(seed) for seed in range(restarts))
 
     def _network(self, seed: int) -> nn.Module:
-        with torch.random.fork_rng(devices=[]):  # torch's modules draw from the global state
+        with torch.random.fork_rng(devices=[]):  # torch modules draw their initial values from the global random state
             torch.manual_seed(seed)
             network: nn.Module = self.family(self.num_states, self.num_columns, **self.options).double()
         return network
 
     def randomize(self, generator: torch.Generator) -> None:
-        """Draws the parameters of each restart anew."""
+        """Draws new initial parameters for each restart."""
         for number in range(len(self.networks)):
             self.networks[number] = self._network(int(torch.randint(2**62, (), generator=generator)))
 
@@ -101,7 +122,8 @@ class TorchEmission(Emission):
         if rows.shape != (len(values), self.num_states):
             wanted = (len(values), self.num_states)
             raise ValueError(
-                f"The module of a TorchEmission must return {wanted}, steps by states, but {self.family.__name__} returns {tuple(rows.shape)}."
+                f"The module of a TorchEmission must return {wanted}, steps by states, "
+                f"but {self.family.__name__} returns {tuple(rows.shape)}."
             )
         return torch.where(complete[:, None], rows, 0.0)
 
@@ -117,7 +139,15 @@ class TorchEmission(Emission):
     # EM
 
     def hold(self, restart: int, batch: Sequences, posteriors: Tensor) -> None:
-        """Keeps the posterior probabilities (steps, K) of a batch for the M-step; as a gradient where they are too many."""
+        """Stores the posterior probabilities of a batch for the M-step.
+
+        In online EM, and if there are more than `most_held` probabilities, only their gradient is stored.
+
+        Args:
+            restart: Number of the restart.
+            batch: The batch.
+            posteriors: (steps, K) posterior probabilities of the states.
+        """
         online = bool(self._owner) and self._owner[0].discount is not None
         self._held.append((restart, batch.values.double(), posteriors.detach()))
         if online or self._gradients or sum(held.numel() for _, _, held in self._held) > self.most_held:
@@ -133,7 +163,7 @@ class TorchEmission(Emission):
             self._held = []
 
     def forget(self) -> None:
-        """Drops what an interrupted run has left."""
+        """Discards stored batches, such as those of an interrupted run."""
         self._held, self._gradients = [], {}
 
     def maximize(self, statistics: Sequence[Tensor], weight: Tensor | float = 1.0) -> Tensor:
@@ -150,7 +180,7 @@ class TorchEmission(Emission):
         return torch.zeros((), dtype=torch.int64)
 
     def _increase(self, restart: int, parameters: list[nn.Parameter]) -> None:
-        """Steps of L-BFGS on the expected log-likelihood of what is held on all ranks. Where it would decrease, the parameters stay."""
+        """Increases the expected log-likelihood of the batches stored on all ranks, by L-BFGS."""
         held = [(values, posteriors) for number, values, posteriors in self._held if number == restart]
         size = self._sum(
             torch.tensor(sum(float(posteriors.sum()) for _, posteriors in held), dtype=torch.float64)
@@ -188,12 +218,12 @@ class TorchEmission(Emission):
         for network in self.networks:
             network.load_state_dict(other.networks[restart].state_dict())
         self.is_set.copy_(other.is_set)
-        self.is_located.copy_(other.is_located)
+        self.has_data_stats.copy_(other.has_data_stats)
 
-    # Reading
+    # Values
 
     def set(self, **values: Any) -> None:
-        """Sets parameters of the module by their names in its state dictionary, for all restarts alike."""
+        """Sets parameters of the module by their names in its state dictionary, to the same values in all restarts."""
         for network in self.networks:
             network.load_state_dict(
                 {**network.state_dict(), **{name: torch.as_tensor(value) for name, value in values.items()}}
@@ -204,7 +234,8 @@ class TorchEmission(Emission):
         network = self.networks[self.restart]
         if not hasattr(network, name):
             raise ValueError(
-                f"The module of a TorchEmission must have a method `{name}` for this, but {self.family.__name__} has none."
+                f"The module of a TorchEmission must have a method `{name}` for this, "
+                f"but {self.family.__name__} has none."
             )
         method: Callable[..., Any] = getattr(network, name)
         return method
@@ -220,17 +251,19 @@ class TorchEmission(Emission):
 
 
 def _imported(module: str | type) -> Any:
-    """The class, looked up among the imported modules if it is given by its path."""
+    """Returns the class, which is looked up among the imported modules if a path is given."""
     if not isinstance(module, str):
         if not isinstance(module, type) or not issubclass(module, nn.Module):
             raise ValueError(
-                f"`module` must be an nn.Module class, or the path of one, but is {module!r} instead. Its options are given as `options`."
+                f"`module` must be an nn.Module class, or the path of one, but is {module!r} instead. "
+                "Its options are given as `options`."
             )
         return module
     package, _, name = module.rpartition(".")
     found = getattr(sys.modules.get(package), name, None)
     if not isinstance(found, type) or not issubclass(found, nn.Module):
         raise ValueError(
-            f"`module` must be the path of an nn.Module class that is imported, but {module!r} is none. Import the file that defines it first."
+            f"`module` must be the path of an nn.Module class that is imported, but {module!r} is none. "
+            "Import the file that defines it first."
         )
     return found

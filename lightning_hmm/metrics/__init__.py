@@ -1,7 +1,7 @@
-"""Metrics: float64 sums, exact under any split of the data over batches and ranks."""
+"""Metrics that accumulate float64 sums, so their values do not depend on how data are split over batches and ranks."""
 
 from lightning_hmm.metrics.cooccurrence import PairFrequencies
-from lightning_hmm.metrics.likelihood import BitsPerSymbol, LogLikelihoodPerSymbol, NormalisedNLL
+from lightning_hmm.metrics.likelihood import BitsPerSymbol, LogLikelihoodPerSymbol, NormalizedNLL
 from lightning_hmm.metrics.prediction import PredictionError
 from lightning_hmm.metrics.states import MatchedStateAccuracy
 
@@ -9,7 +9,7 @@ __all__ = [
     "BitsPerSymbol",
     "LogLikelihoodPerSymbol",
     "MatchedStateAccuracy",
-    "NormalisedNLL",
+    "NormalizedNLL",
     "PairFrequencies",
     "PredictionError",
 ]

@@ -1,4 +1,4 @@
-"""How often one symbol follows another."""
+"""Frequencies of pairs of consecutive symbols."""
 
 from __future__ import annotations
 
@@ -11,10 +11,22 @@ from lightning_hmm.sequences import Sequences
 
 
 class PairFrequencies(Metric):
-    """(V, V) share of each pair of symbols among the neighbours of sequences, which is what co-occurrence deviations compare.
+    """Relative frequency of each pair of consecutive symbols, as a (V, V) matrix.
+
+    Entry (i, j) is the fraction of pairs in which symbol j follows symbol i. Use it to compare data with the
+    co-occurrences under a model, as `CooccurrenceReport` does.
 
     Args:
-        num_symbols: V.
+        num_symbols: Number of symbols V.
+
+    Example:
+        >>> from lightning_hmm import Sequences
+        >>> from lightning_hmm.metrics import PairFrequencies
+        >>> metric = PairFrequencies(num_symbols=2)
+        >>> metric.update(Sequences.from_list([[0, 1, 1], [0, 1]]))
+        >>> metric.compute()
+        tensor([[0.0000, 0.6667],
+                [0.0000, 0.3333]], dtype=torch.float64)
     """
 
     full_state_update = False
@@ -25,8 +37,9 @@ class PairFrequencies(Metric):
         self.add_state("counts", torch.zeros(num_symbols, num_symbols, dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, sequences: Sequences) -> None:
+        """Counts the pairs in sequences of symbols, each with the weight of its sequence."""
         pair_counts(sequences, len(self.counts), self.counts)
 
     def compute(self) -> Tensor:
-        """NaN where there was no pair."""
+        """Returns the (V, V) frequencies, which are NaN if no pair was counted."""
         return self.counts / self.counts.sum()

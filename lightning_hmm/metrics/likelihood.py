@@ -1,6 +1,7 @@
-"""How well a model predicts, per observed step.
+"""Likelihood metrics, normalized by the number of observed steps.
 
-A mean of per-batch means is not the mean: batches hold different numbers of steps. Two sums are kept instead.
+The log-likelihood and the number of steps are accumulated separately. A mean of per-batch means would differ from the
+mean over the data, because batches contain different numbers of steps.
 """
 
 from __future__ import annotations
@@ -15,10 +16,20 @@ from lightning_hmm.sequences import Sequences
 
 
 class LogLikelihoodPerSymbol(Metric):
-    """Natural log-likelihood divided by the number of observed steps.
+    """Log-likelihood in nats, divided by the number of observed steps.
 
     Args:
-        num_models: how many models are scored side by side; the value is a scalar for one, else (num_models,).
+        num_models: Number of models that are scored on the same data, such as the restarts of a model. The value is a
+            scalar for one model and has shape (num_models,) otherwise.
+
+    Example:
+        >>> import torch
+        >>> from lightning_hmm.metrics import LogLikelihoodPerSymbol
+        >>> metric = LogLikelihoodPerSymbol()
+        >>> metric.update(torch.tensor(-6.0), num_symbols=3)
+        >>> metric.update(torch.tensor(-2.0), num_symbols=5)
+        >>> metric.compute()
+        tensor(-1., dtype=torch.float64)
     """
 
     full_state_update = False
@@ -32,7 +43,12 @@ class LogLikelihoodPerSymbol(Metric):
         self.add_state("num_symbols", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, log_likelihood: Tensor, num_symbols: Tensor | float) -> None:
-        """Adds log-likelihoods, summed over sequences: a scalar or (num_models,); and the observed steps they are of."""
+        """Adds the log-likelihood of a batch.
+
+        Args:
+            log_likelihood: Log-likelihood of the batch, summed over its sequences: a scalar or (num_models,).
+            num_symbols: Number of observed steps in the batch, weighted if the sequences have weights.
+        """
         self.log_likelihood += log_likelihood.double()
         self.num_symbols += num_symbols
 
@@ -41,7 +57,21 @@ class LogLikelihoodPerSymbol(Metric):
 
 
 class BitsPerSymbol(LogLikelihoodPerSymbol):
-    """Negative base-2 log-likelihood per observed step: what a perfect coder would need."""
+    """Negative log-likelihood in base 2 per observed step.
+
+    This is the average code length per symbol of an ideal arithmetic coder that uses the model.
+
+    Args:
+        num_models: Number of models that are scored on the same data.
+
+    Example:
+        >>> import math, torch
+        >>> from lightning_hmm.metrics import BitsPerSymbol
+        >>> metric = BitsPerSymbol()
+        >>> metric.update(torch.tensor(-8 * math.log(2)), num_symbols=4)
+        >>> round(float(metric.compute()), 6)
+        2.0
+    """
 
     higher_is_better = False
 
@@ -49,11 +79,21 @@ class BitsPerSymbol(LogLikelihoodPerSymbol):
         return -super().compute() / math.log(2)
 
 
-class NormalisedNLL(Metric):
-    """Negative log-likelihood divided by the number of sequences and by the length of the longest, as Sicking et al. (2020) report it.
+class NormalizedNLL(Metric):
+    """Negative log-likelihood divided by the number of sequences and by the length of the longest sequence.
 
-    Likelihoods and the number of sequences are weighted where the sequences have weights; a sequence of weight zero does not count.
-    Sequences of different lengths make it smaller than the value per symbol, by as much as they fall short of the longest.
+    Use it to compare with Sicking et al. (2020), who report this quantity. If sequences have weights, likelihoods and
+    the number of sequences are weighted, and sequences of weight zero are ignored. If the lengths of the sequences
+    differ, the value is smaller than the negative log-likelihood per symbol.
+
+    Example:
+        >>> import torch
+        >>> from lightning_hmm import Sequences
+        >>> from lightning_hmm.metrics import NormalizedNLL
+        >>> metric = NormalizedNLL()
+        >>> metric.update(torch.tensor([-4.0, -2.0]), Sequences.from_list([[0, 1, 1], [0, 1]]))
+        >>> metric.compute()
+        tensor(1., dtype=torch.float64)
     """
 
     full_state_update = False
@@ -69,7 +109,12 @@ class NormalisedNLL(Metric):
         self.add_state("longest", torch.zeros((), dtype=torch.float64), dist_reduce_fx="max")
 
     def update(self, log_likelihood: Tensor, sequences: Sequences) -> None:
-        """Adds the (N,) log-likelihoods of sequences, without weights, and the sequences that they are of."""
+        """Adds the log-likelihoods of a batch.
+
+        Args:
+            log_likelihood: (N,) log-likelihood of each sequence, not multiplied by its weight.
+            sequences: The N sequences, whose weights are applied here.
+        """
         self.log_likelihood += sequences.weighted(log_likelihood.double()).sum()
         self.num_sequences += len(sequences) if sequences.weights is None else sequences.weights.sum()
         lengths = sequences.counted().lengths

@@ -1,4 +1,4 @@
-"""How far predictions of the next observation are from it."""
+"""Errors of one-step predictions."""
 
 from __future__ import annotations
 
@@ -10,10 +10,20 @@ from lightning_hmm.sequences import Sequences
 
 
 class PredictionError(Metric):
-    """Mean Euclidean distance between each vector and its prediction from those before it, as Jarboui and Perchet (2021) report it.
+    """Mean Euclidean distance between each observed vector and its prediction from the preceding observations.
 
-    The first step of a sequence, with nothing before it, does not count, nor does a step with a missing entry, which is at no known
-    distance. On data with steps of length 1 (`datamodules.moving`) the prediction that nothing moves errs by 1.
+    Jarboui and Perchet (2021) report this metric. The first step of each sequence and steps with a missing entry are
+    ignored. On data in which every step has length 1 (`datamodules.moving`), predicting the previous position scores 1.
+
+    Example:
+        >>> import torch
+        >>> from lightning_hmm import Sequences
+        >>> from lightning_hmm.metrics import PredictionError
+        >>> metric = PredictionError()
+        >>> positions = Sequences.from_list([[[0.0, 0.0], [3.0, 4.0], [3.0, 5.0]]])
+        >>> metric.update(torch.tensor([[0.0, 0.0], [0.0, 0.0], [3.0, 4.0]]), positions)
+        >>> metric.compute()
+        tensor(3., dtype=torch.float64)
     """
 
     full_state_update = False
@@ -27,10 +37,16 @@ class PredictionError(Metric):
         self.add_state("num_steps", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, predictions: Tensor, sequences: Sequences) -> None:
-        """Adds (steps, features) predictions E[y_t | y_1:t-1] of the steps of sequences, each with its sequence's weight."""
+        """Adds the errors of a batch, each with the weight of its sequence.
+
+        Args:
+            predictions: (steps, features) predictions E[y_t | y_1:t-1] for all steps of the batch.
+            sequences: The observed sequences.
+        """
         if predictions.shape != sequences.values.shape:
             raise ValueError(
-                f"`predictions` must be {tuple(sequences.values.shape)}, steps by features, but is {tuple(predictions.shape)} instead."
+                f"`predictions` must have shape {tuple(sequences.values.shape)}, steps by features, "
+                f"but has {tuple(predictions.shape)} instead."
             )
         counted = sequences.observed.all(1).double()
         counted[sequences.offsets[:-1][sequences.lengths > 0].to(counted.device)] = 0
@@ -41,5 +57,5 @@ class PredictionError(Metric):
         self.num_steps += counted.sum()
 
     def compute(self) -> Tensor:
-        """NaN where no step counted."""
+        """Returns the mean distance, which is NaN if every step was ignored."""
         return self.distance / self.num_steps

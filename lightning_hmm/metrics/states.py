@@ -1,4 +1,4 @@
-"""Agreement of decoded states with known ones."""
+"""Accuracy of decoded states."""
 
 from __future__ import annotations
 
@@ -8,13 +8,22 @@ from torchmetrics import Metric
 
 
 class MatchedStateAccuracy(Metric):
-    """Share of steps whose decoded state is the true one, under the best one-to-one matching of state numbers.
+    """Fraction of steps whose decoded state is the true state, under the best one-to-one matching of states.
 
-    A model's states come in any order, so the matching that agrees most often is taken (Kuhn 1955, by scipy).
+    The order of a model's states is arbitrary. The matching that maximizes the accuracy is therefore computed first,
+    with the Hungarian algorithm (Kuhn 1955, `scipy.optimize.linear_sum_assignment`).
 
     Args:
-        num_states: of the model.
-        num_true_states: of the truth; as many as the model has if not given.
+        num_states: Number of states of the model.
+        num_true_states: Number of true states. The default is `num_states`.
+
+    Example:
+        >>> import torch
+        >>> from lightning_hmm.metrics import MatchedStateAccuracy
+        >>> metric = MatchedStateAccuracy(num_states=2)
+        >>> metric.update(decoded=torch.tensor([0, 0, 1, 1]), truth=torch.tensor([1, 1, 0, 1]))
+        >>> metric.compute()
+        tensor(0.7500, dtype=torch.float64)
     """
 
     full_state_update = False
@@ -30,7 +39,13 @@ class MatchedStateAccuracy(Metric):
         )
 
     def update(self, decoded: Tensor, truth: Tensor, weights: Tensor | None = None) -> None:
-        """Adds the states of some steps, each with its weight if `weights` are given; steps where either state is below zero are unknown and do not count."""
+        """Adds the states of some steps.
+
+        Args:
+            decoded: (steps,) decoded states. A negative number marks an unknown state, whose step is ignored.
+            truth: (steps,) true states, with negative numbers for unknown ones.
+            weights: (steps,) weights of the steps. The default is 1 for each.
+        """
         known = ((decoded >= 0) & (truth >= 0)).double()
         rows, columns = self.confusion.shape
         cells = (decoded.clamp(min=0) * columns + truth.clamp(min=0)).long()
@@ -38,6 +53,7 @@ class MatchedStateAccuracy(Metric):
         self.confusion += counts.index_add_(0, cells, known if weights is None else known * weights).view(rows, columns)
 
     def compute(self) -> Tensor:
+        """Returns the accuracy under the best matching."""
         from scipy.optimize import linear_sum_assignment
 
         matched = linear_sum_assignment(self.confusion.cpu().numpy(), maximize=True)

@@ -216,7 +216,9 @@ class DenseHMM(HMM):
         model.best_restart.copy_(self.best_restart)
         if not isinstance(self.emission, Embedded):
             model.emission.load_state_dict(self.emission.state_dict())  # Only embeddings are drawn with the seed.
-        for name in ("center", "data_variance", "is_located") if isinstance(self.emission, EmbeddedGaussian) else ():
+        for name in (
+            ("center", "data_variance", "has_data_stats") if isinstance(self.emission, EmbeddedGaussian) else ()
+        ):
             getattr(model.emission, name).copy_(getattr(self.emission, name))
         return model
 

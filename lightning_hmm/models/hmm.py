@@ -32,7 +32,7 @@ from lightning_hmm.models.plain_loader import initialize_from_loader
 from lightning_hmm.models.sequence_model import as_names, check_counts, check_seed
 from lightning_hmm.models.training_loop import BaumWelchTraining
 from lightning_hmm.optim import BaumWelch
-from lightning_hmm.optim.online import online_pass
+from lightning_hmm.optim.online import compiled_kernel_for
 from lightning_hmm.sequences import Sequences
 
 _NO_SIZES = "The model has no sizes yet. Train it, or give `num_symbols`, `num_features` or `columns`."
@@ -367,12 +367,12 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         if not self.emission.starts_from_data:
             return
         generator = torch.Generator().manual_seed(self.seed)
-        self.emission.locate(sequences)
+        self.emission.set_data_stats(sequences)
         if not bool(self.emission.is_set):
             part = excerpt(sequences, generator)
             states = guess_states(part, self.num_states, self.restarts, generator, self.initialization)
             self.emission.start(part, states)
-        self.emission.is_located.fill_(True)
+        self.emission.has_data_stats.fill_(True)
 
     def configure_optimizers(self) -> BaumWelch:
         if not self.distributions["transition"].is_started:
@@ -491,8 +491,8 @@ class HMM(BaumWelchTraining, DiscreteHMM):
             first = last
 
     @property
-    def fused_kernel(self) -> Any:
-        return online_pass(self.initial, self.transition, self.emission)
+    def compiled_kernel(self) -> Any:
+        return compiled_kernel_for(self.initial, self.transition, self.emission)
 
 
 def _check_partners(transition: Transition, emission: Emission) -> None:

@@ -15,7 +15,7 @@ from lightning_hmm.distributions import (
     LinearGaussianTransition,
     Moments,
 )
-from lightning_hmm.distributions.gaussian import data_location
+from lightning_hmm.distributions.gaussian import weighted_mean_var
 from lightning_hmm.inference import kalman
 from lightning_hmm.metrics import LogLikelihoodPerSymbol
 from lightning_hmm.models.last_seen import last_seen
@@ -73,7 +73,7 @@ class LinearGaussianHMM(BaumWelchTraining, PredictionErrors):
     data_variance: Tensor
     first_center: Tensor
     first_data_variance: Tensor
-    located: Tensor
+    has_data_stats: Tensor
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class LinearGaussianHMM(BaumWelchTraining, PredictionErrors):
         buffers = {"center": 0.0, "data_variance": 1.0, "first_center": 0.0, "first_data_variance": 1.0}
         for name, value in buffers.items():
             self.register_buffer(name, torch.full((num_features,), value, dtype=torch.float64))
-        self.register_buffer("located", torch.tensor(False))
+        self.register_buffer("has_data_stats", torch.tensor(False))
 
     def _make_parts(self, size: int, features: int, variance_prior: float) -> None:
         random = generator(self.seed, "start")
@@ -289,7 +289,7 @@ class LinearGaussianHMM(BaumWelchTraining, PredictionErrors):
 
     @property
     def starts_from_data(self) -> bool:
-        return not bool(self.located)
+        return not bool(self.has_data_stats)
 
     def initialize(self, sequences: Sequences) -> None:
         """Sets the units of the target to those of the sequences."""
@@ -300,19 +300,19 @@ class LinearGaussianHMM(BaumWelchTraining, PredictionErrors):
                 "Sequences must have at least two steps somewhere for a transition to be learned, "
                 "but each has one step or none."
             )
-        center, variance = data_location(sequences.with_values(self._targets(sequences)))
+        center, variance = weighted_mean_var(sequences.with_values(self._targets(sequences)))
         self.center.copy_(center)
         self.data_variance.copy_(variance)
         if self.target == "increments":
             unseen = sequences.packed(last_seen(sequences.padded())[0]).isnan()
             first = sequences.with_values(sequences.values.double().where(unseen, torch.nan))
-            center, variance = data_location(first)
+            center, variance = weighted_mean_var(first)
             self.first_center.copy_(center)
             self.first_data_variance.copy_(variance)
-        self.located.fill_(True)
+        self.has_data_stats.fill_(True)
 
     def on_train_start(self) -> None:
-        if not bool(self.located):
+        if not bool(self.has_data_stats):
             raise ValueError(
                 "Observations are standardized with the mean and variance of the training set, which a plain "
                 "`DataLoader` does not expose. Call `model.initialize(sequences)` before training, or train with a "

@@ -150,18 +150,18 @@ class BaumWelchTraining(SequenceModel):
                 "`iterations_per_epoch`."
             )
         self.iteration_likelihoods = []
-        fused = (
+        compiled = (
             self.trainer.world_size == 1
             and self.device.type == "cpu"
             and self.arithmetic == "float64"
-            and self.fused_kernel is not None
+            and self.compiled_kernel is not None
         )
         iteration, end = 0, self.iterations_per_epoch
         while iteration < end:
             last = iteration == end - 1
-            if fused and not last:  # Only the other branch records rows without counts.
+            if compiled and not last:  # Only the other branch records rows without counts.
                 optimizer: Any = self.optimizers()
-                scores = optimizer.optimizer.fused_iteration(batch, self.fused_kernel)
+                scores = optimizer.optimizer.compiled_iteration(batch, self.compiled_kernel)
                 self._likelihood = batch.weighted(scores).sum(1), batch.num_observed()
             else:
                 self._gather(batch)
@@ -230,15 +230,15 @@ class BaumWelchTraining(SequenceModel):
     def rows_without_counts(self) -> dict[str, Tensor]:
         """For each distribution, the number of rows that kept their values in the last M-step for lack of counts."""
         optimizer: Any = self.optimizers()
-        kept: dict[str, Tensor] = optimizer.optimizer.kept_rows
+        kept: dict[str, Tensor] = optimizer.optimizer.rows_without_counts
         return kept
 
     def _many_updates(self, batch: Sequences) -> None:
         """Runs several updates of online EM on a training batch, in one compiled pass if there is one."""
         assert self.sequences_per_update is not None
-        if self.trainer.world_size == 1 and self.device.type == "cpu" and self.fused_kernel is not None:
+        if self.trainer.world_size == 1 and self.device.type == "cpu" and self.compiled_kernel is not None:
             optimizer: Any = self.optimizers()
-            scores = optimizer.optimizer.fused_pass(batch, self.sequences_per_update, self.fused_kernel)
+            scores = optimizer.optimizer.compiled_pass(batch, self.sequences_per_update, self.compiled_kernel)
             self.train_likelihood.update(batch.weighted(scores).sum(1), batch.num_observed())
             # Without counts the parameters do not change. The call advances Lightning's step counter; `ModelCheckpoint`
             # saves nothing while it stays at zero.
@@ -253,6 +253,6 @@ class BaumWelchTraining(SequenceModel):
             self._m_step(counted=number == len(cuts) - 1)  # One step per batch, as in the compiled pass.
 
     @property
-    def fused_kernel(self) -> Any:
+    def compiled_kernel(self) -> Any:
         """The compiled pass for online updates, or ``None`` if there is none for the distributions of the model."""
         return None

@@ -1,4 +1,4 @@
-"""Expectation maximisation as a torch optimizer."""
+"""Expectation maximization as a torch optimizer."""
 
 from lightning_hmm.optim.baum_welch import BaumWelch
 from lightning_hmm.optim.gradients import set_gradients

@@ -1,7 +1,8 @@
-"""Many updates of online EM in one pass, compiled where that is possible.
+"""Many updates of online EM in one compiled pass.
 
-A pass makes an update for each `batch_size` consecutive sequences: an E-step and a step of `BaumWelch`, without the cost of a Python step for each. The
-update is `inference.cpu.updates`. A batch that leaves the range of the compiled E-step is done by `inference.e_step`.
+A pass performs an E-step and an M-step for each `batch_size` consecutive sequences, without the overhead of a Python
+call for each update. The M-step is implemented in `inference.cpu.updates`. If the numbers of a batch leave the range of
+the compiled E-step, the batch is processed by `inference.e_step`.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ from lightning_hmm.sequences import Sequences
 
 
 class _Problem(NamedTuple):
-    """What a pass needs of a kind of model, for one restart.
+    """Description of a combination of parts, for one restart.
 
-    compiled: makes updates from a batch on and returns the number of the first that it did not do; has `counts` and `scores`.
-    row_first: where the rows of each parameter begin.
-    are_logs: whether each parameter is log-probabilities.
-    inference: the first arguments of `inference.e_step` for some of the sequences.
-    counts: the expected counts of each parameter in an E-step.
+    Attributes:
+        compiled: Compiled function that performs updates from a given batch on and returns the number of the first
+            batch that it could not process. It has the attributes `counts` and `scores`.
+        row_first: Offsets of the rows of each parameter.
+        are_logs: Whether each parameter consists of log-probabilities.
+        inference: Function that returns the first arguments of `inference.e_step` for some of the sequences.
+        counts: Function that returns the expected counts of each parameter from the result of an E-step.
     """
 
     compiled: Any
@@ -41,8 +44,8 @@ class _Problem(NamedTuple):
     counts: Callable[[inference.EStep], tuple[Tensor, ...]]
 
 
-def online_pass(initial: Initial, transition: Transition, emission: Emission) -> Callable[..., Tensor] | None:
-    """The pass of models with these parts, or ``None`` if there is none. See `_run` for its arguments."""
+def compiled_kernel_for(initial: Initial, transition: Transition, emission: Emission) -> Callable[..., Tensor] | None:
+    """Returns the compiled pass for these parts, or ``None`` if there is none. See `_run` for its arguments."""
     problem = _PROBLEMS.get((type(initial), type(transition), type(emission)))
     if problem is None or any(parameter.dtype != torch.float64 for parameter in transition.parameters()):
         return None
@@ -71,23 +74,23 @@ def _run(
     priors: Sequence[float],
     frozen: Sequence[bool],
 ) -> Tensor:
-    """Online EM over consecutive batches of `batch_size` sequences; parameters and buffers change in place.
+    """Performs online EM over consecutive batches. Parameters and buffers are updated in place.
 
     Args:
-        problem: the kind of model.
-        parameters: of one restart, on the CPU.
-        sequences: of symbols.
-        batch_size: sequences of an update.
-        size: the discounted number of sequences in a batch.
-        buffers: the discounted counts of the parameters.
-        discount: of older counts, below 1; 0 for none.
-        updates: how many updates have gone before.
-        data_size: the number of sequences of all data; a batch takes its share of the priors.
-        priors: what the prior of each parameter adds to a count of the whole data.
-        frozen: which parameters stay as they are.
+        problem: Description of the parts.
+        parameters: Parameters of one restart, on the CPU.
+        sequences: Sequences of symbols.
+        batch_size: Number of sequences per update.
+        size: Discounted number of sequences in a batch.
+        buffers: Discounted counts of the parameters.
+        discount: Discount factor of the previous counts, below 1. With 0, only the current batch is used.
+        updates: Number of previous updates.
+        data_size: Number of sequences in the whole data set, to which the priors refer.
+        priors: For each parameter, the number that its prior adds to a count of the whole data set.
+        frozen: Whether each parameter is left unchanged.
 
     Returns:
-        (N,) log p(y) of each sequence under the parameters that its batch met.
+        (N,) log p(y) of each sequence under the parameters before the update from its batch.
     """
     compiled, sizes = problem.compiled, size.reshape(1).numpy()
     values, memory = ([tensor.detach().view(-1).numpy() for tensor in tensors] for tensors in (parameters, buffers))
@@ -107,20 +110,25 @@ def _run(
         first, last = batch * batch_size, min((batch + 1) * batch_size, len(sequences))
         chunk = sequences[first:last]
         found = inference.e_step(*problem.inference(chunk), weights=chunk.weights)
-        impossible = torch.nonzero(
-            (found.impossible_step >= 0) & (True if chunk.weights is None else chunk.weights != 0)
-        ).flatten()
-        if len(impossible):
-            n = int(impossible[0])
-            raise ValueError(impossible_message(sequences, first + n, int(found.impossible_step[n])))
+        _check_possible(found, chunk, sequences, first)
         compiled.scores[first:last] = found.log_likelihood
         for part, counts in zip(parts, problem.counts(found), strict=True):
             part.counts[:] = counts.reshape(-1)
         batch += 1
-        factor, share = advance(sizes, float(found.initial.sum()), updates + batch, float(discount), float(data_size))
+        started = float(found.initial.sum())
+        factor, prior_weight = advance(sizes, started, updates + batch, float(discount), float(data_size))
         for part in parts:
-            over_rows(part.row_first, update_rows, part, float(discount), factor, share)
+            over_rows(part.row_first, update_rows, part, float(discount), factor, prior_weight)
     return torch.from_numpy(compiled.scores)
+
+
+def _check_possible(found: inference.EStep, chunk: Sequences, sequences: Sequences, first: int) -> None:
+    """Raises a `ValueError` if a sequence of positive weight in the chunk, which begins at `first`, is impossible."""
+    counted = True if chunk.weights is None else chunk.weights != 0
+    impossible = torch.nonzero((found.impossible_step >= 0) & counted).flatten()
+    if len(impossible):
+        n = int(impossible[0])
+        raise ValueError(impossible_message(sequences, first + n, int(found.impossible_step[n])))
 
 
 def _weights(sequences: Sequences) -> np.ndarray:

@@ -17,10 +17,11 @@ import torch
 from lightning_hmm import DMCHMM, ClonedHMM, DenseHMM, Sequences, StandardHMM, fit
 
 VALUES = Path(__file__).with_name("values.npz")
+# Entries of a state dict that had another name when the values were recorded.
+RENAMED = {"chosen": "best_restart", "emission.is_located": "emission.has_data_stats"}
 PRIORS = {"initial_pseudocount": 0.3, "transition_pseudocount": 0.2}
 GAUSSIAN = {"emission": "gaussian", "num_features": 3, "variance_prior": 0.1}
 ONLINE = {"discount": 0.8, "transition_pseudocount": 0.2}
-RENAMED = {"chosen": "best_restart"}  # entries of a state dict that had another name when the values were recorded
 
 
 def _data(kind: str) -> Sequences:

@@ -56,7 +56,7 @@ def run(parameters, buffers, size, symbols, offsets, weights, *, batch_size, **o
     values = torch.from_numpy(np.where(symbols == parameters[2].shape[1], -1, symbols.astype(np.int64)))
     sequences = Sequences(values, torch.from_numpy(offsets), torch.from_numpy(weights))
     tensors = [torch.from_numpy(value) for value in (*parameters, *buffers, size)]
-    scores = model.fused_kernel(
+    scores = model.compiled_kernel(
         *tensors[:3], sequences, batch_size, buffers=tensors[3:6], size=tensors[6][0], **options
     )
     return scores.numpy()

@@ -14,7 +14,7 @@ from lightning_hmm.metrics import (
     BitsPerSymbol,
     LogLikelihoodPerSymbol,
     MatchedStateAccuracy,
-    NormalisedNLL,
+    NormalizedNLL,
     PredictionError,
 )
 from tests.helpers import random_vectors
@@ -45,7 +45,7 @@ def test_several_models_side_by_side():
 
 def test_normalised_likelihood_over_batches_and_ranks():
     """The longest length is a maximum, over batches and over ranks; weights count, and weight zero is absence."""
-    first, second = NormalisedNLL(), NormalisedNLL()
+    first, second = NormalizedNLL(), NormalizedNLL()
     first.update(torch.tensor([-1.0, -2.0]), Sequences.from_list([[0, 1], [0, 1, 1]], weights=[2.0, 1.0]))
     first.update(torch.tensor([-5.0, -torch.inf]), Sequences.from_list([[0] * 5, [0] * 9], weights=[0.5, 0.0]))
     second.update(torch.tensor([-4.0]), Sequences.from_list([[0] * 4]))
@@ -95,5 +95,7 @@ def test_prediction_error_is_the_mean_distance_of_steps_that_have_one(rng):
                 total, count = total + distance * float(sequences.weights[n]), count + float(sequences.weights[n])
     assert float(together.compute()) == pytest.approx(total / count, rel=1e-12)
     assert float(apart.compute()) == pytest.approx(total / count, rel=1e-12)
-    with pytest.raises(ValueError, match=r"`predictions` must be \(\d+, 2\), steps by features, but is \(3, 2\)"):
+    with pytest.raises(
+        ValueError, match=r"`predictions` must have shape \(\d+, 2\), steps by features, but has \(3, 2\)"
+    ):
         together.update(predictions[:3], sequences)

@@ -201,7 +201,7 @@ def test_many_ngrams_are_counted_right(rng, missing, order):
         ({"num_states": 4, "num_symbols": 5}, "at least 5, a clone for each symbol, but is 4"),
         ({"num_symbols": 5}, "`num_states` must be given"),
         ({"num_states": 9}, "`num_symbols` must be given"),
-        ({"clones": [1, 2], "num_symbols": 3}, "a number for each of the 3 symbols, but gives 2"),
+        ({"clones": [1, 2], "num_symbols": 3}, "a number for each of the 3 symbols, but has 2"),
         ({"clones": [1, 0, 2], "num_symbols": 3, "pairs": "all"}, "symbol 1 has none"),
         ({"num_states": 9, "num_symbols": 3, "allocation": "even"}, "but is 'even'"),
         ({"num_states": 9, "num_symbols": 3, "start_concentration": 0.0}, "must be positive, but is 0.0"),

@@ -1,4 +1,4 @@
-"""EM as an optimizer: the M-step, priors, frozen parts, structural zeros, online EM, the fused pass, its state."""
+"""EM as an optimizer: the M-step, priors, frozen parts, structural zeros, online EM, the compiled pass, its state."""
 
 from __future__ import annotations
 
@@ -170,8 +170,8 @@ def test_a_row_without_counts_keeps_its_values():
     torch.testing.assert_close(
         model.transition_probs[2], torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64), rtol=1e-15, atol=0
     )
-    assert int(optimizer.kept_rows["transition"]) == 1
-    assert int(optimizer.kept_rows["initial"]) == 0
+    assert int(optimizer.rows_without_counts["transition"]) == 1
+    assert int(optimizer.rows_without_counts["initial"]) == 0
 
 
 def test_length_one_sequences_give_zero_transition_counts_not_none():
@@ -232,7 +232,7 @@ def test_online_em_is_the_discounted_buffer(rng, discount, pseudocount):
 
 @pytest.mark.parametrize("restarts", [1, 3])
 @pytest.mark.parametrize("frozen", [(), ("initial", "emission")])
-def test_the_fused_pass_equals_step_by_step(rng, restarts, frozen):
+def test_the_compiled_pass_equals_step_by_step(rng, restarts, frozen):
     """Ragged, weighted, missing values, a batch that is not whole, a prior; continued from a buffer that is not empty."""
     sequences = random_symbols(rng, 33)
     sequences = Sequences(sequences.values, sequences.offsets, torch.from_numpy(rng.random(33)))
@@ -244,14 +244,14 @@ def test_the_fused_pass_equals_step_by_step(rng, restarts, frozen):
             optimizers[0].zero_grad()
             scores.append(backward(models[0], batch))
             optimizers[0].step()
-    fused = [optimizers[1].fused_pass(sequences, 4, models[1].fused_kernel) for _ in range(2)]
+    compiled = [optimizers[1].compiled_pass(sequences, 4, models[1].compiled_kernel) for _ in range(2)]
     assert_same_parameters(*models, rtol=1e-9)
-    assert np.isclose(sum(scores), float(sum((part * sequences.weights).sum() for part in fused)), rtol=1e-10)
+    assert np.isclose(sum(scores), float(sum((part * sequences.weights).sum() for part in compiled)), rtol=1e-10)
     for first, second in zip(optimizers[0].state.values(), optimizers[1].state.values(), strict=True):
         torch.testing.assert_close(first["statistics"], second["statistics"], rtol=1e-9, atol=1e-14)
 
 
-def test_the_fused_pass_works_on_very_long_sequences_alone(rng, monkeypatch):
+def test_the_compiled_pass_works_on_very_long_sequences_alone(rng, monkeypatch):
     """A tile of many has as many steps as its longest: the memory would be that of 32 sequences as long."""
     lengths = [40, 3, 0, 90, 8, 7, 60, 5]
     sequences = Sequences.from_lengths(rng.integers(5, size=sum(lengths)), lengths)
@@ -260,17 +260,17 @@ def test_the_fused_pass_works_on_very_long_sequences_alone(rng, monkeypatch):
     monkeypatch.setattr(online, "workspace", lambda dtype, size: sizes.append(size) or workspace(dtype, size))
     for model, longest_in_a_tile in zip(models, (1000, 16), strict=True):
         monkeypatch.setattr(online, "most_steps", lambda row_bytes, longest=longest_in_a_tile: longest)
-        BaumWelch(model.distributions, 0.5).fused_pass(sequences, 8, model.fused_kernel)
+        BaumWelch(model.distributions, 0.5).compiled_pass(sequences, 8, model.compiled_kernel)
     assert_same_parameters(*models)
     assert sizes[1] < sizes[0] / 1.5
 
 
-def test_the_fused_pass_names_an_impossible_sequence():
+def test_the_compiled_pass_names_an_impossible_sequence():
     model = categorical()
     model.set_parameters(emission=torch.tensor([[0.5, 0.5, 0.0, 0.0, 0.0]] * 3))
     optimizer = BaumWelch(model.distributions, 0.9)
     with pytest.raises(ValueError, match=r"Sequence 2 .* step 1 \(4\)"):
-        optimizer.fused_pass(Sequences.from_list([[0, 1], [1], [0, 4, 0]]), 2, model.fused_kernel)
+        optimizer.compiled_pass(Sequences.from_list([[0, 1], [1], [0, 4, 0]]), 2, model.compiled_kernel)
 
 
 # State

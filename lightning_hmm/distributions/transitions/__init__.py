@@ -1,4 +1,4 @@
-"""Transitions, one file for each kind."""
+"""Transition distributions."""
 
 from lightning_hmm.distributions.transitions.clones import Clones
 from lightning_hmm.distributions.transitions.full import Full

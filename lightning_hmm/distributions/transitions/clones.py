@@ -1,4 +1,4 @@
-"""Transitions between clones of symbols: rows of probabilities that run across the stored blocks."""
+"""Transitions between clones of symbols, of which only the blocks of some pairs of symbols are stored."""
 
 from __future__ import annotations
 
@@ -19,40 +19,59 @@ from lightning_hmm.sequences import Sequences
 
 Allocation = Literal["uniform", "frequency", "ngram"]
 
-MOST_SHOWN = 4096  # states whose transitions are still shown as one matrix
-_TENSORS = ("clones", "pairs", "bounds", "columns")  # the buffers that the layout is saved in
-_PIECE = 1 << 22  # numbers drawn at once in float64, because a billion of them do not fit into memory
+MOST_SHOWN = 4096  # maximum number of states for which `matrix` returns the transitions
+_TENSORS = ("clones", "pairs", "bounds", "columns")  # buffers in which the layout is saved
+_PIECE = 1 << 22  # numbers that are drawn at a time in float64, because a billion of them do not fit into memory
 
 
 class Clones(Transition):
-    r"""Transitions between states that emit one symbol each, its clones. They are stored for the pairs of symbols that may follow each other.
+    r"""Transitions between the clones of symbols. A clone is a state that always emits the same symbol.
+
+    Use it together with `OneSymbol`, for symbol sequences with long-range dependencies; `ClonedHMM` combines the two.
+    Transitions are stored for the pairs of symbols that may follow each other. The M-step is
 
     .. math:: \hat A_{ij} = w_{ij} / \sum_j w_{ij}, \quad w_{ij} = \max(n_{ij} + \kappa - \delta, 0)
 
-    with :math:`n` the expected counts, :math:`\kappa` the pseudocount of a Dirichlet prior and :math:`\delta` the `sparsity` of one
-    whose concentration is below one, which takes weight from every entry and ends those that have none left. A probability of zero stays zero.
+    where :math:`n` are the expected counts and :math:`\kappa` is the pseudocount of a Dirichlet prior. The `sparsity`
+    :math:`\delta` corresponds to a Dirichlet prior with a concentration below one. It reduces the weight of every entry
+    and sets entries to zero whose weight would become negative. A probability of zero remains zero.
 
-    The parameter `probs`, (restarts, entries) in the order of `layout`, holds probabilities and not their logarithms, because a billion of them are
-    stored once only. Its gradient is that of the log-likelihood in the probabilities, which is not the expected counts; EM takes these from the E-step.
+    The parameter `probs`, (restarts, entries) in the order of `layout`, contains probabilities instead of their
+    logarithms, so that up to a billion of them are stored only once. Its gradient is the derivative of the
+    log-likelihood with respect to the probabilities, which differs from the expected counts. EM uses the counts of the
+    E-step.
 
-    The layout comes from the training data, from `set_layout` or from a checkpoint. Without data it is made only if it does not depend on them.
+    The layout is determined from the training data, by `set_layout`, or from a checkpoint. If it does not depend on
+    data, it is created together with the model.
 
     Args:
-        pseudocount: of a Dirichlet prior, in counts of the whole data.
-        sparsity: counts that a Dirichlet prior of concentration below one takes from each transition.
-        allocation: of clones to symbols: the same number for each ("uniform"), in proportion to how often they occur in the
-            training data ("frequency"), or to how many different n-grams end in them ("ngram"); each gets at least one.
-        ngram_order: n of the n-grams.
-        clones: the number of clones of each symbol, instead of an allocation.
-        pairs: which pairs of symbols may follow each other: those "seen" in the training data (all, where symbols are missing
-            there), or "all".
-        start_concentration: of the Dirichlet distribution that each row of the first transitions is drawn from. If not given, weights are drawn
-            evenly from (0, 1].
+        pseudocount: Pseudocount of a Dirichlet prior on each row, in counts of the whole data set.
+        sparsity: Count that is subtracted from each transition, in counts of the whole data set.
+        allocation: Allocation of clones to symbols: the same number for each symbol ("uniform"), in proportion to the
+            frequency of the symbol in the training data ("frequency"), or in proportion to the number of distinct
+            n-grams that end in the symbol ("ngram"). Each symbol has at least one clone.
+        ngram_order: Length n of the n-grams.
+        clones: Number of clones of each symbol, instead of an allocation.
+        pairs: Pairs of symbols that may follow each other: those "seen" in the training data (all pairs if the training
+            data have missing symbols), or "all".
+        start_concentration: Concentration of the Dirichlet distribution from which the initial rows are drawn. If it is
+            not given, the weights of a row are drawn uniformly from (0, 1] and normalized.
+
+    Example:
+        >>> from lightning_hmm import HMM, Clones, OneSymbol
+        >>> model = HMM(5, OneSymbol(), Clones(clones=[3, 2], pairs="all"), num_symbols=2)
+        >>> model.transition.layout.symbols
+        tensor([0, 0, 0, 1, 1])
+        >>> model.transition.layout.num_entries
+        25
     """
 
     has_natural_parameters = False
     partner = "OneSymbol"
-    no_matrix = f"are one only for up to {MOST_SHOWN} states and once there are clones; `transition.probs` holds what is stored, in the order of `layout`"
+    no_matrix = (
+        f"are one only for up to {MOST_SHOWN} states and once there are clones; "
+        "`transition.probs` holds what is stored, in the order of `layout`"
+    )
 
     def __init__(
         self,
@@ -77,7 +96,10 @@ class Clones(Transition):
         if start_concentration is not None and not start_concentration > 0:
             raise ValueError(f"`start_concentration` must be positive, but is {start_concentration} instead.")
         self.prior = {"pseudocount": pseudocount, "sparsity": sparsity}
-        self.allocation, self.ngram_order, self.given_clones, self.which_pairs = allocation, ngram_order, clones, pairs
+        self.allocation = allocation
+        self.ngram_order = ngram_order
+        self.given_clones = clones
+        self.which_pairs = pairs
         self.start_concentration = start_concentration
         self._layout: Layout | None = None
 
@@ -87,7 +109,8 @@ class Clones(Transition):
         num_symbols = self.num_symbols
         if self.given_clones is not None and len(self.given_clones) != num_symbols:
             raise ValueError(
-                f"`clones` must give a number for each of the {num_symbols} symbols, but gives {len(self.given_clones)} instead."
+                f"`clones` must have a number for each of the {num_symbols} symbols, "
+                f"but has {len(self.given_clones)} instead."
             )
         if self.given_clones is not None and sum(self.given_clones) != num_states:
             raise ValueError(
@@ -103,21 +126,23 @@ class Clones(Transition):
         self.probs = nn.Parameter(torch.zeros(restarts, 0, dtype=dtype))
         for name in _TENSORS:
             self.register_buffer(name, torch.zeros(0, dtype=torch.int64))
-        # Of each restart, the number of stored entries that are structurally zero. An estimate of zero is still a free parameter.
+        # Number of structural zeros among the stored entries, for each restart. An entry whose estimate is zero is
+        # still a free parameter.
         self.num_zeros: Tensor
         self.register_buffer("num_zeros", torch.zeros(restarts, dtype=torch.int64))
 
     @property
     def num_symbols(self) -> int:
-        """V, that of the model."""
+        """Number of symbols V of the model."""
         return int(self._owner[0].num_symbols)
 
     @property
     def layout(self) -> Layout:
-        """Which states are clones of which symbol, and which transitions are stored."""
+        """Assignment of states to symbols, and the transitions that are stored."""
         if self._layout is None:
             raise RuntimeError(
-                "The model has no clones yet: they are allocated from the training data, by `fit` or `initialize(sequences)`."
+                "The model has no clones yet: they are allocated from the training data, "
+                "by `fit` or `initialize(sequences)`."
             )
         return self._layout
 
@@ -127,7 +152,13 @@ class Clones(Transition):
 
     @torch.no_grad()
     def set_layout(self, layout: Layout, probs: Tensor | None = None) -> None:
-        """Takes a layout, and (restarts, entries) probabilities for it, whose zeros become structural; without them, all are zero until `randomize`."""
+        """Sets the layout and the transition probabilities.
+
+        Args:
+            layout: The layout.
+            probs: (restarts, entries) probabilities, whose zeros become structural zeros. If they are not given, all
+                probabilities are zero until `randomize` is called.
+        """
         if (layout.num_states, layout.num_symbols) != (self.num_states, self.num_symbols):
             mine, theirs = (self.num_states, self.num_symbols), (layout.num_states, layout.num_symbols)
             raise ValueError(
@@ -138,20 +169,23 @@ class Clones(Transition):
             setattr(self, name, tensor.to(self.probs.device))
         if probs is None:
             shape = self.probs.shape[0], layout.num_entries
-            # numpy asks the system for large pages, which torch does not; walking through blocks is a tenth faster in them.
+            # Unlike torch, numpy requests large memory pages, in which passes over blocks are 10 % faster.
             probs = torch.from_numpy(
                 np.empty(shape, np.float32 if self.probs.dtype == torch.float32 else np.float64)
             ).zero_()
-        self.probs.data, self.probs.grad = probs.to(self.probs), None  # the same object: an optimizer keeps it
+        self.probs.data, self.probs.grad = probs.to(self.probs), None  # the same object, which an optimizer refers to
         self._count_zeros()
 
     def _count_zeros(self) -> None:
-        """Takes the present zeros as structural. Restart by restart: counting along one axis would allocate a mask of all entries."""
+        """Makes the current zeros structural zeros.
+
+        The restarts are processed one by one, because counting along one axis would allocate a mask of all entries.
+        """
         for count, row in zip(self.num_zeros, self.probs.detach(), strict=True):
             count.fill_(len(row) - torch.count_nonzero(row))
 
     def start(self, sequences: Sequences, generator: torch.Generator) -> None:
-        """Allocates clones to symbols, and blocks to the pairs that occur, and draws starting values."""
+        """Allocates clones to symbols and blocks to pairs of symbols, and draws the initial probabilities."""
         if not sequences.is_discrete:
             raise ValueError(
                 "Clones must be allocated from sequences of symbols, but the sequences hold real vectors instead."
@@ -159,7 +193,7 @@ class Clones(Transition):
         self._start(generator, sequences)
 
     def start_over(self, sequences: Sequences, generator: torch.Generator) -> None:
-        """As `start`, for transitions that have a layout, which they forget."""
+        """Discards the current layout and calls `start`."""
         self._layout = None
         self.start(sequences, generator)
 
@@ -187,7 +221,10 @@ class Clones(Transition):
 
     @torch.no_grad()
     def randomize(self, generator: torch.Generator) -> None:
-        """Draws weights evenly from (0, 1], or from a Gamma distribution, and normalizes the rows. Without a layout, nothing, unless it needs no data."""
+        """Draws the probabilities at random: uniform or Gamma weights, which are normalized in each row.
+
+        If there is no layout, it is created if it does not depend on data. Otherwise nothing is drawn.
+        """
         if self._layout is None:
             if self.which_pairs == "all" and (self.given_clones is not None or self.allocation == "uniform"):
                 self._start(generator, None)
@@ -195,25 +232,29 @@ class Clones(Transition):
         concentration = self.start_concentration
         if concentration is None:
             for row in self.probs.detach():
-                drawn = (
-                    row if row.is_cpu else torch.empty(row.shape, dtype=row.dtype)
-                )  # in place where possible: there may be a billion
+                # In place if possible, because there may be a billion entries.
+                drawn = row if row.is_cpu else torch.empty(row.shape, dtype=row.dtype)
                 row.copy_(torch.rand(row.shape, generator=generator, out=drawn).neg_().add_(1))
         else:
-            # torch draws no Gamma numbers from a generator of ours: numpy's does, seeded from it.
+            # torch.distributions takes no generator, so numpy draws the Gamma variates, with a seed from it.
             random = np.random.default_rng(int(torch.randint(2**62, (), generator=generator)))
             for row in self.probs:
                 for piece in row.split(_PIECE):
-                    piece.copy_(
-                        torch.from_numpy(np.maximum(random.gamma(concentration, size=len(piece)), 1e-12))
-                    )  # zero would stay zero
+                    # The lower bound prevents zeros, which would be structural.
+                    variates = np.maximum(random.gamma(concentration, size=len(piece)), 1e-12)
+                    piece.copy_(torch.from_numpy(variates))
         self._set_from_counts(self.probs.detach(), 0.0, 0.0)
         self._count_zeros()
         self.is_set.fill_(True)
 
     @torch.no_grad()
     def set(self, probs: Any) -> None:
-        """Takes an (H, H) matrix whose rows sum to one; stored entries only, and what is not stored must be zero. Zeros become structural."""
+        """Sets the transition probabilities, to the same values in all restarts.
+
+        Args:
+            probs: (K, K) matrix whose rows sum to one. It must be zero at entries that are not stored. Zeros at stored
+                entries become structural zeros.
+        """
         matrix = torch.as_tensor(probs, dtype=torch.float64, device=self.probs.device)
         size = self.layout.num_states
         if matrix.shape != (size, size):
@@ -234,14 +275,15 @@ class Clones(Transition):
         if bool((lost > 1e-12).any()):
             row = int(lost.argmax())
             raise ValueError(
-                f"`transition` must be zero where nothing is stored, but row {row} has {float(lost[row]):.6g} there. Give the model those pairs."
+                f"`transition` must be zero where nothing is stored, but row {row} has {float(lost[row]):.6g} there. "
+                "Give the model those pairs."
             )
         self.probs.copy_(values.expand_as(self.probs))
         self._count_zeros()
         self.is_set.fill_(True)
 
     def natural(self, restart: int) -> tuple[Tensor, ...]:
-        """The stored probabilities of one restart: a view, because there may be a billion."""
+        """Returns the stored probabilities of one restart, as a view, because there may be a billion of them."""
         return (self.probs.view(-1) if len(self.probs) == 1 else self.probs[restart],)
 
     def operator(self, natural: Sequence[Tensor], batch: Sequences | None) -> Blocks:
@@ -255,7 +297,7 @@ class Clones(Transition):
     # EM
 
     def statistics(self, first: Tensor, operator: Operator, found: EStep, natural: Sequence[Tensor]) -> list[Tensor]:
-        return [found.initial, *found.counts]  # the expected counts, and not the gradient in the probabilities
+        return [found.initial, *found.counts]  # the expected counts, not the gradient with respect to the probabilities
 
     @torch.no_grad()
     def maximize(self, statistics: Sequence[Tensor], weight: Tensor | float = 1.0) -> Tensor:
@@ -263,7 +305,16 @@ class Clones(Transition):
         return self._set_from_counts(counts, self.prior["pseudocount"] * weight, self.prior["sparsity"] * weight)
 
     def _set_from_counts(self, counts: Tensor, added: Tensor | float, taken: Tensor | float) -> Tensor:
-        """Normalizes the rows of counts, to each of which something is added and taken; returns how many rows have none."""
+        """Normalizes the rows of counts to probabilities.
+
+        Args:
+            counts: (restarts, entries) expected counts.
+            added: Number that is added to each count.
+            taken: Number that is subtracted from each count.
+
+        Returns:
+            Number of rows without counts, which keep their values.
+        """
         if self.probs.is_cpu:
             row_first = self.layout.row_first
             pairs = zip(self.probs.detach().numpy(), counts.to(self.probs.dtype).contiguous().numpy(), strict=True)
@@ -274,23 +325,22 @@ class Clones(Transition):
                 )
             )
         lengths = self.layout.row_lengths.to(self.probs.device)
-        kept = torch.zeros((), dtype=torch.int64, device=self.probs.device)
+        rows_without_counts = torch.zeros((), dtype=torch.int64, device=self.probs.device)
         for row, counted in zip(self.probs, counts, strict=True):
             weights = torch.where(row > 0, (counted + (added - taken)).clamp(min=0), torch.zeros_like(row))
             total = torch.segment_reduce(weights, "sum", lengths=lengths)
-            kept += (total == 0).sum()
+            rows_without_counts += (total == 0).sum()
             spread = total.repeat_interleave(lengths, output_size=len(row))
             row.copy_(torch.where(spread > 0, weights / torch.where(spread > 0, spread, torch.ones_like(spread)), row))
-        return kept
+        return rows_without_counts
 
     def log_prior(self) -> Tensor:
         pseudocount, sparsity = self.prior["pseudocount"], self.prior["sparsity"]
         probs = self.probs.detach()
         if pseudocount == sparsity:
             return probs.new_zeros(len(probs), dtype=torch.float64)
-        return (pseudocount - sparsity) * torch.where(probs > 0, probs, torch.ones_like(probs)).log().sum(
-            1, dtype=torch.float64
-        )
+        log_probs = torch.where(probs > 0, probs, torch.ones_like(probs)).log()
+        return (pseudocount - sparsity) * log_probs.sum(1, dtype=torch.float64)
 
     def num_free_parameters(self, restart: int) -> int:
         if self._layout is None:
@@ -301,7 +351,10 @@ class Clones(Transition):
 
     @torch.no_grad()
     def above(self, threshold: float) -> Tensor:
-        """A mask of the stored transitions that are at least so probable, or the most probable of their row, in any restart."""
+        """Returns a mask of the stored transitions whose probability is at least `threshold` in any restart.
+
+        The most probable transition of each row is always included.
+        """
         lengths = self.layout.row_lengths.to(self.probs.device)
         keep = torch.zeros(self.layout.num_entries, dtype=torch.bool, device=self.probs.device)
         for row in self.probs.detach():
@@ -313,19 +366,20 @@ class Clones(Transition):
         return keep
 
     def pruned(self, keep: Tensor) -> tuple[Layout, Tensor]:
-        """The layout and the transitions that `prune` would leave; rows sum to one again."""
+        """Returns the layout and the normalized probabilities after pruning, without changing this object."""
         layout, probs = self.layout.pruned(keep), self.probs.detach()[:, keep]
         lengths = layout.row_lengths.to(probs.device)
         sums = torch.stack([torch.segment_reduce(row, "sum", lengths=lengths) for row in probs])
         lost = (sums == 0) & (self.layout.row_lengths.to(probs.device) > 0)
         if bool(lost.any()):
+            state = int(lost.nonzero()[0, 1])
             raise ValueError(
-                f"`keep` must leave every state a transition of positive probability, but leaves state {int(lost.nonzero()[0, 1])} none. "
+                f"`keep` must leave every state a transition of positive probability, but leaves state {state} none. "
                 "`keep | model.above(1)` also keeps the most probable transition of each state."
             )
         return layout, probs / sums.repeat_interleave(lengths, dim=1, output_size=layout.num_entries)
 
-    # How it is saved
+    # Checkpoints
 
     def adopt(self, state_dict: Mapping[str, Tensor], prefix: str) -> None:
         tensors = [state_dict[prefix + name] for name in _TENSORS if prefix + name in state_dict]
@@ -341,18 +395,26 @@ class Clones(Transition):
 
 
 def uniform_clones(num_states: int, num_symbols: int) -> np.ndarray:
-    """The same number for each symbol; the first ones get what is left."""
+    """Allocates the same number of clones to each symbol. The remainder is allocated to the first symbols."""
     return num_states // num_symbols + (np.arange(num_symbols) < num_states % num_symbols)
 
 
-def allocate_clones(num_states: int, shares: np.ndarray) -> np.ndarray:
-    """Clones in proportion to `shares`, one at least, `num_states` in all; what rounding leaves goes to the largest remainders."""
-    shares = np.asarray(shares, np.float64)
-    clones = np.ones(shares.shape[0], np.int64)
-    free = np.ones(shares.shape[0], bool)  # symbols whose share is worth more than the one clone they have
+def allocate_clones(num_states: int, frequencies: np.ndarray) -> np.ndarray:
+    """Allocates clones in proportion to frequencies, by the largest-remainder method.
+
+    Args:
+        num_states: Total number of clones.
+        frequencies: (V,) frequency of each symbol, in any unit.
+
+    Returns:
+        (V,) number of clones of each symbol, which is at least one.
+    """
+    frequencies = np.asarray(frequencies, np.float64)
+    clones = np.ones(frequencies.shape[0], np.int64)
+    free = np.ones(frequencies.shape[0], bool)  # symbols that are entitled to more than one clone
     while True:
         left = num_states - int((~free).sum())
-        ideal = shares * (left / max(shares[free].sum(), np.finfo(float).tiny))
+        ideal = frequencies * (left / max(frequencies[free].sum(), np.finfo(float).tiny))
         small = free & (ideal < 1)
         if not small.any():
             break
@@ -361,15 +423,25 @@ def allocate_clones(num_states: int, shares: np.ndarray) -> np.ndarray:
     rest = num_states - int(clones.sum())
     remainder = np.where(free, ideal - np.floor(ideal), -1.0)
     if not free.any():
-        remainder = shares
+        remainder = frequencies
     clones[np.argsort(-remainder, kind="stable")[:rest]] += 1
     return clones
 
 
 def ngram_counts(sequences: Sequences, num_symbols: int, order: int, *, unique: bool) -> np.ndarray:
-    """(V,) how many n-grams end in each symbol: different ones, or all, with the weights of their sequences.
+    """Counts the n-grams that end in each symbol.
 
-    The n-grams at the start of a sequence are shorter. No n-gram ends in a missing symbol. A sequence of weight zero has none.
+    N-grams at the start of a sequence are shorter. N-grams that end in a missing symbol, and sequences of weight zero,
+    are ignored.
+
+    Args:
+        sequences: Sequences of symbols.
+        num_symbols: Number of symbols V.
+        order: Length n of the n-grams.
+        unique: Whether distinct n-grams are counted. Otherwise all are, with the weights of their sequences.
+
+    Returns:
+        (V,) counts.
     """
     sequences = sequences.counted()
     symbols = sequences.values.long().cpu().numpy()
@@ -382,8 +454,8 @@ def ngram_counts(sequences: Sequences, num_symbols: int, order: int, *, unique: 
             else sequences.repeat_interleave(sequences.weights).cpu().numpy()[symbols >= 0]
         )
         return np.bincount(symbols[symbols >= 0], weights, minlength=num_symbols)
-    # The number of an n-gram is that of the pair (number of its first n - 1 symbols, last symbol), found again for each n. 0 stands for the start of
-    # the sequence, 1 for a missing symbol.
+    # An n-gram is identified by the pair (number of its first n - 1 symbols, last symbol), and the pairs are renumbered
+    # for each n. The number 0 represents the start of the sequence, and 1 a missing symbol.
     numbers = symbols + 2
     for _ in range(order - 1):
         before = np.where(position > 0, np.append(0, numbers[:-1]), 0)
@@ -395,7 +467,10 @@ def ngram_counts(sequences: Sequences, num_symbols: int, order: int, *, unique: 
 
 
 def seen_pairs(sequences: Sequences) -> Tensor | None:
-    """(P, 2) the pairs of symbols that follow each other in sequences of positive weight; ``None``, for all, where symbols are missing there."""
+    """Returns (P, 2) the pairs of symbols that follow each other in sequences of positive weight.
+
+    If these sequences have missing symbols, ``None`` is returned, which stands for all pairs.
+    """
     sequences = sequences.counted()
     values = sequences.values.long().cpu()
     if bool((values < 0).any()):

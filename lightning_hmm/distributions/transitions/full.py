@@ -1,4 +1,4 @@
-"""Transitions between any two states."""
+"""Transitions with a full matrix."""
 
 from __future__ import annotations
 
@@ -13,10 +13,21 @@ from lightning_hmm.sequences import Sequences
 
 
 class Full(CategoricalRows, Transition):
-    """A full matrix of transition probabilities. Zeros that are set are structural and stay.
+    """A full matrix of transition probabilities.
+
+    This is the default transition. Probabilities that are set to zero are structural zeros: training leaves them
+    unchanged, so that you can, for example, train a left-to-right model.
 
     Args:
-        pseudocount: of a Dirichlet prior on each row, in counts of the whole data.
+        pseudocount: Pseudocount of a Dirichlet prior on each row, in counts of the whole data set.
+
+    Example:
+        >>> from lightning_hmm import HMM, Full
+        >>> model = HMM(num_states=2, transition=Full(pseudocount=0.1), num_symbols=3)
+        >>> model = model.set_parameters(transition=[[0.9, 0.1], [0.0, 1.0]])
+        >>> model.transition.probs
+        tensor([[0.9000, 0.1000],
+                [0.0000, 1.0000]], dtype=torch.float64)
     """
 
     option = "transition"

@@ -1,4 +1,4 @@
-"""Transitions of which each row keeps a few probabilities, while all others share one constant."""
+"""Transitions in which each row has a few individual probabilities and one constant for all others."""
 
 from __future__ import annotations
 
@@ -13,21 +13,37 @@ from lightning_hmm.inference.operators import MostlyConstant
 from lightning_hmm.inference.selection import Choice
 from lightning_hmm.sequences import Sequences
 
-_ROWS_AT_ONCE = 1 << 22  # entries of the full matrix that are held at a time
+_ENTRIES_AT_ONCE = 1 << 22  # entries of the full matrix that are held in memory at a time
 
 
 class DenseMostlyConstant(Transition):
-    r"""N rows of N probabilities, each with K entries :math:`a_{ij}` of its own and a constant :math:`c_i` for the others.
+    r"""A dense, mostly constant (DMC) transition matrix.
 
-    .. math:: \partial L / \partial \log a_{ij} = S_{ij}, \quad \partial L / \partial \log c_i = R_i = \sum_{j \text{ not kept}} S_{ij}, \qquad
+    Row i of the N x N matrix has K individual probabilities :math:`a_{ij}`, at the *kept* entries, and one constant
+    :math:`c_i` for all other entries. Use it for many states, because a step takes O(N K) instead of O(N^2) time;
+    `DMCHMM` also selects which entries are kept. With the expected counts S, the gradients and the M-step are
+
+    .. math::
+        \partial L / \partial \log a_{ij} = S_{ij}, \quad
+        \partial L / \partial \log c_i = R_i = \sum_{j \text{ not kept}} S_{ij}, \qquad
         \hat a_{ij} = S_{ij} / G_i, \quad \hat c_i = R_i / ((N - K) G_i), \quad G_i = \sum_j S_{ij}
 
-    with a Dirichlet prior of pseudocount :math:`\kappa` on every entry of the full row. A log-probability of -inf is a structural zero, as in
-    `CategoricalRows`; a kept zero is one as long as it is kept.
+    The Dirichlet prior has the same pseudocount for every entry of the full row. A log-probability of -inf is a
+    structural zero, as in `CategoricalRows`, as long as the entry is kept.
 
     Args:
-        num_kept: K, from 0 to N - 1.
-        pseudocount: of the prior, in counts of the whole data.
+        num_kept: Number K of kept entries in each row, from 0 to N - 1.
+        pseudocount: Pseudocount of the Dirichlet prior, in counts of the whole data set.
+
+    Example:
+        >>> from lightning_hmm import HMM
+        >>> from lightning_hmm.distributions import DenseMostlyConstant
+        >>> model = HMM(num_states=3, transition=DenseMostlyConstant(num_kept=1), num_symbols=2)
+        >>> model.transition.set_kept(indices=[[0], [1], [2]], values=[[0.8], [0.6], [0.4]])
+        >>> model.transition_probs
+        tensor([[0.8000, 0.1000, 0.1000],
+                [0.2000, 0.6000, 0.2000],
+                [0.3000, 0.3000, 0.4000]], dtype=torch.float64)
     """
 
     indices: Tensor
@@ -35,7 +51,8 @@ class DenseMostlyConstant(Transition):
     def __init__(self, num_kept: int, pseudocount: float = 0.0) -> None:
         super().__init__()
         check_not_negative(pseudocount=pseudocount)
-        self.num_kept, self.prior = num_kept, {"pseudocount": pseudocount}
+        self.num_kept = num_kept
+        self.prior = {"pseudocount": pseudocount}
 
     def allocate(self, restarts: int, num_states: int) -> None:
         if not isinstance(self.num_kept, int) or not 0 <= self.num_kept < num_states:
@@ -59,12 +76,19 @@ class DenseMostlyConstant(Transition):
         return self.operator(self.natural(restart), None).to_dense(torch.zeros(0)).detach().exp()
 
     def kept_mass(self, restart: int) -> Tensor:
-        """(N,) how much of each row's probability the kept entries hold."""
+        """Returns the (N,) sums of the probabilities of the kept entries of each row."""
         return self.log_values[restart].detach().exp().sum(-1)
 
     @torch.no_grad()
     def set_kept(self, indices: Any, values: Any) -> None:
-        """Takes (N, K) columns, in any order, and their probabilities, for all restarts alike; the rest of each row is spread evenly."""
+        """Sets the kept entries, to the same values in all restarts.
+
+        The remaining probability of each row is distributed evenly over its other entries.
+
+        Args:
+            indices: (N, K) columns of the kept entries, in any order.
+            values: (N, K) probabilities of these entries.
+        """
         shape = (self.num_states, self.num_kept)
         indices = torch.as_tensor(indices, device=self.indices.device)
         values = as_numbers("values", values, self.indices.device)
@@ -89,10 +113,11 @@ class DenseMostlyConstant(Transition):
             raise ValueError(
                 f"`indices` must be different in a row, but row {i} holds {_first_repeated(indices[i])} twice."
             )
-        if not bool((values >= 0).all()):  # also where NaN
+        if not bool((values >= 0).all()):  # also true for NaN
             i, k = (~(values >= 0)).nonzero()[0].tolist()
             raise ValueError(
-                f"`values` must hold probabilities, but that of row {i}, column {int(indices[i, k])} is {float(values[i, k])} instead."
+                f"`values` must hold probabilities, but that of row {i}, column {int(indices[i, k])} "
+                f"is {float(values[i, k])} instead."
             )
         mass = values.sum(1)
         if bool((mass > 1 + 1e-6).any()):
@@ -100,7 +125,7 @@ class DenseMostlyConstant(Transition):
             raise ValueError(
                 f"`values` of a row must not sum to more than 1, but row {i} sums to {float(mass[i]):.6g}."
             )
-        over = mass.clamp(min=1)  # above one by rounding only
+        over = mass.clamp(min=1)  # above one only by rounding
         constants = (1 - mass / over) / (self.num_states - self.num_kept)
         self._store(slice(None), slice(None), indices, (values / over[:, None]).log(), constants.log())
         self.is_set.fill_(True)
@@ -111,11 +136,15 @@ class DenseMostlyConstant(Transition):
 
     @torch.no_grad()
     def set(self, probs: Any) -> None:
-        """Takes a full matrix, for all restarts alike: the K largest entries of each row are kept, the others averaged."""
+        """Approximates a full matrix, with the same values in all restarts.
+
+        The K largest entries of each row are kept, and the others are replaced by their mean.
+        """
         probs = as_numbers("transition", probs, self.indices.device)
         if probs.shape != (self.num_states, self.num_states):
             raise ValueError(
-                f"`transition` must have shape {(self.num_states, self.num_states)}, but has {tuple(probs.shape)} instead."
+                f"`transition` must have shape {(self.num_states, self.num_states)}, "
+                f"but has {tuple(probs.shape)} instead."
             )
         if not bool((probs >= 0).all()):
             where = tuple(torch.nonzero(~(probs >= 0))[0].tolist())
@@ -133,11 +162,14 @@ class DenseMostlyConstant(Transition):
 
     @torch.no_grad()
     def randomize(self, generator: torch.Generator) -> None:
-        """Draws each row of a full matrix from a Dirichlet distribution, as `CategoricalRows` does; keeps the K largest, averages the others."""
+        """Draws each row uniformly from the probability simplex, as `CategoricalRows` does.
+
+        The K largest entries of each row are kept, and the others are replaced by their mean.
+        """
         import numpy as np
 
         draws = np.random.default_rng(int(torch.randint(2**62, (), generator=generator)))
-        rows = max(1, _ROWS_AT_ONCE // self.num_states)
+        rows = max(1, _ENTRIES_AT_ONCE // self.num_states)
         for restart in range(len(self.indices)):
             for first in range(0, self.num_states, rows):
                 last = min(first + rows, self.num_states)
@@ -148,7 +180,13 @@ class DenseMostlyConstant(Transition):
 
     @torch.no_grad()
     def take(self, restart: int, choice: Choice, counts: Sequence[Tensor]) -> None:
-        """Keeps other entries from now on; `counts`, those of this distribution's parameters, become those of the new entries."""
+        """Replaces the kept entries.
+
+        Args:
+            restart: Number of the restart.
+            choice: The new entries and their expected counts.
+            counts: Expected counts of the parameters, which are overwritten with those of the new entries.
+        """
         self.indices[restart].copy_(choice.indices)
         self.log_values[restart].copy_(choice.log_values)
         for gathered, chosen in zip(counts, (choice.kept, choice.rest), strict=True):
@@ -177,7 +215,7 @@ class DenseMostlyConstant(Transition):
         return self.prior["pseudocount"] * (values.flatten(1).sum(1) + others * constants.sum(1))
 
     def num_free_parameters(self, restart: int) -> int:
-        """K in each row: the constant follows from the others. Which entries are kept is not counted."""
+        """Returns N K, because the constant of a row follows from its kept entries. Their choice is not counted."""
         return self.num_states * self.num_kept
 
 
@@ -186,7 +224,11 @@ def _first_repeated(row: Tensor) -> int:
 
 
 def keep_largest(probs: Tensor, num_kept: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Indices, log-probabilities and log-constants of rows of probabilities: the K largest entries of each are kept, the others averaged."""
+    """Approximates rows of probabilities by their K largest entries and the mean of the others.
+
+    Returns:
+        The indices and the log-probabilities of the kept entries, (N, K) each, and the (N,) logarithms of the means.
+    """
     order = probs.sort(dim=1, descending=True, stable=True).indices
     indices, others = order[:, :num_kept].sort(dim=1).values, order[:, num_kept:]
     return indices, probs.gather(1, indices).log(), probs.gather(1, others).mean(1).log()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hmm.distributions import Moments
-from lightning_hmm.distributions.gaussian import data_location
+from lightning_hmm.distributions.gaussian import weighted_mean_var
 from lightning_hmm.metrics import LogLikelihoodPerSymbol
 from lightning_hmm.models.last_seen import last_seen
 from lightning_hmm.models.prediction_errors import PredictionErrors
@@ -74,7 +74,7 @@ class RecurrentNet(PredictionErrors):
 
     center: Tensor
     data_variance: Tensor
-    located: Tensor
+    has_data_stats: Tensor
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class RecurrentNet(PredictionErrors):
             self.log_variance = nn.Parameter(torch.zeros(2, num_features, dtype=dtype))
         self.register_buffer("center", torch.zeros(num_features or 0, dtype=torch.float64))
         self.register_buffer("data_variance", torch.ones(num_features or 0, dtype=torch.float64))
-        self.register_buffer("located", torch.tensor(num_features is None))
+        self.register_buffer("has_data_stats", torch.tensor(num_features is None))
 
     # The network
 
@@ -296,16 +296,16 @@ class RecurrentNet(PredictionErrors):
 
     @property
     def starts_from_data(self) -> bool:
-        return not bool(self.located)
+        return not bool(self.has_data_stats)
 
     def initialize(self, sequences: Sequences) -> None:
         """Sets the mean and variance with which vectors are standardized."""
         sequences.check(self.num_symbols, self.num_features)
         if self.num_features is not None:
-            center, variance = data_location(sequences)
+            center, variance = weighted_mean_var(sequences)
             self.center.copy_(center)
             self.data_variance.copy_(variance)
-        self.located.fill_(True)
+        self.has_data_stats.fill_(True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=self.learning_rate, fused=self.device.type in ("cpu", "cuda"))
@@ -319,7 +319,7 @@ class RecurrentNet(PredictionErrors):
             )
 
     def on_train_start(self) -> None:
-        if not bool(self.located):
+        if not bool(self.has_data_stats):
             raise ValueError(
                 "Vectors are standardized with the mean and variance of the training set, which a plain `DataLoader` "
                 "does not expose. Call `model.initialize(sequences)` before training, or train with a datamodule or "

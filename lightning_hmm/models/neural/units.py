@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_hmm.distributions.gaussian import data_location
+from lightning_hmm.distributions.gaussian import weighted_mean_var
 from lightning_hmm.models.last_seen import last_seen
 from lightning_hmm.models.neural.networks import ConditionalDensity, WindowFeatures
 from lightning_hmm.models.sequence_model import SequenceModel
@@ -118,7 +118,7 @@ class StandardizedObservations(SequenceModel):
     center: Tensor
     data_variance: Tensor
     change_variance: Tensor
-    located: Tensor
+    has_data_stats: Tensor
 
     def _make_units(self, residual: bool, dtype: torch.dtype) -> None:
         assert self.num_features is not None
@@ -129,7 +129,7 @@ class StandardizedObservations(SequenceModel):
             self.first_log_variance = nn.Parameter(torch.zeros(self.num_features, dtype=dtype))
         for name, start in {"center": 0.0, "data_variance": 1.0, "change_variance": 1.0}.items():
             self.register_buffer(name, torch.full((self.num_features,), start, dtype=torch.float64))
-        self.register_buffer("located", torch.tensor(False))
+        self.register_buffer("has_data_stats", torch.tensor(False))
 
     @property
     def units(self) -> Units:
@@ -138,7 +138,7 @@ class StandardizedObservations(SequenceModel):
     def observations(self, sequences: Sequences) -> Observations:
         """The sequences in the units of the model."""
         sequences.check(None, self.num_features)
-        if not bool(self.located):
+        if not bool(self.has_data_stats):
             raise ValueError(
                 "The model must be initialized before it is used, because observations are standardized with the mean "
                 "and variance of the training data. Train it, or call `model.initialize(sequences)`."
@@ -171,7 +171,7 @@ class StandardizedObservations(SequenceModel):
 
     @property
     def starts_from_data(self) -> bool:
-        return not bool(self.located)
+        return not bool(self.has_data_stats)
 
     def initialize(self, sequences: Sequences) -> None:
         """Sets the units of observations and of their changes to those of the sequences."""
@@ -182,14 +182,14 @@ class StandardizedObservations(SequenceModel):
                 "Sequences must have at least two steps somewhere for a transition to be learned, "
                 "but each has one step or none."
             )
-        center, variance = data_location(sequences)
+        center, variance = weighted_mean_var(sequences)
         self.center.copy_(center)
         self.data_variance.copy_(variance)
         self.change_variance.copy_(_mean_square_change(sequences, variance))
-        self.located.fill_(True)
+        self.has_data_stats.fill_(True)
 
     def on_train_start(self) -> None:
-        if not bool(self.located):
+        if not bool(self.has_data_stats):
             raise ValueError(
                 "Observations are standardized with the mean and variance of the training set, which a plain "
                 "`DataLoader` does not expose. Call `model.initialize(sequences)` before training, or train with a "
