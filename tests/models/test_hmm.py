@@ -248,7 +248,7 @@ def test_fit_makes_as_many_iterations_as_asked_for(rng):
 
 
 def test_several_iterations_need_one_batch(rng):
-    with pytest.raises(MisconfigurationException, match="`iterations_per_epoch` is 3, .* but an epoch has 4 batches"):
+    with pytest.raises(MisconfigurationException, match=r"`iterations_per_epoch` is 3, .* but an epoch has 4 batches"):
         fit(HMM(2, num_symbols=5, iterations_per_epoch=3), random_symbols(rng, num_sequences=8), 2, batch_size=2)
     with pytest.raises(ValueError, match="`iterations_per_epoch` requires batch EM"):
         HMM(2, num_symbols=5, iterations_per_epoch=3, discount=0.9)
