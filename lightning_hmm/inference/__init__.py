@@ -1,4 +1,4 @@
-"""Inference as pure functions on tensors. See `api` for the conventions."""
+"""Inference in hidden Markov models as pure functions on tensors. The conventions are described in `api`."""
 
 from lightning_hmm.inference import cloned  # registers its backend
 from lightning_hmm.inference.api import e_step, log_likelihood, posterior, predict, sample, sample_posterior, viterbi

@@ -2,14 +2,15 @@ r"""Inference in hidden Markov models, for every operator, form of evidence and 
 
 .. math:: p(y, z) = \pi_{z_1} \prod_{t>1} A_{z_{t-1} z_t} \prod_t b_{z_t}(y_t)
 
-A problem is given by natural parameters, each entry free: `initial` (S,) log-probabilities of the first state, an `Operator` for the
-transitions and `Evidence` for the observations. Sequences are packed: sequence n has the steps ``offsets[n]:offsets[n + 1]`` of the evidence. The
-gradient of the log-likelihood is the E-step:
+A problem has three parts: the log-probabilities `initial` (S,) of the first state, an `Operator` for the transitions,
+and `Evidence` for the observations. Their entries are natural parameters, and each entry is a free variable. Sequences
+are packed: sequence n consists of the steps ``offsets[n]:offsets[n + 1]`` of the evidence. The gradient of the
+log-likelihood is the E-step:
 
 .. math:: \partial L / \partial \log A_{ij} = E[\text{number of transitions } i \to j \mid y]
 
-Messages are float64 unless `dtype` asks for float32; counts are summed in float64 in any case. Impossible sequences have a
-log-likelihood of -inf. N sequences, S states.
+Messages are float64 unless `dtype` is float32. Counts are always summed in float64. The log-likelihood of an impossible
+sequence is -inf. N is the number of sequences and S the number of states.
 """
 
 from __future__ import annotations
@@ -41,17 +42,34 @@ def e_step(
     smooth: bool = True,
     per_step: bool = False,
 ) -> EStep:
-    """Log-likelihoods and expected counts.
+    """Computes log-likelihoods and expected counts with the forward-backward algorithm.
 
     Args:
         initial: (S,) log-probabilities of the first state.
-        operator: the transitions.
-        evidence: the log-likelihoods of the steps for the S states.
-        offsets: (N + 1,) where the sequences begin and end, on the CPU.
-        weights: (N,) of the sequences; all ones if not given.
-        dtype: of the messages.
-        smooth: whether to run the backward pass, too. Without it there are no counts, but `last` is filled.
-        per_step: whether to return the filtered and smoothed rows of all steps.
+        operator: Transition operator.
+        evidence: Log-likelihoods of the steps for the S states.
+        offsets: (N + 1,) boundaries of the sequences, on the CPU.
+        weights: (N,) weights of the sequences. They are all 1 if not given.
+        dtype: Data type of the messages, float64 or float32.
+        smooth: Whether to run the backward pass as well. Without it there are no counts, but `last` is filled.
+        per_step: Whether to return the filtered and smoothed probabilities of all steps.
+
+    Returns:
+        Log-likelihoods (N,), expected counts and, if requested, probabilities (steps, S).
+
+    Example:
+        >>> import torch
+        >>> from lightning_hmm import inference
+        >>> from lightning_hmm.inference.evidence import Table
+        >>> from lightning_hmm.inference.operators import Dense
+        >>> initial = torch.tensor([0.5, 0.5]).log()
+        >>> operator = Dense(torch.tensor([[0.9, 0.1], [0.2, 0.8]]).log())
+        >>> emission = torch.tensor([[0.8, 0.2], [0.1, 0.9]]).log()
+        >>> evidence = Table(emission, symbols=torch.tensor([0, 0, 1, 1, 1]))
+        >>> offsets = torch.tensor([0, 3, 5])  # two sequences, of 3 and 2 steps
+        >>> found = inference.e_step(initial, operator, evidence, offsets)
+        >>> found.counts[0].sum().round()  # one transition fewer than steps in each sequence
+        tensor(3., dtype=torch.float64)
     """
     _check(initial, operator, evidence, offsets)
     if weights is None:
@@ -69,10 +87,35 @@ def log_likelihood(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """(N,) log p(y) of each sequence times its weight, differentiable in `initial`, the operator's natural parameters and the evidence's `live`.
+    """Computes the log-likelihood of each sequence, multiplied by its weight.
 
-    The gradient treats each entry as free. A loss that adds sequences up costs one forward-backward pass; one that treats them differently
-    costs a second. Higher derivatives are not available.
+    The result is differentiable with respect to `initial`, `operator.natural` and `evidence.live`. The gradient treats
+    each entry as a free variable. The gradient of a sum over sequences takes one forward-backward pass. A loss that
+    depends differently on different sequences takes a second pass. Higher derivatives are not available.
+
+    Args:
+        initial: (S,) log-probabilities of the first state.
+        operator: Transition operator.
+        evidence: Log-likelihoods of the steps for the S states.
+        offsets: (N + 1,) boundaries of the sequences, on the CPU.
+        weights: (N,) weights of the sequences. They are all 1 if not given.
+        dtype: Data type of the messages, float64 or float32.
+
+    Returns:
+        (N,) log p(y) times the weight.
+
+    Example:
+        >>> import torch
+        >>> from lightning_hmm import inference
+        >>> from lightning_hmm.inference.evidence import Table
+        >>> from lightning_hmm.inference.operators import Dense
+        >>> initial = torch.tensor([0.5, 0.5]).log()
+        >>> operator = Dense(torch.tensor([[0.9, 0.1], [0.2, 0.8]]).log())
+        >>> emission = torch.tensor([[0.8, 0.2], [0.1, 0.9]]).log()
+        >>> evidence = Table(emission, symbols=torch.tensor([0, 0, 1, 1, 1]))
+        >>> offsets = torch.tensor([0, 3, 5])  # two sequences, of 3 and 2 steps
+        >>> inference.log_likelihood(initial, operator, evidence, offsets)
+        tensor([-2.2340, -1.0996], dtype=torch.float64)
     """
     live = (initial, evidence.live, *operator.natural)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in live):
@@ -87,12 +130,12 @@ def log_likelihood(
 
 
 def weighted(values: Tensor, weights: Tensor) -> Tensor:
-    """The products. A weight of zero gives zero even for -inf."""
+    """Returns `values` times `weights`. The product is zero where the weight is zero, even if the value is -inf."""
     return torch.where(weights == 0, torch.zeros_like(values), values * weights)
 
 
 class _LogLikelihood(torch.autograd.Function):
-    """The E-step as a function of autograd: its backward pass returns the counts of the forward pass."""
+    """The log-likelihood as a function of autograd. Its backward pass returns the counts of the E-step."""
 
     @staticmethod
     def forward(
@@ -104,12 +147,9 @@ class _LogLikelihood(torch.autograd.Function):
         weights: Tensor,
         *live: Tensor,
     ) -> Tensor:
-        ctx.operator, ctx.evidence, ctx.offsets = (
-            operator.on(operator.natural[0].device),
-            evidence.with_live(evidence.live.detach()),
-            offsets,
-        )
-        ctx.dtype = dtype
+        ctx.operator = operator.on(operator.natural[0].device)
+        ctx.evidence = evidence.with_live(evidence.live.detach())
+        ctx.offsets, ctx.dtype = offsets, dtype
         ctx.found = e_step(live[0], ctx.operator, ctx.evidence, offsets, weights, dtype=dtype)
         ctx.save_for_backward(weights, *live)
         return weighted(ctx.found.log_likelihood, weights)
@@ -119,11 +159,11 @@ class _LogLikelihood(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         weights, initial, evidence, *natural = ctx.saved_tensors
         found, scale = ctx.found, gradient[:1]
-        if gradient.numel() > 1 and gradient.stride() != (0,):  # not one number for all sequences, as a sum gives
-            found, scale = (
-                e_step(initial, ctx.operator, ctx.evidence, ctx.offsets, weights * gradient, dtype=ctx.dtype),
-                gradient.new_ones(1),
-            )
+        # The gradient of a sum over sequences is one number, expanded to all of them. Otherwise, a second pass is
+        # needed.
+        if gradient.numel() > 1 and gradient.stride() != (0,):
+            found = e_step(initial, ctx.operator, ctx.evidence, ctx.offsets, weights * gradient, dtype=ctx.dtype)
+            scale = gradient.new_ones(1)
         if not gradient.numel():
             scale = gradient.new_ones(1)
         counts = ctx.operator.gradients(found.counts)
@@ -138,25 +178,101 @@ _log_likelihood = torch.compiler.disable(_LogLikelihood.apply)
 def posterior(
     initial: Tensor, operator: Operator, evidence: Evidence, offsets: Tensor, weights: Tensor | None = None
 ) -> Posterior:
-    """Filtered and smoothed state probabilities. Impossible sequences have rows of zeros and a likelihood of -inf."""
+    """Computes filtered and smoothed state probabilities.
+
+    In an impossible sequence all probabilities are zero and the log-likelihood is -inf.
+
+    Args:
+        initial: (S,) log-probabilities of the first state.
+        operator: Transition operator.
+        evidence: Log-likelihoods of the steps for the S states.
+        offsets: (N + 1,) boundaries of the sequences, on the CPU.
+        weights: (N,) weights of the sequences in the expected counts. They are all 1 if not given.
+
+    Returns:
+        Log-likelihoods (N,), filtered and smoothed probabilities (steps, S), and expected counts.
+
+    Example:
+        >>> import torch
+        >>> from lightning_hmm import inference
+        >>> from lightning_hmm.inference.evidence import Table
+        >>> from lightning_hmm.inference.operators import Dense
+        >>> initial = torch.tensor([0.5, 0.5]).log()
+        >>> operator = Dense(torch.tensor([[0.9, 0.1], [0.2, 0.8]]).log())
+        >>> emission = torch.tensor([[0.8, 0.2], [0.1, 0.9]]).log()
+        >>> evidence = Table(emission, symbols=torch.tensor([0, 0, 1, 1, 1]))
+        >>> offsets = torch.tensor([0, 3, 5])  # two sequences, of 3 and 2 steps
+        >>> inference.posterior(initial, operator, evidence, offsets).smoothed[0]
+        tensor([0.9479, 0.0521], dtype=torch.float64)
+    """
     found = e_step(initial, operator, evidence, offsets, per_step=True)
-    # With weights, the smoothed rows would be multiplied by them too.
+    # The weights would also multiply the smoothed rows, so weighted counts are computed by a second pass.
     counts = found.counts if weights is None else e_step(initial, operator, evidence, offsets, weights).counts
     return Posterior(found.log_likelihood, found.filtered, found.smoothed, counts)
 
 
 @torch.no_grad()
 def viterbi(initial: Tensor, operator: Operator, evidence: Evidence, offsets: Tensor) -> Path:
-    """The most probable path of each sequence. Of equally probable paths it is the one with the lowest numbers from the end."""
+    """Computes the most probable state path of each sequence.
+
+    Ties are broken from the last step backward, in favor of the state with the lower number.
+
+    Args:
+        initial: (S,) log-probabilities of the first state.
+        operator: Transition operator.
+        evidence: Log-likelihoods of the steps for the S states.
+        offsets: (N + 1,) boundaries of the sequences, on the CPU.
+
+    Returns:
+        The states (steps,), which are -1 in impossible sequences, and the log-probabilities (N,) of the paths.
+
+    Example:
+        >>> import torch
+        >>> from lightning_hmm import inference
+        >>> from lightning_hmm.inference.evidence import Table
+        >>> from lightning_hmm.inference.operators import Dense
+        >>> initial = torch.tensor([0.5, 0.5]).log()
+        >>> operator = Dense(torch.tensor([[0.9, 0.1], [0.2, 0.8]]).log())
+        >>> emission = torch.tensor([[0.8, 0.2], [0.1, 0.9]]).log()
+        >>> evidence = Table(emission, symbols=torch.tensor([0, 0, 1, 1, 1]))
+        >>> offsets = torch.tensor([0, 3, 5])  # two sequences, of 3 and 2 steps
+        >>> inference.viterbi(initial, operator, evidence, offsets).states
+        tensor([0, 0, 0, 1, 1])
+    """
     _check(initial, operator, evidence, offsets)
     return Path(*backends.choose(operator, evidence, initial.device).viterbi(initial, operator, evidence, offsets))
 
 
 @torch.no_grad()
 def predict(initial: Tensor, operator: Operator, evidence: Evidence, offsets: Tensor, *, steps: int = 1) -> Tensor:
-    """(N, S) p(z_{T+steps} | y_1:T); of an empty sequence, the distribution of the chain itself. Impossible sequences give NaN.
+    """Computes the distribution of the state some steps after the end of each sequence.
 
-    The transitions after the end of a sequence are those of its last step.
+    Past the end of a sequence, time-varying transitions are those of its last step.
+
+    Args:
+        initial: (S,) log-probabilities of the first state.
+        operator: Transition operator.
+        evidence: Log-likelihoods of the steps for the S states.
+        offsets: (N + 1,) boundaries of the sequences, on the CPU.
+        steps: Number of steps after the last one, at least 1.
+
+    Returns:
+        (N, S) p(z_{T+steps} | y_1:T). For an empty sequence it is the distribution of the Markov chain after `steps`
+        steps. For an impossible sequence it is NaN.
+
+    Example:
+        >>> import torch
+        >>> from lightning_hmm import inference
+        >>> from lightning_hmm.inference.evidence import Table
+        >>> from lightning_hmm.inference.operators import Dense
+        >>> initial = torch.tensor([0.5, 0.5]).log()
+        >>> operator = Dense(torch.tensor([[0.9, 0.1], [0.2, 0.8]]).log())
+        >>> emission = torch.tensor([[0.8, 0.2], [0.1, 0.9]]).log()
+        >>> evidence = Table(emission, symbols=torch.tensor([0, 0, 1, 1, 1]))
+        >>> offsets = torch.tensor([0, 3, 5])  # two sequences, of 3 and 2 steps
+        >>> inference.predict(initial, operator, evidence, offsets)
+        tensor([[0.5967, 0.4033],
+                [0.3037, 0.6963]])
     """
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"`steps` must be a whole number and at least 1, but is {steps!r} instead.")
@@ -169,14 +285,34 @@ def predict(initial: Tensor, operator: Operator, evidence: Evidence, offsets: Te
     states = torch.where(empty, initial.exp(), operator.predict(found.last.to(initial.dtype), at))
     for _ in range(steps - 1):
         states = operator.predict(states, at)
-    return torch.where(
-        (found.impossible_step >= 0)[:, None], torch.nan, states.clamp(min=0)
-    )  # below zero by rounding only
+    states = states.clamp(min=0)  # Rounding can make probabilities slightly negative.
+    return torch.where((found.impossible_step >= 0)[:, None], torch.nan, states)
 
 
 @torch.no_grad()
 def sample(initial: Tensor, operator: Operator, lengths: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """State paths drawn from the chain: (steps,) packed states and (N + 1,) offsets. They are drawn on the CPU, the same for every device."""
+    """Draws state paths from the Markov chain.
+
+    They are drawn on the CPU, so the result does not depend on the device.
+
+    Args:
+        initial: (S,) log-probabilities of the first state.
+        operator: Transition operator.
+        lengths: (N,) lengths of the paths.
+        generator: Random generator of the CPU.
+
+    Returns:
+        (steps,) packed states on the device of `initial`, and (N + 1,) offsets on the CPU.
+
+    Example:
+        >>> import torch
+        >>> from lightning_hmm import inference
+        >>> from lightning_hmm.inference.operators import Dense
+        >>> cycle = Dense(torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]).log())
+        >>> first = torch.tensor([1.0, 0.0, 0.0]).log()
+        >>> inference.sample(first, cycle, torch.tensor([4, 2]), torch.Generator())
+        (tensor([0, 1, 2, 0, 0, 1]), tensor([0, 4, 6]))
+    """
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cpu().cumsum(0)])
     uniforms = sampling.draw_uniforms(int(offsets[-1]), generator)
     states = sampling.chains(operator.on("cpu"), initial.detach().cpu(), offsets, uniforms)
@@ -191,25 +327,53 @@ def sample(initial: Tensor, operator: Operator, lengths: Tensor, generator: torc
 def sample_posterior(
     initial: Tensor, operator: Operator, evidence: Evidence, offsets: Tensor, generator: torch.Generator
 ) -> Tensor:
-    """(steps,) one path for each sequence, drawn from p(z | y); -1 in impossible sequences. They are drawn on the CPU."""
+    """Draws one state path for each sequence from the posterior p(z | y).
+
+    The paths are drawn on the CPU, so the result does not depend on the device.
+
+    Args:
+        initial: (S,) log-probabilities of the first state.
+        operator: Transition operator.
+        evidence: Log-likelihoods of the steps for the S states.
+        offsets: (N + 1,) boundaries of the sequences, on the CPU.
+        generator: Random generator of the CPU.
+
+    Returns:
+        (steps,) states, which are -1 in impossible sequences.
+
+    Example:
+        >>> import torch
+        >>> from lightning_hmm import inference
+        >>> from lightning_hmm.inference.evidence import Table
+        >>> from lightning_hmm.inference.operators import Dense
+        >>> initial = torch.tensor([0.5, 0.5]).log()
+        >>> operator = Dense(torch.tensor([[0.9, 0.1], [0.2, 0.8]]).log())
+        >>> emission = torch.tensor([[0.8, 0.2], [0.1, 0.9]]).log()
+        >>> evidence = Table(emission, symbols=torch.tensor([0, 0, 1, 1, 1]))
+        >>> offsets = torch.tensor([0, 3, 5])  # two sequences, of 3 and 2 steps
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> inference.sample_posterior(initial, operator, evidence, offsets, generator).shape
+        torch.Size([5])
+    """
     _check(initial, operator, evidence, offsets)
     uniforms = sampling.draw_uniforms(int(offsets[-1]), generator)
     filtered = partial(e_step, initial, operator, evidence, offsets, per_step=True)
-    return sampling.paths(operator.on("cpu"), initial.detach().cpu(), evidence, offsets, uniforms, filtered).to(
-        initial.device
-    )
+    states = sampling.paths(operator.on("cpu"), initial.detach().cpu(), evidence, offsets, uniforms, filtered)
+    return states.to(initial.device)
 
 
 def _check(initial: Tensor, operator: Operator, evidence: Evidence, offsets: Tensor) -> None:
-    """Refuses parts that do not fit together."""
+    """Raises a `ValueError` if the sizes of the arguments do not agree, or if log-likelihoods are NaN or +inf."""
     num_states = len(initial)
     if operator.num_states != num_states:
         raise ValueError(
-            f"`operator` must have the {num_states} states of `initial`, but {type(operator).__name__} has {operator.num_states}."
+            f"`operator` must have the {num_states} states of `initial`, "
+            f"but {type(operator).__name__} has {operator.num_states}."
         )
     if evidence.num_states != num_states:
         raise ValueError(
-            f"`evidence` must be for the {num_states} states of `initial`, but {type(evidence).__name__} is for {evidence.num_states}."
+            f"`evidence` must be for the {num_states} states of `initial`, "
+            f"but {type(evidence).__name__} is for {evidence.num_states}."
         )
     if evidence.num_steps != int(offsets[-1]):
         raise ValueError(
@@ -222,5 +386,6 @@ def _check(initial: Tensor, operator: Operator, evidence: Evidence, offsets: Ten
             row, state = torch.nonzero(wrong)[0].tolist()
             n = int(np.searchsorted(offsets.numpy(), row, side="right")) - 1
             raise ValueError(
-                f"`log_likelihoods` must be numbers below infinity, but state {state} at position {row - int(offsets[n])} of sequence {n} is not."
+                f"`log_likelihoods` must be numbers below infinity, but state {state} "
+                f"at position {row - int(offsets[n])} of sequence {n} is not."
             )

@@ -1,7 +1,8 @@
-"""The implementations of inference, and the choice among them.
+"""Implementations of inference, and the choice among them.
 
-A backend runs the E-step and Viterbi for some operators, forms of evidence and devices. The first registered backend that can run a
-problem does. `explain` says which one that is and why. The environment variable ``LIGHTNING_HMM_BACKEND`` forces one by name.
+A backend implements the E-step and the Viterbi algorithm for some operators, forms of evidence and devices. A problem
+runs on the first backend that supports it; a backend that was registered later comes before the others. `explain`
+describes the choice. Set the environment variable ``LIGHTNING_HMM_BACKEND`` to the name of a backend to force it.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ VARIABLE = "LIGHTNING_HMM_BACKEND"
 class Backend(NamedTuple):
     """An implementation of inference.
 
-    name: by which the environment variable chooses it.
-    obstacle: returns the reason why it cannot run an operator with a form of evidence on a device, or ``None`` if it can.
-    e_step: has the signature of `reference.e_step`.
-    viterbi: has the signature of `log_space.viterbi`.
-    predict: has the signature of `inference.predict`; ``None`` if `Operator.predict` continues from the E-step.
+    name: Name of the backend, which is used in the environment variable.
+    obstacle: Function of an operator, evidence and a device. It returns the reason why the backend cannot run this
+        problem, or ``None`` if it can.
+    e_step: Function with the signature of `reference.e_step`.
+    viterbi: Function with the signature of `log_space.viterbi`.
+    predict: Function with the signature of `inference.predict`, or ``None`` if predictions are computed from the last
+        filtered probabilities with `Operator.predict`.
     """
 
     name: str
@@ -44,7 +47,7 @@ def _cpu_obstacle(operator: Operator, evidence: Evidence, device: torch.device) 
     return cpu.supports(operator, evidence)
 
 
-# In order of preference; the last one runs everything.
+# In order of preference. The last backend supports every problem.
 _BACKENDS = [
     Backend("cpu", _cpu_obstacle, cpu.e_step, cpu.viterbi),
     Backend("reference", lambda operator, evidence, device: None, reference.e_step, log_space.viterbi),
@@ -52,12 +55,23 @@ _BACKENDS = [
 
 
 def register(backend: Backend) -> None:
-    """Adds a backend, which is preferred to those before it. A backend of the same name is replaced."""
+    """Registers a backend. It takes precedence over the backends that were registered before it.
+
+    Args:
+        backend: The backend. It replaces a backend of the same name.
+
+    Example:
+        >>> from lightning_hmm.inference import backends, log_space, reference
+        >>> def obstacle(operator, evidence, device):
+        ...     return None if device.type == "cuda" else "It runs on CUDA devices only."
+        >>> backend = backends.Backend("mine", obstacle, reference.e_step, log_space.viterbi)
+        >>> backends.register(backend)  # doctest: +SKIP
+    """
     _BACKENDS[:] = [backend, *(known for known in _BACKENDS if known.name != backend.name)]
 
 
 def choose(operator: Operator, evidence: Evidence, device: torch.device) -> Backend:
-    """The backend that runs this problem."""
+    """Returns the backend that is used for this problem."""
     forced = os.environ.get(VARIABLE)
     if not forced:
         return next(backend for backend in _BACKENDS if backend.obstacle(operator, evidence, device) is None)
@@ -69,13 +83,32 @@ def choose(operator: Operator, evidence: Evidence, device: torch.device) -> Back
     obstacle = backend.obstacle(operator, evidence, device)
     if obstacle is not None:
         raise ValueError(
-            f"`{VARIABLE}` is {forced!r}, but that backend cannot run {_problem(operator, evidence, device)}. {obstacle}"
+            f"`{VARIABLE}` is {forced!r}, "
+            f"but that backend cannot run {_problem(operator, evidence, device)}. {obstacle}"
         )
     return backend
 
 
 def explain(operator: Operator, evidence: Evidence, device: torch.device | str = "cpu") -> str:
-    """Which backend runs this problem, and why not one that is preferred to it. One line for each backend that was considered."""
+    """Describes which backend is used for a problem, and why the backends before it are not.
+
+    Args:
+        operator: Transition operator.
+        evidence: Evidence of the observations.
+        device: Device of the parameters.
+
+    Returns:
+        One line for the backend that is used, and one for each backend before it.
+
+    Example:
+        >>> import torch
+        >>> from lightning_hmm import inference
+        >>> from lightning_hmm.inference import Rows
+        >>> from lightning_hmm.inference.operators import Dense
+        >>> print(inference.explain(Dense(torch.zeros(1, 1)), Rows(torch.zeros(3, 1))))
+        Dense with Rows on cpu runs on the backend 'cpu'.
+        'clones': It runs transitions between clones of symbols only.
+    """
     device = torch.device(device)
     chosen = choose(operator, evidence, device)
     lines = [f"{_problem(operator, evidence, device)} runs on the backend {chosen.name!r}."]

@@ -1,19 +1,33 @@
-r"""Inference in cloned hidden Markov models, where every state emits one symbol for certain.
+r"""Inference in cloned hidden Markov models, in which every state emits exactly one symbol.
 
 .. math:: p(y) = \sum_{z_t \in \text{clones}(y_t)} \pi_{z_1} \prod_{t>1} A_{z_{t-1} z_t}
 
-A step is a product with the one block of A between the clones of two symbols: O(M^2) for M clones a symbol, whatever the
-number of symbols. Blocks are stored for the pairs of symbols of a `Layout` only, as a flat tensor of probabilities, a row of
-A after the other; a pruned layout stores single entries.
+A step is a product with the block of A between the clones of two symbols. It takes O(M^2) operations for M clones per
+symbol, independent of the number of symbols. A `Layout` determines for which pairs of symbols the blocks are stored.
+They are stored as a flat tensor of probabilities, one row of A after the other. A pruned layout stores single entries.
 
-`Blocks` is the operator of these transitions and `ClonedSymbols` the evidence; the functions of `lightning_hmm.inference` take them like others.
+`Blocks` is the operator of these transitions and `ClonedSymbols` is the evidence. Pass them to the functions of
+`lightning_hmm.inference` like any other operator and evidence.
 
-With uncertain evidence, log p(y) is that of the mixture over symbols: the logarithm of the sum over symbol strings of
-p(string) times the product of their weights in the rows.
+If the symbols are uncertain, log p(y) is the logarithm of the sum, over all sequences of symbols, of p(symbols) times
+the product of the weights of the symbols.
 
-On a CPU compiled kernels run in the precision of the stored probabilities, elsewhere those of `cloned_portable`. A
-state whose filtered probability falls below 1e-290 (in float32 1e-30) counts as ruled out, unless
-nothing else is left. Impossible evidence gives -inf.
+On a CPU, compiled kernels run in the data type of the stored probabilities. On other devices, `cloned_portable` is
+used. A filtered probability below 1e-290 (1e-30 in float32) is set to zero, unless no other state remains. Impossible
+evidence has a log-likelihood of -inf.
+
+Example:
+    >>> import torch
+    >>> from lightning_hmm import inference
+    >>> from lightning_hmm.inference.cloned import Blocks, ClonedSymbols, Layout
+    >>> from lightning_hmm.sequences import Sequences
+    >>> layout = Layout(clones=[2, 1])  # two clones of symbol 0, one of symbol 1
+    >>> operator = Blocks(torch.full((layout.num_entries,), 1 / 3, dtype=torch.float64), layout)
+    >>> initial = torch.full((3,), 1 / 3, dtype=torch.float64).log()
+    >>> sequences = Sequences.from_lengths(torch.tensor([0, 1, 1]), [3])
+    >>> evidence = ClonedSymbols.of(sequences, layout)
+    >>> inference.log_likelihood(initial, operator, evidence, sequences.offsets).exp() * 27  # 2 of 27 paths
+    tensor([2.0000], dtype=torch.float64)
 """
 
 from __future__ import annotations
@@ -37,13 +51,18 @@ from lightning_hmm.sequences import Sequences
 
 
 class Layout:
-    """Which states are clones of which symbol, and which transitions are stored.
+    """Assignment of states to symbols, and positions of the stored transitions.
 
     Args:
-        clones: (V,) the number of clones of each symbol; their states are numbered symbol after symbol.
-        pairs: (P, 2) the pairs of symbols whose blocks are stored; all V x V if not given.
-        bounds: where rows of blocks begin among the stored entries; see `cpu.clones.forward_backward`. Of whole blocks if not given.
-        columns: of pruned layouts: the target clone of each stored entry, within its symbol.
+        clones: (V,) number of clones of each symbol. The states are numbered symbol after symbol.
+        pairs: (P, 2) pairs of symbols whose blocks are stored. The default is all V x V pairs.
+        bounds: Positions at which the rows of blocks begin among the stored entries, see `cpu.clones.forward_backward`.
+            The default is that of whole blocks.
+        columns: For pruned layouts, the target clone of each stored entry, numbered within its symbol.
+
+    Example:
+        >>> Layout(clones=[2, 1], pairs=[[0, 1], [1, 0]])
+        Layout(3 clones of 2 symbols, 4 transitions in blocks of 2 pairs)
     """
 
     def __init__(
@@ -53,7 +72,8 @@ class Layout:
         if self.clones.dim() != 1 or not len(self.clones) or int(self.clones.min()) < 1:
             without = torch.nonzero(self.clones.reshape(-1) < 1).flatten().tolist()
             raise ValueError(
-                f"`clones` must give each symbol at least one clone, but symbol {without[0] if without else 0} has none."
+                "`clones` must give each symbol at least one clone, "
+                f"but symbol {without[0] if without else 0} has none."
             )
         num_symbols = len(self.clones)
         if pairs is None:
@@ -61,7 +81,8 @@ class Layout:
         self.pairs = torch.unique(torch.as_tensor(pairs, dtype=torch.int64).cpu().reshape(-1, 2), dim=0)
         if len(self.pairs) and (int(self.pairs.min()) < 0 or int(self.pairs.max()) >= num_symbols):
             raise ValueError(
-                f"`pairs` must be of symbols 0 to {num_symbols - 1}, but reach from {int(self.pairs.min())} to {int(self.pairs.max())} instead."
+                f"`pairs` must be of symbols 0 to {num_symbols - 1}, "
+                f"but reach from {int(self.pairs.min())} to {int(self.pairs.max())} instead."
             )
         self.columns = torch.zeros(0, dtype=torch.int32) if columns is None else columns.to("cpu", torch.int32)
         self.bounds = self._whole_blocks() if bounds is None else bounds.to("cpu", torch.int64)
@@ -78,11 +99,12 @@ class Layout:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What a checkpoint needs to make it again: clones, pairs, bounds, columns."""
+        """The arguments of the constructor as tensors, for checkpoints: clones, pairs, bounds and columns."""
         return [self.clones, self.pairs, self.bounds, self.columns]
 
     @property
     def arrays(self) -> Arrays:
+        """The layout as arrays for the compiled kernels."""
         if self._arrays is None:
             self._arrays = layout_arrays(*(tensor.numpy() for tensor in self.tensors))
         return self._arrays
@@ -97,58 +119,59 @@ class Layout:
 
     @property
     def num_entries(self) -> int:
-        """Stored transitions."""
+        """Number of stored transitions."""
         return int(self.bounds[-1])
 
     @property
     def is_sparse(self) -> bool:
+        """Whether single entries are stored, as in pruned layouts."""
         return len(self.columns) > 0
 
     @property
     def density(self) -> float:
-        """Stored transitions among all pairs of states."""
+        """Fraction of all pairs of states whose transition is stored."""
         return self.num_entries / self.num_states**2
 
     @property
     def symbols(self) -> Tensor:
-        """(H,) the symbol of each state."""
+        """(H,) symbol of each of H states."""
         return torch.arange(self.num_symbols).repeat_interleave(self.clones)
 
     @property
     def row_first(self) -> np.ndarray:
-        """(H + 1,) where the transitions from each state begin, which lie in one piece."""
+        """(H + 1,) positions at which the transitions from each state begin. Those of a state are contiguous."""
         if self._row_first is None:
             self._row_first = self.arrays.row_first
         return self._row_first
 
     @property
     def row_lengths(self) -> Tensor:
-        """(H,) the stored transitions from each state."""
+        """(H,) number of stored transitions from each state."""
         return torch.from_numpy(np.diff(self.row_first))
 
     def states_of(self, entries: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The states that stored transitions lead from and to."""
+        """Returns the source and target states of the given stored transitions, or of all of them."""
         rows, columns = map(torch.from_numpy, cloned_portable.states_of(self.arrays))
         return (rows, columns) if entries is None else (rows[entries], columns[entries])
 
     def expand(self, values: Tensor) -> Tensor:
-        """(H, H): stored entries in their places, zeros elsewhere. For small models."""
+        """Returns the (H, H) matrix of stored `values` (entries,), with zeros elsewhere."""
         rows, columns = self.states_of()
         matrix = values.new_zeros(self.num_states, self.num_states)
         matrix[rows.to(values.device), columns.to(values.device)] = values
         return matrix
 
     def collect(self, matrix: Tensor) -> Tensor:
-        """The stored entries of an (H, H) matrix, the way back from `expand`."""
+        """Returns the stored entries of an (H, H) matrix. It is the inverse of `expand`."""
         rows, columns = self.states_of()
         return matrix[rows.to(matrix.device), columns.to(matrix.device)]
 
     def pruned(self, keep: Tensor) -> Layout:
-        """The layout of the entries that `keep`, a mask of the stored ones, says."""
+        """Returns the layout of the stored transitions that are marked in `keep`, (entries,) booleans."""
         if keep.shape != (self.num_entries,) or keep.dtype != torch.bool:
-            what = f"has shape {tuple(keep.shape)} and holds {keep.dtype}"
             raise ValueError(
-                f"`keep` must be a mask of the {self.num_entries} stored transitions, a tensor of booleans, but {what} instead."
+                f"`keep` must be a mask of the {self.num_entries} stored transitions, a tensor of booleans, "
+                f"but has shape {tuple(keep.shape)} and holds {keep.dtype} instead."
             )
         kept = keep.cpu().numpy()
         if not kept.any():
@@ -158,7 +181,16 @@ class Layout:
 
     @classmethod
     def of_entries(cls, clones: Any, rows: Tensor, columns: Tensor) -> tuple[Layout, Tensor]:
-        """The layout of single transitions, given by the states they lead from and to; and the order that it stores them in."""
+        """Creates a layout that stores single transitions.
+
+        Args:
+            clones: (V,) number of clones of each symbol.
+            rows: (n,) source state of each transition.
+            columns: (n,) target state of each transition.
+
+        Returns:
+            The layout, and the order in which it stores the given transitions.
+        """
         clones = torch.as_tensor(clones, dtype=torch.int64)
         num_states = int(clones.sum())
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), clones.cumsum(0)])
@@ -182,19 +214,22 @@ class Layout:
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        kind = "single entries" if self.is_sparse else f"blocks of {len(self.pairs)} pairs"
-        return (
-            f"Layout({self.num_states} clones of {self.num_symbols} symbols, {self.num_entries} transitions in {kind})"
-        )
+        storage = "single entries" if self.is_sparse else f"blocks of {len(self.pairs)} pairs"
+        states = f"{self.num_states} clones of {self.num_symbols} symbols"
+        return f"Layout({states}, {self.num_entries} transitions in {storage})"
 
 
 @dataclass(frozen=True)
 class Blocks(Operator):
-    """The transitions between clones: the stored probabilities, (entries,) in the order of the layout.
+    """Transitions between clones.
 
-    They are probabilities and not logarithms, because a billion of them are stored once only. An E-step returns expected counts, as for other operators. The
-    gradient of the log-likelihood in `probs` is the count divided by the probability, which `gradients` computes and `log_likelihood` passes to autograd.
-    A stored probability of zero is structural, and its gradient is given as zero.
+    Probabilities are stored instead of logarithms, so that models with a billion transitions need no second copy. As
+    for other operators, an E-step returns expected counts. The gradient of the log-likelihood with respect to `probs`
+    is the count divided by the probability. `gradients` computes it, and `log_likelihood` returns it to autograd. A
+    stored probability of zero is structural, and its gradient is zero.
+
+    probs: (entries,) transition probabilities in the order of the layout.
+    layout: Positions of the stored transitions.
     """
 
     probs: Tensor
@@ -204,7 +239,8 @@ class Blocks(Operator):
         if self.probs.shape != (self.layout.num_entries,):
             shape, wanted = tuple(self.probs.shape), (self.layout.num_entries,)
             raise ValueError(
-                f"`probs` must have shape {wanted}, one for each stored transition of the layout, but has {shape} instead."
+                f"`probs` must have shape {wanted}, one for each stored transition of the layout, "
+                f"but has {shape} instead."
             )
 
     @property
@@ -237,17 +273,18 @@ class Blocks(Operator):
 
     def to_dense(self, at: Tensor) -> Tensor:
         rows, columns = (states.to(self.probs.device) for states in self.layout.states_of())
-        return self.probs.new_full((self.num_states, self.num_states), -torch.inf).index_put(
-            (rows, columns), self.probs.log()
-        )
+        impossible = self.probs.new_full((self.num_states, self.num_states), -torch.inf)
+        return impossible.index_put((rows, columns), self.probs.log())
 
 
 class ClonedSymbols(NamedTuple):
-    """The evidence of states that emit one symbol each for certain. It has no parameters.
+    """Evidence of states that emit exactly one symbol each. It has no parameters.
 
-    symbols: (steps,) in the narrowest of uint8, int16 and int32; V stands for a missing one. They have no meaning where there are `weights`.
-    weights: (steps, V) a distribution over the symbols for each step, a row of NaN where nothing is known; ``None`` where symbols are known.
-    layout: which states are clones of which symbol.
+    symbols: (steps,) symbols in the smallest sufficient data type of uint8, int16 and int32. The number V represents a
+        missing symbol. They are ignored if `weights` are given.
+    weights: (steps, V) distribution over the symbols for each step, or a row of NaN where nothing is known. ``None`` if
+        the symbols are known.
+    layout: Assignment of states to symbols.
     """
 
     symbols: Tensor
@@ -256,13 +293,12 @@ class ClonedSymbols(NamedTuple):
 
     @classmethod
     def of(cls, sequences: Sequences, layout: Layout) -> ClonedSymbols:
-        """The evidence of symbols, or of real vectors that are distributions over the symbols."""
+        """Creates the evidence of sequences of symbols, or of real vectors that are distributions over the symbols."""
         if sequences.is_discrete:
             return cls(sequences.symbols(layout.num_symbols), None, layout)
         check_evidence(sequences.values, layout.num_symbols, sequences)
-        return cls(
-            torch.zeros(sequences.num_steps, dtype=torch.uint8, device=sequences.device), sequences.values, layout
-        )
+        ignored = torch.zeros(sequences.num_steps, dtype=torch.uint8, device=sequences.device)
+        return cls(ignored, sequences.values, layout)
 
     @property
     def live(self) -> Tensor:
@@ -280,7 +316,7 @@ class ClonedSymbols(NamedTuple):
         return self
 
     def rows(self) -> Tensor:
-        """(steps, H) logarithms of 0 and 1, or of the weights."""
+        """Returns (steps, H) log-likelihoods: logarithms of 0 and 1, or of the weights."""
         return cloned_portable.step_rows(
             self.layout.arrays, self.symbols, self.weights, wide_dtype(self.symbols.device)
         )
@@ -289,7 +325,7 @@ class ClonedSymbols(NamedTuple):
         return gamma.new_zeros(0)
 
     def at(self, steps: Tensor) -> ClonedSymbols:
-        """The evidence of some of the steps."""
+        """Returns the evidence of the given steps."""
         return ClonedSymbols(self.symbols[steps], None if self.weights is None else self.weights[steps], self.layout)
 
 
@@ -343,7 +379,7 @@ def _viterbi(initial: Tensor, operator: Blocks, evidence: ClonedSymbols, offsets
 
 
 def _predict(initial: Tensor, operator: Blocks, evidence: ClonedSymbols, offsets: Tensor, *, steps: int) -> Tensor:
-    """The filter over steps of which nothing is known, which needs no more memory than the layout."""
+    """Extends each sequence by missing symbols and filters it, so no matrix of all states is needed."""
     lengths = offsets.diff()
     ends = torch.cat([torch.zeros(1, dtype=torch.int64), (lengths + steps).cumsum(0)])
     rows = (torch.arange(int(offsets[-1])) + (ends[:-1] - offsets[:-1]).repeat_interleave(lengths)).to(initial.device)
@@ -364,7 +400,7 @@ backends.register(backends.Backend("clones", _obstacle, _e_step, _viterbi, _pred
 
 
 def check_evidence(evidence: Tensor, num_symbols: int, sequences: Sequences) -> None:
-    """Raises where the rows are not distributions over the symbols."""
+    """Raises a `ValueError` if a row of `evidence` is not a distribution over the symbols."""
     if evidence.shape != (sequences.num_steps, num_symbols):
         wanted, shape = (sequences.num_steps, num_symbols), tuple(evidence.shape)
         raise ValueError(f"`evidence` must be {wanted}, steps by symbols, but is {shape} instead.")
@@ -383,7 +419,7 @@ def check_evidence(evidence: Tensor, num_symbols: int, sequences: Sequences) -> 
         )
         raise ValueError(
             f"`evidence` rows must be distributions over the symbols, but position {t} of sequence {n} {what} instead. "
-            "Normalise it; a row of NaN says that nothing is known."
+            "Normalize the row, or use a row of NaN where nothing is known."
         )
 
 
@@ -391,21 +427,33 @@ def check_evidence(evidence: Tensor, num_symbols: int, sequences: Sequences) -> 
 def rearranged_viterbi(
     initial: Tensor, operator: Blocks, symbols: Tensor, lengths: Sequence[int], most: int = 20_000
 ) -> tuple[Tensor, float]:
-    """The most probable path through symbols that may stand in any order within groups of the given lengths; and its log-probability.
+    """Computes the most probable path through symbols that may be reordered within groups.
 
-    (steps,) states; all -1 where every order is impossible. Exact unless a step has more than `most` pairs of a clone and the part of its group
-    that is used, of which only the best are kept. On the CPU, whatever the device.
+    It runs on the CPU. The result is exact unless a step has more than `most` nodes, in which case only the most
+    probable ones are kept. A node is a clone together with the symbols of its group that have been used.
+
+    Args:
+        initial: (H,) log-probabilities of the first state.
+        operator: Transitions between clones.
+        symbols: (steps,) symbols without missing ones.
+        lengths: Lengths of the successive groups of steps, whose sum is the number of steps.
+        most: Largest number of nodes of a step that are kept.
+
+    Returns:
+        (steps,) states, which are all -1 if every order is impossible, and the log-probability of the path.
     """
     found = symbols.cpu()
     layout = operator.layout
     Sequences.from_lengths(found, [len(found)]).check(layout.num_symbols, None)
     if sum(lengths) != len(found) or min(lengths, default=1) < 1:
         raise ValueError(
-            f"`lengths` must be positive and sum to the number of symbols, {len(found)}, but sum to {sum(lengths)} instead."
+            f"`lengths` must be positive and sum to the number of symbols, {len(found)}, "
+            f"but sum to {sum(lengths)} instead."
         )
     if bool((found < 0).any()):
         raise ValueError(
-            f"`symbols` must have none missing, for nothing can be put in its place, but position {int((found < 0).nonzero()[0])} is missing."
+            "`symbols` must not contain missing symbols, "
+            f"but the one at position {int((found < 0).nonzero()[0])} is missing."
         )
     group_first, path = np.append(0, np.cumsum(np.asarray(lengths, np.int64))), np.full(len(found), -1)
     chain = layout.arrays, layout.symbols.numpy(), _numpy(operator.probs), _numpy(initial.double())
@@ -418,7 +466,7 @@ def _numpy(tensor: Tensor) -> np.ndarray:
 
 @sampling.chains.register
 def _(operator: Blocks, initial: Tensor, offsets: Tensor, uniforms: Tensor) -> Tensor:
-    """Raises a `ValueError` where a path reaches a state without transitions before its end."""
+    """Raises a `ValueError` if a path reaches a state without transitions before its end."""
     layout = operator.layout
     states = run.sample(
         layout.arrays, _numpy(initial.double().exp()), _numpy(operator.probs), offsets.numpy(), uniforms.numpy()
@@ -427,9 +475,10 @@ def _(operator: Blocks, initial: Tensor, offsets: Tensor, uniforms: Tensor) -> T
     if len(ended):
         last = int(states[ended[0] - 1])
         raise ValueError(
-            f"The chain must be able to go on from every state that it reaches, but state {last}, a clone of symbol {int(layout.symbols[last])}, has no "
-            'transitions, because nothing follows that symbol in the training data. Draw shorter sequences, or train with `pairs` "all" and a '
-            "`transition_pseudocount`."
+            f"The chain must be able to go on from every state that it reaches, but state {last}, a clone of symbol "
+            f"{int(layout.symbols[last])}, has no transitions, because nothing follows that symbol in the training "
+            "data. "
+            'Draw shorter sequences, or train with `pairs` "all" and a `transition_pseudocount`.'
         )
     return torch.from_numpy(states)
 

@@ -1,18 +1,39 @@
-r"""Evidence: what the data say about the states, in the three forms that inference accepts.
+r"""Evidence: log-likelihoods of the observations for each state, in the three forms that inference accepts.
 
-A backend never sees a density. An emission turns its natural parameters and a batch of data into one of these:
+Backends do not depend on emission distributions. An emission converts its natural parameters and a batch of data into
+one of these forms:
 
 `Table`
-    For symbols. A (K, V) matrix of log-probabilities, looked up by the symbol of each step.
+    For symbols: a (K, V) matrix of log-probabilities, which is looked up by the symbol of each step.
 `Quadratic`
-    For exponential families whose statistics are products of two data columns: all Gaussians, Poisson, Bernoulli, and products of these.
+    For exponential families whose statistics are products of two data columns, such as all Gaussians, Poisson,
+    Bernoulli, and products of these.
 `Rows`
-    For everything else: (steps, K) log-likelihoods.
+    For all other emissions: (steps, K) log-likelihoods.
 
-The tensor that carries the gradient is `live`. What comes back for it from an E-step is the gradient of the log-likelihood: expected visits by
-symbol for `Table`, expected sums of products for `Quadratic`, and posterior probabilities for `Rows`.
+The property `live` is the tensor with the gradient. An E-step returns the gradient of the log-likelihood with respect
+to it: expected visits by symbol for `Table`, expected sums of products for `Quadratic`, and posterior probabilities for
+`Rows`.
 
-Every form takes optional `labels`, (steps,) known states with -1 where the state is unknown. A labelled step rules out all other states.
+All forms have optional `labels`: (steps,) known states, with -1 where the state is unknown. At a labeled step all other
+states are impossible.
+
+Example:
+    >>> import torch
+    >>> from lightning_hmm.inference import Quadratic, Rows, Table
+    >>> coin = Table(torch.tensor([[0.5, 0.5], [0.9, 0.1]]).log(), symbols=torch.tensor([0, 1, 2]))  # 2 is missing
+    >>> coin.rows().exp()
+    tensor([[0.5000, 0.9000],
+            [0.5000, 0.1000],
+            [1.0000, 1.0000]])
+    >>> x = torch.tensor([[0.0], [2.0]])  # one column; the number 1 stands for a factor of 1
+    >>> pairs = torch.tensor([[0, 0], [0, 1]])  # x * x and x * 1
+    >>> Quadratic(x, pairs, weights=torch.tensor([[-0.5, 0.0], [-0.5, 1.0]])).rows()
+    tensor([[0., 0.],
+            [-2., 0.]])
+    >>> Rows(torch.zeros(2, 2), labels=torch.tensor([1, -1])).rows()
+    tensor([[-inf, 0.],
+            [0., 0.]])
 """
 
 from __future__ import annotations
@@ -27,9 +48,9 @@ class Table(NamedTuple):
     """log p(y_t | k) = log_probs[k, symbols[t]].
 
     Args:
-        log_probs: (K, V) log-probabilities; -inf for a symbol that a state never emits.
-        symbols: (steps,) uint8, int16, int32 or int64; V stands for a missing symbol.
-        labels: (steps,) known states, -1 where unknown; ``None`` if no state is known.
+        log_probs: (K, V) log-probabilities. They are -inf for symbols that a state never emits.
+        symbols: (steps,) uint8, int16, int32 or int64. The number V represents a missing symbol.
+        labels: (steps,) known states, -1 where unknown. ``None`` if no state is known.
     """
 
     log_probs: Tensor
@@ -52,40 +73,45 @@ class Table(NamedTuple):
         return self._replace(log_probs=live)
 
     def shared(self, classes: Tensor) -> Table:
-        """The evidence for S states, of which state s emits as `classes[s]` of these."""
+        """Returns evidence for S states. The emission of state s is that of state ``classes[s]`` of this evidence."""
         return self._replace(log_probs=self.log_probs[classes])
 
     def gathered(self, gradient: Tensor, classes: Tensor) -> Tensor:
-        """The gradient in `live` from that in the one of ``shared(classes)``: the sum over the states of each class."""
+        """Sums a gradient with respect to ``shared(classes).live`` over the states of each class.
+
+        Returns:
+            The gradient with respect to `live`.
+        """
         return torch.zeros_like(self.log_probs, dtype=gradient.dtype).index_add(0, classes, gradient)
 
     def rows(self) -> Tensor:
-        """(steps, K) log-likelihoods, differentiable in `live`; labels are applied."""
+        """Returns (steps, K) log-likelihoods with labels applied, differentiable with respect to `live`."""
         padded = torch.cat([self.log_probs.T, self.log_probs.new_zeros(1, self.num_states)])
         return _labelled(padded[self.symbols.long()], self.labels)
 
     def pull(self, gamma: Tensor) -> Tensor:
-        """The gradient in `live`, (K, V) expected visits, from (steps, K) weighted posterior probabilities."""
+        """Computes the gradient in `live`, (K, V) expected visits, from weighted posterior probabilities (steps, K)."""
         visits = gamma.new_zeros(self.log_probs.shape[1] + 1, self.num_states)
         return visits.index_add_(0, self.symbols.long(), gamma)[:-1].T
 
     def at(self, steps: Tensor) -> Table:
-        """The evidence of some of the steps."""
+        """Returns the evidence of the given steps."""
         return self._replace(symbols=self.symbols[steps], labels=None if self.labels is None else self.labels[steps])
 
 
 class Quadratic(NamedTuple):
-    """log p(y_t | k) = sum over f of weights[k, f] * u[t, i_f] * u[t, j_f], with u = columns - center and (i_f, j_f) = pairs[f].
+    """log p(y_t | k) = sum over f of weights[k, f] * u[t, i_f] * u[t, j_f].
 
-    The number C stands for a constant factor of 1. So the data themselves can be the columns, without a copy.
+    Here, u = columns - center and (i_f, j_f) = pairs[f]. The column number C represents a constant factor of 1, so the
+    data can be used as columns without a copy.
 
     Args:
-        columns: (steps, C) finite numbers. A missing value is stored as 0, and terms that do not depend on it, such as its normalizer, are paired
-            with a column that is 1 where the value is observed.
-        pairs: (F, 2) int64, from 0 to C.
+        columns: (steps, C) finite numbers. Store a missing value as 0, and pair the terms that do not depend on the
+            value, such as its normalizer, with a column that is 1 where the value is observed and 0 elsewhere.
+        pairs: (F, 2) column numbers from 0 to C, int64.
         weights: (K, F) finite numbers.
-        labels: as for `Table`.
-        center: (C,) finite numbers; zeros if not given.
+        labels: Known states, as for `Table`.
+        center: (C,) finite numbers. They are zero if not given.
     """
 
     columns: Tensor
@@ -110,35 +136,35 @@ class Quadratic(NamedTuple):
         return self._replace(weights=live)
 
     def shared(self, classes: Tensor) -> Quadratic:
-        """As `Table.shared`."""
+        """See `Table.shared`."""
         return self._replace(weights=self.weights[classes])
 
     def gathered(self, gradient: Tensor, classes: Tensor) -> Tensor:
-        """As `Table.gathered`."""
+        """See `Table.gathered`."""
         return torch.zeros_like(self.weights, dtype=gradient.dtype).index_add(0, classes, gradient)
 
     def features(self, dtype: torch.dtype) -> Tensor:
-        """(steps, F) the products of columns, computed in the given type."""
+        """Returns (steps, F) products of columns, computed in the given data type."""
         columns = self.centered(dtype)
         return columns[:, self.pairs[:, 0]] * columns[:, self.pairs[:, 1]]
 
     def centered(self, dtype: torch.dtype) -> Tensor:
-        """(steps, C + 1) the columns, with the center subtracted, and a column of ones."""
+        """Returns (steps, C + 1): the columns minus the center, and a column of ones."""
         columns = self.columns.to(dtype)
         columns = columns if self.center is None else columns - self.center.to(dtype)
         return torch.cat([columns, columns.new_ones(len(columns), 1)], 1)
 
     def rows(self) -> Tensor:
-        """(steps, K) log-likelihoods, differentiable in `live`; labels are applied."""
+        """Returns (steps, K) log-likelihoods with labels applied, differentiable with respect to `live`."""
         dtype = torch.promote_types(self.columns.dtype, self.weights.dtype)
         return _labelled(self.features(dtype) @ self.weights.T.to(dtype), self.labels)
 
     def pull(self, gamma: Tensor) -> Tensor:
-        """The gradient in `live`, (K, F) expected sums of products, from (steps, K) weighted posterior probabilities."""
+        """Computes the gradient in `live`, (K, F) expected sums of products, from weighted posterior probabilities."""
         return gamma.T @ self.features(gamma.dtype)
 
     def at(self, steps: Tensor) -> Quadratic:
-        """The evidence of some of the steps."""
+        """Returns the evidence of the given steps."""
         return self._replace(columns=self.columns[steps], labels=None if self.labels is None else self.labels[steps])
 
 
@@ -146,8 +172,8 @@ class Rows(NamedTuple):
     """log p(y_t | k) = log_likelihoods[t, k].
 
     Args:
-        log_likelihoods: (steps, K); -inf forbids a state.
-        labels: as for `Table`.
+        log_likelihoods: (steps, K) log-likelihoods. They are -inf where a state is impossible.
+        labels: Known states, as for `Table`.
     """
 
     log_likelihoods: Tensor
@@ -169,23 +195,23 @@ class Rows(NamedTuple):
         return self._replace(log_likelihoods=live)
 
     def shared(self, classes: Tensor) -> Rows:
-        """As `Table.shared`."""
+        """See `Table.shared`."""
         return self._replace(log_likelihoods=self.log_likelihoods[:, classes])
 
     def gathered(self, gradient: Tensor, classes: Tensor) -> Tensor:
-        """As `Table.gathered`."""
+        """See `Table.gathered`."""
         return torch.zeros_like(self.log_likelihoods, dtype=gradient.dtype).index_add(1, classes, gradient)
 
     def rows(self) -> Tensor:
-        """(steps, K) log-likelihoods, differentiable in `live`; labels are applied."""
+        """Returns (steps, K) log-likelihoods with labels applied, differentiable with respect to `live`."""
         return _labelled(self.log_likelihoods, self.labels)
 
     def pull(self, gamma: Tensor) -> Tensor:
-        """The gradient in `live`, which is the (steps, K) weighted posterior probabilities themselves."""
+        """Computes the gradient in `live`, which is equal to the weighted posterior probabilities (steps, K)."""
         return gamma
 
     def at(self, steps: Tensor) -> Rows:
-        """The evidence of some of the steps."""
+        """Returns the evidence of the given steps."""
         return Rows(self.log_likelihoods[steps], None if self.labels is None else self.labels[steps])
 
 

@@ -7,6 +7,16 @@ There are N sequences; d is the number of entries of a state and D that of an ob
 once. Missing entries (NaN) are marginalized one by one. The covariances depend on which entries are missing, but not on
 the values of the others, so they are computed once for each of the U different patterns of missing entries. The time is
 O(longest x (U (d^3 + D^3) + N d^2)). Everything is plain torch and differentiable.
+
+Example:
+    >>> import torch
+    >>> from lightning_hmm.inference import kalman
+    >>> from lightning_hmm.sequences import Sequences
+    >>> one, zero = torch.ones(1, 1), torch.zeros(1)
+    >>> walk = kalman.LinearGaussian(zero, one, one, zero, one, one, zero, one)  # a random walk, observed with noise
+    >>> steps = Sequences.from_lengths(torch.tensor([[1.0], [torch.nan], [1.0]]), [3])
+    >>> kalman.posterior(walk, steps).mean.flatten()
+    tensor([0.5714, 0.6429, 0.7143])
 """
 
 from __future__ import annotations
@@ -21,7 +31,7 @@ from lightning_hmm.sequences import Sequences
 
 
 class LinearGaussian(NamedTuple):
-    """The parameters of a model.
+    """Parameters of a linear-Gaussian state-space model.
 
     initial_mean: (d,) m.
     initial_cov: (d, d) P.
@@ -60,7 +70,7 @@ class GaussianPosterior(NamedTuple):
     cross_cov: Tensor
 
     def of_first(self, size: int) -> GaussianPosterior:
-        """The posterior of the first `size` entries of the state."""
+        """Returns the posterior of the first `size` entries of the state."""
         covs = (slice(None), slice(None, size), slice(None, size))
         return GaussianPosterior(
             self.log_likelihood,
@@ -88,12 +98,12 @@ class _Filtered(NamedTuple):
 
 
 def log_likelihood(model: LinearGaussian, sequences: Sequences) -> Tensor:
-    """(N,) log p(y_1:T)."""
+    """Computes (N,) log p(y_1:T) with the Kalman filter."""
     return _filter(model, sequences).log_likelihood
 
 
 def posterior(model: LinearGaussian, sequences: Sequences) -> GaussianPosterior:
-    """Filtered and smoothed states (Rauch et al., 1965)."""
+    """Computes filtered and smoothed states with the Rauch-Tung-Striebel smoother (1965)."""
     log_likelihood, predicted, updated, pattern = _filter(model, sequences)
     if not updated:
         size = len(model.initial_mean)
@@ -145,10 +155,10 @@ class Statistics(NamedTuple):
 
 
 def cumulative_sum(model: LinearGaussian, first_variance: Tensor) -> LinearGaussian:
-    """The model of the cumulative sums y_t of the observations of `model`. Its state is (x_t, y_t).
+    """Returns the model of the cumulative sums y_t of the observations of `model`. Its state is (x_t, y_t).
 
-    y_1 ~ N(0, diag first_variance), independent of the states, and y_t = y_t-1 + C x_t + c + noise from the second step
-    on.
+    The first value y_1 ~ N(0, diag first_variance) is independent of the states. From the second step on,
+    y_t = y_t-1 + C x_t + c + noise.
     """
     size, features = len(model.initial_mean), len(model.emission_offset)
     emission, none = model.emission, model.emission.new_zeros(size, features)
@@ -189,7 +199,8 @@ class _Emissions(NamedTuple):
 
 
 def _increments(joint: GaussianPosterior, sequences: Sequences, size: int) -> _Emissions:
-    """The increments from each step to the next, given the posterior of (x_t, y_t) where y_t is a cumulative sum.
+    """Computes the moments of the increments y_t - y_t-1 from the posterior of (x_t, y_t), where y_t is a cumulative
+    sum.
 
     Increments after the last observation of a feature are left out, because the data do not depend on them.
     """
@@ -208,9 +219,14 @@ def _increments(joint: GaussianPosterior, sequences: Sequences, size: int) -> _E
 def expected_statistics(
     model: LinearGaussian, sequences: Sequences, weights: Tensor, first_variance: Tensor | None = None
 ) -> Statistics:
-    """The E-step, for (N,) weights of the sequences.
+    """Computes the E-step.
 
-    With `first_variance`, the sequences are cumulative sums of the observations of the model, see `cumulative_sum`.
+    Args:
+        model: Parameters.
+        sequences: N sequences of vectors with D entries. Entries that are NaN are missing.
+        weights: (N,) weights of the sequences.
+        first_variance: (D,) variances of the first values, if the sequences are cumulative sums of the observations of
+            the model. See `cumulative_sum`.
     """
     size = len(model.initial_mean)
     if first_variance is None:
@@ -250,19 +266,19 @@ def expected_statistics(
 
 
 def predict_next(model: LinearGaussian, sequences: Sequences) -> tuple[Tensor, Tensor]:
-    """(steps, D) mean and (steps, D, D) covariance of p(y_{t+1} | y_1:t), for each step t."""
+    """Computes the (steps, D) mean and (steps, D, D) covariance of p(y_{t+1} | y_1:t), for each step t."""
     found = posterior(model, sequences)
     return predict_observation(model, *predict_state(model, found.filtered_mean, found.filtered_cov))
 
 
 def predict_state(model: LinearGaussian, mean: Tensor, cov: Tensor) -> tuple[Tensor, Tensor]:
-    """(..., d) mean and (..., d, d) covariance of the next state, given those of the present state."""
+    """Computes the (..., d) mean and (..., d, d) covariance of the next state from those of the present state."""
     next_cov = model.transition @ cov @ model.transition.T + model.transition_cov
     return mean @ model.transition.T + model.transition_offset, next_cov
 
 
 def predict_observation(model: LinearGaussian, mean: Tensor, cov: Tensor) -> tuple[Tensor, Tensor]:
-    """(..., D) mean and (..., D, D) covariance of the observation, given those of the state."""
+    """Computes the (..., D) mean and (..., D, D) covariance of the observation from those of the state."""
     spread = model.emission @ cov @ model.emission.T + model.emission_cov
     return mean @ model.emission.T + model.emission_offset, spread
 
@@ -304,7 +320,7 @@ def _filter(model: LinearGaussian, sequences: Sequences) -> _Filtered:
 
 
 def _times(matrices: Tensor, vectors: Tensor, pattern: Tensor) -> Tensor:
-    """(U, i, j), (N, j) -> (N, i): the product of each vector with the matrix of its pattern."""
+    """Multiplies each of N vectors (N, j) by the matrix of its pattern (U, i, j). Returns (N, i)."""
     return vectors @ matrices[0].T if len(matrices) == 1 else (matrices[pattern] @ vectors.unsqueeze(2)).squeeze(2)
 
 

@@ -1,9 +1,23 @@
 r"""Transition operators: linear maps of forward messages, with natural parameters.
 
-An operator is its method `predict`, which maps messages :math:`\alpha` to :math:`\alpha A` and is differentiable. Everything else follows
-from it: the backward messages :math:`A \kappa` are the vector-Jacobian product of `predict` in :math:`\alpha`, and the expected counts of
-the natural parameters are the one in these. An operator overrides `prepare` and `counts` where it has a faster way. It must do so to run inside
-an operator of `torch.library`, where autograd is off.
+An operator is defined by its differentiable method `predict`, which maps messages :math:`\alpha` to :math:`\alpha A`.
+All other methods have defaults that are derived from it. Backward messages :math:`A \kappa` are the vector-Jacobian
+product of `predict` with respect to :math:`\alpha`. The expected counts of the natural parameters are the
+vector-Jacobian product with respect to these. Override `prepare` and `counts` to provide a faster implementation. They
+must be overridden if the operator is used inside a custom operator of `torch.library`, where autograd is disabled.
+
+Example:
+    >>> import torch
+    >>> from lightning_hmm.inference.operators import Dense, MostlyConstant
+    >>> dense = Dense(torch.tensor([[0.9, 0.1], [0.2, 0.8]]).log())
+    >>> dense.predict(torch.tensor([[0.5, 0.5]]), at=torch.tensor([1]))
+    tensor([[0.5500, 0.4500]])
+    >>> diagonal = torch.arange(3)[:, None]
+    >>> sticky = MostlyConstant(diagonal, torch.full((3, 1), 0.8).log(), torch.full((3,), 0.1).log())
+    >>> sticky.to_dense(torch.tensor([1])).exp()
+    tensor([[0.8000, 0.1000, 0.1000],
+            [0.1000, 0.8000, 0.1000],
+            [0.1000, 0.1000, 0.8000]])
 """
 
 from __future__ import annotations
@@ -19,10 +33,10 @@ from torch import Tensor
 
 
 class Prepared(NamedTuple):
-    """An operator in the precision of a pass, exponentiated once.
+    """The linear maps of an operator in the data type of the messages. Its parameters have been exponentiated.
 
-    predict: (n, S) messages and (n,) step numbers to the messages after the transition into those steps.
-    retract: the transpose of `predict`.
+    predict: Maps (n, S) messages and (n,) numbers of steps to the messages after the transition into these steps.
+    retract: The transpose of `predict`.
     """
 
     predict: Callable[[Tensor, Tensor], Tensor]
@@ -31,24 +45,35 @@ class Prepared(NamedTuple):
 
 @dataclass(frozen=True)
 class Operator(ABC):
-    """Base class of transition operators; the fields of a subclass are tensors, those with natural parameters floating point."""
+    """Base class of transition operators.
+
+    The fields of a subclass are tensors. Those with a floating-point data type are the natural parameters.
+    """
 
     @property
     @abstractmethod
     def num_states(self) -> int:
-        """S."""
+        """Number of states S."""
 
     @abstractmethod
     def predict(self, alpha: Tensor, at: Tensor) -> Tensor:
-        """(n, S) messages after the transition into the steps `at` (n,), from those before it; linear in `alpha` and differentiable."""
+        """Computes the messages after a transition. The result is linear in `alpha` and differentiable.
+
+        Args:
+            alpha: (n, S) messages before the transition.
+            at: (n,) numbers of the steps after the transition.
+
+        Returns:
+            (n, S) messages after the transition.
+        """
 
     @property
     def natural(self) -> tuple[Tensor, ...]:
-        """The natural parameters, in the order of the fields."""
+        """Natural parameters, in the order of the fields."""
         return tuple(value for value in self._values() if value.is_floating_point())
 
     def with_natural(self, natural: tuple[Tensor, ...]) -> Operator:
-        """The same operator with other natural parameters."""
+        """Returns the same operator with other natural parameters."""
         names = [
             field.name for field, value in zip(fields(self), self._values(), strict=True) if value.is_floating_point()
         ]
@@ -56,26 +81,29 @@ class Operator(ABC):
         return replace(self, **changes)
 
     def to(self, dtype: torch.dtype) -> Operator:
-        """The same operator with its natural parameters, detached, in another precision."""
+        """Returns the same operator with detached natural parameters of another data type."""
         return self.with_natural(tuple(value.detach().to(dtype) for value in self.natural))
 
     def on(self, device: torch.device | str) -> Operator:
-        """The same operator, detached, on a device."""
+        """Returns the same operator with detached tensors on a device."""
         changes: dict[str, Any] = {
             field.name: value.detach().to(device) for field, value in zip(fields(self), self._values(), strict=True)
         }
         return replace(self, **changes)
 
     def gradients(self, counts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The gradients of the log-likelihood in the tensors of `natural`. They are the expected counts, because natural parameters are logarithms."""
+        """Converts expected counts to gradients of the log-likelihood with respect to the tensors of `natural`.
+
+        They are equal if the natural parameters are logarithms.
+        """
         return counts
 
     def leaving(self, states: Tensor, at: Tensor) -> Tensor:
-        """(n, S) the probabilities of the transitions from `states` (n,) into the steps `at` (n,)."""
+        """Returns (n, S) transition probabilities from `states` (n,) into the steps `at` (n,)."""
         return self.predict(torch.nn.functional.one_hot(states, self.num_states).to(self.natural[0].dtype), at)
 
     def prepare(self, dtype: torch.dtype) -> Prepared:
-        """The maps of a pass in the given precision."""
+        """Returns the linear maps of this operator in the given data type."""
         operator = self.to(dtype)
 
         def retract(kappa: Tensor, at: Tensor) -> Tensor:
@@ -87,7 +115,16 @@ class Operator(ABC):
         return Prepared(operator.predict, retract)
 
     def counts(self, alpha: Tensor, kappa: Tensor, at: Tensor) -> tuple[Tensor, ...]:
-        """Expected counts, one tensor for each natural parameter, from (n, S) messages before the steps `at` and scaled ones after them."""
+        """Computes the expected counts of the transitions into some steps.
+
+        Args:
+            alpha: (n, S) filtered probabilities of the steps before.
+            kappa: (n, S) scaled backward messages of the steps `at`.
+            at: (n,) numbers of the steps after the transitions.
+
+        Returns:
+            One tensor for each natural parameter.
+        """
         leaves = tuple(value.detach().to(alpha.dtype).requires_grad_() for value in self.natural)
         with torch.enable_grad():
             return torch.autograd.grad(
@@ -95,7 +132,15 @@ class Operator(ABC):
             )
 
     def counts_of_pairs(self, pairs: Tensor, at: Tensor) -> tuple[Tensor, ...]:
-        """Expected counts, one tensor for each natural parameter, from those of all pairs of states (n, S, S) across the steps `at`."""
+        """Computes the expected counts of the natural parameters from those of all pairs of states.
+
+        Args:
+            pairs: (n, S, S) expected transitions between all pairs of states.
+            at: (n,) numbers of the steps after the transitions.
+
+        Returns:
+            One tensor for each natural parameter.
+        """
         leaves = tuple(value.detach().to(pairs.dtype).requires_grad_() for value in self.natural)
         with torch.enable_grad():
             matrix = self.with_natural(leaves).to_dense(at)
@@ -104,14 +149,17 @@ class Operator(ABC):
             )
 
     def to_dense(self, at: Tensor) -> Tensor:
-        """Log-probabilities of the transitions into the steps `at` (n,): (n, S, S), or (S, S) if they are the same for all steps."""
+        """Returns the log-probabilities of the transitions into the steps `at` (n,).
+
+        Their shape is (n, S, S), or (S, S) if they are the same for all steps.
+        """
         unit = torch.eye(self.num_states, dtype=self.natural[0].dtype, device=self.natural[0].device)
         probs = self.predict(unit, at[:1].expand(len(unit)))
-        possible = probs > 0  # the logarithm of zero has no gradient
+        possible = probs > 0  # The logarithm of zero has no gradient.
         return torch.where(possible, torch.where(possible, probs, 1.0).log(), -torch.inf)
 
     def restricted_to(self, at: Tensor) -> Operator:
-        """The operator of a batch that has the steps `at` of this one only."""
+        """Returns the operator for a batch that consists of the steps `at` of the present batch."""
         return self
 
     def _values(self) -> list[Tensor]:
@@ -120,7 +168,10 @@ class Operator(ABC):
 
 @dataclass(frozen=True)
 class Dense(Operator):
-    """A full matrix: (S, S) log-probabilities, -inf for a transition that cannot happen."""
+    """A full transition matrix.
+
+    log_probs: (S, S) log-probabilities. They are -inf for impossible transitions.
+    """
 
     log_probs: Tensor
 
@@ -145,17 +196,20 @@ class Dense(Operator):
         return self.log_probs
 
 
-_SUMMED_AT_ONCE = 1024  # messages whose sums over what is not kept are computed at once
+_SUMMED_AT_ONCE = 1024  # number of messages whose sums over entries that are not kept are computed together
 
 
 class _Complements(NamedTuple):
-    """Sums over all of S numbers but some, for each of S groups, without a subtraction, in which digits would be lost.
+    """Sums over the complements of S groups of numbers out of S, without subtraction, which would lose precision.
 
-    What a group does not leave out are the gaps between the members of it. Level k of a table has, for each block of 2^k numbers, the sums from each
-    number to the middle of the block. The sum over a gap is two entries of the level in whose blocks its ends are on different sides of the middle.
+    The complement of a group consists of the gaps between its members. The sums over all gaps are computed from a
+    table. Level k of the table contains, for each block of 2^k numbers, the sums from each number to the middle of the
+    block. The sum over a gap is the sum of two entries, taken from the level at which the middle of a block is inside
+    the gap.
 
-    group, first, second: (gaps,) the group of each gap and the places of the two entries in the table. The last entry of the table is zero.
-    num_levels: of the table, in addition to the numbers themselves.
+    group, first, second: (gaps,) group of each gap, and positions of its two entries in the table. The last entry of
+        the table is zero.
+    num_levels: Number of levels of the table, without the numbers themselves.
     """
 
     group: Tensor
@@ -165,26 +219,24 @@ class _Complements(NamedTuple):
 
     @classmethod
     def of(cls, groups: Tensor, members: Tensor, size: int) -> _Complements:
-        """From the group and the number of each member, in the same order. A group has no member twice."""
-        every = torch.arange(size, device=groups.device) * (
-            size + 1
-        )  # each group begins with a member before all numbers
+        """Creates the sums from the group and the number of each member. The members of a group must be distinct."""
+        # Each group also gets a member before all numbers, so that every gap follows a member.
+        every = torch.arange(size, device=groups.device) * (size + 1)
         keys = torch.cat([every, groups.flatten() * (size + 1) + members.flatten() + 1]).sort().values
         group, begin = keys // (size + 1), keys % (size + 1)
         following = torch.cat([keys[1:], keys.new_full((1,), size * (size + 1))])
         last = torch.where(following // (size + 1) == group, following % (size + 1) - 1, size) - 1
         levels = (size - 1).bit_length()
         padded, nothing = 1 << levels, (levels + 1) << levels
-        level = torch.frexp(
-            (begin ^ last).double()
-        ).exponent.long()  # the number of bits up to the highest in which both ends differ
+        # The level is the number of bits up to the highest bit in which the two ends of a gap differ.
+        level = torch.frexp((begin ^ last).double()).exponent.long()
         empty = last < begin
         first = torch.where(empty, nothing, level * padded + begin)
         second = torch.where(empty | (begin == last), nothing, level * padded + last)
         return cls(group, first, second, levels)
 
     def sums(self, numbers: Tensor) -> Tensor:
-        """(n, S) for each row of numbers (n, S)."""
+        """Returns (n, S): for each row of `numbers` (n, S), the sums over the complements of all groups."""
         padded = torch.nn.functional.pad(numbers, (0, (1 << self.num_levels) - numbers.shape[1]))
         table = [padded]
         for level in range(1, self.num_levels + 1):
@@ -197,10 +249,13 @@ class _Complements(NamedTuple):
 
 @dataclass(frozen=True)
 class MostlyConstant(Operator):
-    """Rows of which M entries are kept and all others share a constant.
+    """A transition matrix with M separate entries in each row. All other entries of a row are equal.
 
-    indices: (S, M) the columns of the kept entries; log_values: (S, M) their log-probabilities; log_constants: (S,) the
-    log-probability of each of the others. With constants of -inf it is a sparse matrix.
+    If the constants are -inf, the matrix is sparse.
+
+    indices: (S, M) columns of the separate ("kept") entries, in ascending order.
+    log_values: (S, M) log-probabilities of the kept entries.
+    log_constants: (S,) log-probability of each of the other entries of a row.
     """
 
     indices: Tensor
@@ -218,13 +273,13 @@ class MostlyConstant(Operator):
 
     @cached_property
     def _keepers(self) -> _Complements:
-        """For each column, the rows that keep it."""
+        """The groups are, for each column, the rows that keep it."""
         rows = torch.arange(self.num_states, device=self.indices.device)[:, None].expand_as(self.indices)
         return _Complements.of(self.indices, rows, self.num_states)
 
     @cached_property
     def _kept(self) -> _Complements:
-        """For each row, the columns that it keeps."""
+        """The groups are, for each row, the columns that it keeps."""
         rows = torch.arange(self.num_states, device=self.indices.device)[:, None].expand_as(self.indices)
         return _Complements.of(rows, self.indices, self.num_states)
 
@@ -245,9 +300,8 @@ class MostlyConstant(Operator):
         rest = torch.zeros_like(self.log_constants, dtype=alpha.dtype)
         for mine, theirs in zip(alpha.split(_SUMMED_AT_ONCE), kappa.split(_SUMMED_AT_ONCE), strict=True):
             rest += (mine * self._kept.sums(theirs)).sum(0)
-        return kept * self.log_values.detach().exp().to(kept.dtype), rest * self.log_constants.detach().exp().to(
-            kept.dtype
-        )
+        values, constants = (logs.detach().exp().to(kept.dtype) for logs in (self.log_values, self.log_constants))
+        return kept * values, rest * constants
 
     def counts_of_pairs(self, pairs: Tensor, at: Tensor) -> tuple[Tensor, ...]:
         total = pairs.sum(0)
@@ -257,14 +311,18 @@ class MostlyConstant(Operator):
         return self.log_rows(slice(None))
 
     def log_rows(self, rows: slice) -> Tensor:
-        """(rows, S) log-probabilities of the transitions from some of the states."""
+        """Returns (rows, S) log-probabilities of the transitions from some of the states."""
         full = self.log_constants[rows, None].expand(-1, self.num_states)
         return full.scatter(1, self.indices[rows], self.log_values[rows])
 
 
 @dataclass(frozen=True)
 class TimeVarying(Operator):
-    """A matrix for each step: log_probs (M, S, S) and index (steps,), the matrix of the transition *into* each step."""
+    """A transition matrix for each step.
+
+    log_probs: (M, S, S) log-probabilities of M matrices.
+    index: (steps,) number of the matrix of the transition *into* each step.
+    """
 
     log_probs: Tensor
     index: Tensor
@@ -292,10 +350,13 @@ class TimeVarying(Operator):
 
 @dataclass(frozen=True)
 class Duration(Operator):
-    """Explicit durations, for hidden semi-Markov models; the state K x D is never multiplied out.
+    """Explicit durations, for hidden semi-Markov models.
 
-    log_jumps: (K, K) from one stay to the next; log_durations: (K, D) of a stay's length, 1 to D. State k D + r stays in k for r
-    more steps.
+    State k D + r means that the chain remains in class k for r more steps. A step takes K^2 + K D operations, because
+    the transition matrix of all K D states is not formed.
+
+    log_jumps: (K, K) log-probabilities of the next class at the end of a stay.
+    log_durations: (K, D) log-probabilities of the duration of a stay, from 1 to D steps.
     """
 
     log_jumps: Tensor

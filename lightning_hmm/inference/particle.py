@@ -25,6 +25,25 @@ of the batch. No function computes gradients.
 The weights are g(y_t | x_t) after a resampling step, and the previous weights times g(y_t | x_t) otherwise. Algorithm 1
 of Jarboui and Perchet (2021) multiplies by weights that resampling has already used.
 
+Example:
+    >>> import torch
+    >>> from lightning_hmm.distributions.densities import DiagonalGaussian
+    >>> from lightning_hmm.inference import particle
+    >>> class RandomWalk:  # observed at 1, 2 and 3, with noise
+    ...     def initial(self, num_particles):
+    ...         return self.transition(0, torch.zeros(1, num_particles, 1))
+    ...     def transition(self, t, states):
+    ...         return DiagonalGaussian(states, torch.ones(1))
+    ...     def log_obs(self, t, states):
+    ...         return -(states - (t + 1.0)).square().sum(-1) / 2
+    >>> generator = torch.Generator().manual_seed(0)
+    >>> found = particle.filter(RandomWalk(), lengths=torch.tensor([3]), num_particles=100, generator=generator)
+    >>> found.states.shape  # steps, sequences, particles, entries of a state
+    torch.Size([3, 1, 100, 1])
+    >>> paths = particle.backward_simulation(found, num_paths=10, generator=generator)
+    >>> paths.mean.shape
+    torch.Size([3, 1, 1])
+
 References:
     Gordon, Salmond, Smith: Novel approach to nonlinear/non-Gaussian Bayesian state estimation, 1993: the bootstrap
         filter.
@@ -44,7 +63,7 @@ import torch
 from torch import Tensor
 
 Resampling = Literal["systematic", "stratified", "multinomial"]
-_BLOCK = 4096  # numbers that a stream draws at once
+_BLOCK = 4096  # random numbers that a stream draws at once
 
 
 class Streams:
@@ -237,6 +256,9 @@ def filter(
         proposal: Density to draw states from instead of the transition. The weights correct for the difference.
         look_ahead: Factor of the weights by which particles are resampled, for example `auxiliary(model)`. The weights
             correct for it.
+
+    Returns:
+        The states (T, B, N, d) and log-weights (T, B, N) of all particles, and estimates of the log-likelihood.
     """
     _check_options(num_particles, resampling, threshold)
     density = model.initial(num_particles)
@@ -285,7 +307,10 @@ def _check_options(num_particles: int, resampling: Resampling, threshold: float)
 
 
 def _allocate(states: Tensor, lengths: Tensor, num_particles: int) -> Particles:
-    """Room for the result of `filter`, for (B, N, d) first states. At first every particle is its own ancestor."""
+    """Allocates the result of `filter` for (B, N, d) first states.
+
+    Every particle is initialized as its own ancestor.
+    """
     num_steps = int(lengths.max()) if len(lengths) else 0
     if states.shape[:2] != (len(lengths), num_particles):
         raise ValueError(
@@ -334,12 +359,15 @@ class _Failures:
         self.undefined = torch.zeros(num_sequences, dtype=torch.bool, device=device)
 
     def note(self, t: int, increment: Tensor) -> None:
-        """Notes the sequences whose (B,) logarithm of the sum of the weights is not finite."""
+        """Records the sequences whose (B,) logarithm of the sum of the weights is not finite."""
         self.first_step = torch.where(increment.isfinite(), self.first_step, self.first_step.clamp(max=t))
         self.undefined |= increment.isnan() | (increment == torch.inf)
 
     def raise_first(self, num_particles: int) -> None:
-        """Raises an error for the sequence that failed first, if any did. Reads from the device once, after all steps."""
+        """Raises an error for the sequence that failed first, if any did.
+
+        Reads from the device once, after all steps.
+        """
         if not bool((self.first_step < self.never).any()):
             return
         sequence = int(self.first_step.argmin())
@@ -356,14 +384,23 @@ class _Failures:
 
 
 def auxiliary(model: StateSpaceModel) -> LookAhead:
-    """The auxiliary filter of Pitt and Shephard (1999): log p(y_t | x_t) at the mean of the transition."""
+    """Returns the factor of the auxiliary filter (Pitt and Shephard, 1999): log p(y_t | x_t) at the mean of x_t."""
     return lambda t, states, transition: model.log_obs(t, transition.mean)
 
 
 def resample(log_weights: Tensor, num_draws: int, generator: Randomness, method: Resampling = "systematic") -> Tensor:
-    """(B, N) normalized log-weights -> (B, num_draws) numbers of particles.
+    """Draws particles with probabilities proportional to their weights.
 
-    The expected number of draws of a particle is proportional to its weight. A particle of weight zero is never drawn.
+    A particle of weight zero is never drawn.
+
+    Args:
+        log_weights: (B, N) normalized log-weights.
+        num_draws: Number of draws for each sequence.
+        generator: Source of the random numbers.
+        method: "systematic" (least noise), "stratified" or "multinomial".
+
+    Returns:
+        (B, num_draws) numbers of particles.
     """
     size = (len(log_weights), 1 if method == "systematic" else num_draws)
     levels = uniform(size, log_weights, generator)
@@ -375,7 +412,7 @@ def resample(log_weights: Tensor, num_draws: int, generator: Randomness, method:
 def genealogy(
     particles: Particles, num_paths: int | None = None, generator: Randomness | None = None
 ) -> WeightedParticles:
-    """Whole paths of p(x_0:T | y_0:T), (T, B, M, d), traced back along the ancestors in O(T B M d).
+    """Traces whole paths of p(x_0:T | y_0:T), (T, B, M, d), back along the ancestors in O(T B M d).
 
     The result has all N paths with the weights of the last step, or `num_paths` paths drawn with these weights, which
     then have equal weights. Far back all paths coincide. Past the end of a sequence the states of a path have no
@@ -397,7 +434,7 @@ def genealogy(
 
 
 def fixed_lag(particles: Particles, lag: int) -> WeightedParticles:
-    """p(x_t | y_0:t+lag) for each step, (T, B, N, d), in O(lag T B N).
+    """Approximates p(x_t | y_0:t+lag) for each step, (T, B, N, d), in O(lag T B N).
 
     The states of step t are the ancestors, `lag` steps back, of the particles of step t + lag.
     """
@@ -417,7 +454,7 @@ def fixed_lag(particles: Particles, lag: int) -> WeightedParticles:
 
 @torch.no_grad()
 def backward_simulation(particles: Particles, num_paths: int, generator: Randomness) -> WeightedParticles:
-    """Paths drawn from p(x_0:T | y_0:T), (T, B, M, d), with equal weights, in O(T B M N d) (FFBSi).
+    """Draws paths from p(x_0:T | y_0:T), (T, B, M, d), with equal weights, in O(T B M N d) (FFBSi).
 
     Backwards in time, a particle of each step is drawn with its weight times the density of the transition to the
     particle that was drawn for the next step. Past the end of a sequence the states of a path have no meaning.
@@ -427,8 +464,8 @@ def backward_simulation(particles: Particles, num_paths: int, generator: Randomn
         raise ValueError(f"`num_paths` must be positive, but is {num_paths} instead.")
     paths = particles.states.new_empty(num_steps, num_sequences, num_paths, size)
     order = torch.arange(num_paths, device=paths.device)
-    # Drawn for all steps from the first on, so that the numbers of a step do not depend on the longest sequence of the
-    # batch.
+    # The numbers of all steps are drawn from the first step on, so those of a step do not depend on the longest
+    # sequence of the batch.
     every_level = uniform((num_sequences, num_steps, num_paths), paths, generator)
     for t in range(num_steps - 1, -1, -1):
         logits = particles.log_weights[t].unsqueeze(1)  # (B, 1, N)
@@ -447,7 +484,7 @@ def backward_simulation(particles: Particles, num_paths: int, generator: Randomn
 def predict(
     model: StateSpaceModel, particles: Particles, steps: int, generator: Randomness, *, after: int | None = None
 ) -> WeightedParticles:
-    """p(x_{t+steps} | y_0:t) for each step t, (T, B, N, d), or for t = `after` only, (B, N, d).
+    """Draws states from p(x_{t+steps} | y_0:t) for each step t, (T, B, N, d), or for t = `after` only, (B, N, d).
 
     The row of the last step of a sequence is a prediction of its future. The model must have transitions up to step
     T - 1 + `steps`, or `after` + `steps`.
@@ -470,7 +507,7 @@ def predict(
 
 
 def pick(values: Tensor, particles: Tensor) -> Tensor:
-    """(B, N, d) values of particles, (B, M) numbers of particles -> (B, M, d)."""
+    """Selects (B, M, d) of the values of particles (B, N, d), by (B, M) numbers of particles."""
     return values.gather(1, particles.unsqueeze(2).expand(-1, -1, values.shape[2]))
 
 
@@ -479,7 +516,7 @@ def _effective_size(log_weights: Tensor) -> Tensor:
 
 
 def _invert(weights: Tensor, levels: Tensor) -> Tensor:
-    """(..., N) weights, (..., M) levels -> (..., M): the first particle whose cumulative weight exceeds the level."""
+    """Returns (..., M): the first of N particles whose cumulative weight exceeds each of M levels (..., M)."""
     cumulative = weights.cumsum(-1)
     cumulative = cumulative / cumulative[..., -1:]
     below_one = 1 - torch.finfo(weights.dtype).eps / 2  # (N - 1 + u) / N may round to 1

@@ -1,17 +1,22 @@
-r"""Forward-backward in plain torch, for any operator on any device: the path of devices without compiled kernels, and their oracle.
+r"""Forward-backward in plain torch, for any operator on any device.
 
-Messages are probabilities that are normalized at every step, so a step is one product with the operator and a few elementwise
-operations. Sequences are ordered by length and packed by time: those that are still running at a step are a prefix of those
-of the step before, and nothing is padded or masked.
+It is used on devices without compiled kernels, and tests compare compiled kernels with it.
 
-.. math:: \alpha_t = (\alpha_{t-1} A \odot b_t) / c_t, \qquad \kappa_t = b_t \odot \beta_t / c_t, \qquad \beta_{t-1} = A \kappa_t
+Messages are probabilities that are normalized at every step, so a step is one product with the operator and a few
+elementwise operations. Sequences are ordered by length and packed by time. The sequences that have a given step are
+then a prefix of those that have the step before, so neither padding nor masks are needed.
+
+.. math:: \alpha_t = (\alpha_{t-1} A \odot b_t) / c_t, \qquad \kappa_t = b_t \odot \beta_t / c_t, \qquad
+    \beta_{t-1} = A \kappa_t
 
 The expected counts of the operator are one vector-Jacobian product over all steps, after the backward pass.
 
-Two kinds of sequences leave the range of floating-point numbers: those in which a step collapses, and those in which a state
-that was rounded to zero would matter later. The second kind is found by a pass in which every prediction leaks a tiny probability into all
-states: where that changes the likelihood, a lost path could have as well. Both kinds run again in log space
-(`log_space`). Whether there are any, or a parameter that is NaN, is the only value that the host reads, after all steps have been queued.
+The probabilities of a sequence can leave the floating-point range in two ways: the probability of a step underflows, or
+a state whose probability was rounded to zero matters later. The second case is detected by another forward pass, in
+which a tiny probability is added to every prediction. If this changes the likelihood, a path that was rounded to zero
+could have changed it as well. In both cases the sequence is computed again in log space (`log_space`). The host waits
+for the device only once, after all steps have been queued, to read whether there are such sequences or parameters that
+are NaN.
 """
 
 from __future__ import annotations
@@ -30,13 +35,14 @@ from lightning_hmm.inference.results import EStep
 
 
 class _Range(NamedTuple):
-    """What a precision can hold.
+    """Numerical limits of a data type.
 
-    collapse: a step whose probability, relative to the best emission, is below this is run in log space.
-    leak: what the second pass adds to every prediction.
-    flush: forward probabilities below this cannot be divided by.
-    negligible: how much the leaks may change a log-likelihood.
-    drift: how far the sum of a smoothed row may be off.
+    collapse: A sequence is computed in log space if the probability of a step, relative to the most probable emission,
+        is below this.
+    leak: Probability that the second pass adds to every prediction.
+    flush: Forward probabilities below this are set to zero, because dividing by them could overflow.
+    negligible: Largest change of a log-likelihood by the second pass that is accepted.
+    drift: Largest deviation of the sum of a smoothed row from 1 that is accepted.
     """
 
     collapse: float
@@ -50,11 +56,21 @@ _RANGES = {
     torch.float32: _Range(1e-12, 1e-37, 1e-25, 1e-5, 1e-3),
     torch.float64: _Range(1e-100, 1e-300, 1e-180, 1e-9, 1e-7),
 }
-_COUNTED_AT_ONCE = 1 << 22  # entries of messages in a product of counts; sums over more are taken in the wide type
+_COUNTED_AT_ONCE = 1 << 22  # entries of messages in one product of counts; products are summed in the wide type
 
 
 class _Plan:
-    """Where the rows of a batch are, by time; from the offsets, on the host."""
+    """Indices between packed rows and rows by time, in which all first steps come first, then all second steps.
+
+    order: (running,) sequences that have steps, longest first.
+    rows: (steps,) packed row of each row by time.
+    inverse: (steps,) row by time of each packed row.
+    sequence: (steps,) sequence of each row by time.
+    previous: (steps,) row by time of the step before.
+    lengths: (N,) lengths of the sequences.
+    ends: (running,) rows by time of the last steps.
+    slices: Rows by time of each step.
+    """
 
     def __init__(self, offsets: Tensor, device: torch.device) -> None:
         boundaries = offsets.numpy()
@@ -71,15 +87,13 @@ class _Plan:
         inverse = np.empty_like(rows)
         inverse[rows] = np.arange(len(rows))
         arrays = {
-            "order": order,  # (running,) sequences that have steps, longest first
-            "rows": rows,  # (steps,) the packed row of each row by time
-            "inverse": inverse,  # (steps,) the row by time of each packed row
-            "sequence": order[member] if num_steps else member,  # (steps,) of each row by time
-            "previous": starts[np.maximum(step - 1, 0)] + member,  # (steps,) the row by time of the step before
+            "order": order,
+            "rows": rows,
+            "inverse": inverse,
+            "sequence": order[member] if num_steps else member,
+            "previous": starts[np.maximum(step - 1, 0)] + member,
             "lengths": lengths,
-            "ends": starts[ordered - 1] + np.arange(len(ordered))
-            if num_steps
-            else member,  # (running,) rows of the last steps
+            "ends": starts[ordered - 1] + np.arange(len(ordered)) if num_steps else member,
         }
         put = {
             name: torch.from_numpy(np.ascontiguousarray(array, np.int64)).to(device, non_blocking=True)
@@ -90,7 +104,7 @@ class _Plan:
         self.slices = [slice(int(first), int(first + size)) for first, size in zip(starts[:-1], sizes, strict=True)]
 
     def per_sequence(self, rows: Tensor, how: str) -> Tensor:
-        """(N,) the sum or the largest of a number of each row by time; 0 for sequences without steps."""
+        """Reduces (steps,) numbers by time to (N,) sums or maxima. They are 0 for sequences without steps."""
         return torch.segment_reduce(rows[self.inverse], how, lengths=self.lengths, unsafe=True, initial=0.0)
 
 
@@ -110,21 +124,21 @@ def e_step(
 
     Args:
         initial: (S,) log-probabilities of the first state.
-        operator: transitions.
-        evidence: of the steps for the S states.
-        offsets: (N + 1,) where the sequences begin, on the CPU.
-        weights: (N,) of the sequences.
-        dtype: of the messages; float64 where the device has it, if not given. Sums are float64 in any case.
-        smooth: whether to run the backward pass too.
-        per_step: whether to return the filtered and smoothed rows. They are computed in any case.
+        operator: Transition operator.
+        evidence: Log-likelihoods of the steps for the S states.
+        offsets: (N + 1,) boundaries of the sequences, on the CPU.
+        weights: (N,) weights of the sequences.
+        dtype: Data type of the messages. The default is float64, or float32 on devices without float64. Sums are always
+            computed in the default data type.
+        smooth: Whether to run the backward pass as well.
+        per_step: Whether to return the filtered and smoothed rows. They are computed in any case.
     """
     device, wide = initial.device, wide_dtype(initial.device)
-    log_rows = evidence.rows()
     dtype = wide if dtype is None else dtype
     limits, plan = _RANGES[dtype], _Plan(offsets, device)
-    num_sequences, num_states, num_steps = len(offsets) - 1, len(initial), len(log_rows)
-    log_rows = log_rows.to(wide)
-    shifts = log_rows.amax(1).clamp(min=torch.finfo(wide).min)[plan.rows] if num_steps else log_rows.new_zeros(0)
+    num_sequences, num_states = len(offsets) - 1, len(initial)
+    log_rows = evidence.rows().to(wide)
+    shifts = log_rows.amax(1).clamp(min=torch.finfo(wide).min)[plan.rows] if len(log_rows) else log_rows.new_zeros(0)
     emissions = (log_rows[plan.rows] - shifts[:, None]).exp().to(dtype)
     maps, start = operator.prepare(dtype), initial.detach().exp().to(dtype)
 
@@ -140,22 +154,14 @@ def e_step(
     counts = tuple(torch.zeros_like(value, dtype=wide) for value in operator.natural)
     smoothed = filtered = pulled = nothing
     if smooth:
-        lost = log_likelihood.isnan()
-        # Dividing by what is below `flush` would overflow. A path that is missed by this shows in the sums of the smoothed rows.
-        usable = (alpha >= limits.flush) & ~lost[plan.sequence][:, None]
+        # Dividing by numbers below `flush` could overflow. If this drops a path that matters, the sums of the smoothed
+        # rows deviate from 1.
+        usable = (alpha >= limits.flush) & ~log_likelihood.isnan()[plan.sequence][:, None]
         alpha = torch.where(usable, alpha, 0.0)
         kappa, beta = _backward(maps, torch.where(usable, emissions / totals[:, None], 0.0), plan)
         gamma = torch.where(usable, alpha * beta, 0.0)
-        sums = gamma.sum(1).to(wide)
-        astray = ~(plan.per_sequence((sums - 1).abs(), "max") < limits.drift)
-        log_likelihood = torch.where(astray, torch.nan, log_likelihood)
-        # What rounding has changed is put right: every smoothed row, and all pairs of a step, sum to the weight.
-        exact = torch.where(
-            astray[plan.sequence] | (sums == 0),
-            0.0,
-            weights.to(wide)[plan.sequence] / torch.where(sums == 0, 1.0, sums),
-        )[:, None]
-        gamma, kappa = (torch.where(exact == 0, 0.0, message.to(wide) * exact) for message in (gamma, kappa))
+        gamma, kappa, drifted = _normalize_smoothed(gamma, kappa, weights.to(wide), plan, limits)
+        log_likelihood = torch.where(drifted, torch.nan, log_likelihood)
         first = plan.slices[0].stop if plan.slices else 0
         initial_counts = gamma[:first].sum(0)
         counts = _counts(operator, alpha.to(wide), kappa, plan, first, wide)
@@ -166,14 +172,18 @@ def e_step(
     last[plan.order] = torch.where(log_likelihood[plan.order].isnan()[:, None], 0.0, alpha[plan.ends].to(wide))
     impossible = torch.full((num_sequences,), -1, dtype=torch.int64, device=device)
     found = EStep(log_likelihood, impossible, initial_counts, counts, pulled, smoothed, filtered, last)
-    if bool(log_likelihood.isnan().any() | log_space.is_spoiled(initial, operator, evidence)):
-        log_space.refuse_spoiled(initial, operator, evidence)
+    if bool(log_likelihood.isnan().any() | log_space.has_invalid_numbers(initial, operator, evidence)):
+        log_space.raise_invalid_numbers(initial, operator, evidence)
         found = with_lost_sequences(found, initial, operator, evidence, offsets, weights, smooth)
     return found if per_step else found._replace(smoothed=found.smoothed[:0], filtered=found.filtered[:0])
 
 
 def _forward(start: Tensor, maps: Prepared, messages: Tensor, plan: _Plan, leak: float) -> tuple[Tensor, Tensor]:
-    """Turns (steps, S) emissions by time into filtered rows, in place; and (steps,) their sums before normalization."""
+    """Runs the forward pass, in place, on (steps, S) emission probabilities by time.
+
+    Returns:
+        (steps, S) filtered rows and (steps,) their sums before normalization.
+    """
     totals = messages.new_empty(len(messages))
     before = messages[:0]
     for t, here in enumerate(plan.slices):
@@ -186,7 +196,11 @@ def _forward(start: Tensor, maps: Prepared, messages: Tensor, plan: _Plan, leak:
 
 
 def _backward(maps: Prepared, kappa: Tensor, plan: _Plan) -> tuple[Tensor, Tensor]:
-    """Turns (steps, S) emissions over totals into scaled messages, in place; and (steps, S) backward messages."""
+    """Runs the backward pass, in place, on (steps, S) emission probabilities divided by the sums of the forward pass.
+
+    Returns:
+        (steps, S) scaled messages kappa and (steps, S) backward messages beta.
+    """
     beta = torch.ones_like(kappa)
     for before, here in zip(plan.slices[-2::-1], plan.slices[:0:-1], strict=True):
         scaled = kappa[here].mul_(beta[here])
@@ -196,10 +210,27 @@ def _backward(maps: Prepared, kappa: Tensor, plan: _Plan) -> tuple[Tensor, Tenso
     return kappa, beta
 
 
+def _normalize_smoothed(
+    gamma: Tensor, kappa: Tensor, weights: Tensor, plan: _Plan, limits: _Range
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Corrects rounding: every smoothed row, and all pairs of states of a step, sum to the weight of the sequence.
+
+    Returns: Smoothed rows and scaled messages in the data type of `weights`, and (N,) whether the sum of a row of the
+        sequence deviates too much from 1. The rows of such a sequence are zero.
+    """
+    sums = gamma.sum(1).to(weights.dtype)
+    drifted = ~(plan.per_sequence((sums - 1).abs(), "max") < limits.drift)
+    scale = torch.where(
+        drifted[plan.sequence] | (sums == 0), 0.0, weights[plan.sequence] / torch.where(sums == 0, 1.0, sums)
+    )[:, None]
+    gamma, kappa = (torch.where(scale == 0, 0.0, message.to(weights.dtype) * scale) for message in (gamma, kappa))
+    return gamma, kappa, drifted
+
+
 def _counts(
     operator: Operator, alpha: Tensor, kappa: Tensor, plan: _Plan, first: int, wide: torch.dtype
 ) -> tuple[Tensor, ...]:
-    """Expected counts of the transitions into all rows by time from `first` on."""
+    """Computes the expected counts of the transitions into all rows by time from `first` on."""
     totals = tuple(torch.zeros_like(value, dtype=wide) for value in operator.natural)
     size = max(1, _COUNTED_AT_ONCE // max(kappa.shape[1], 1))
     for begin in range(first, len(kappa), size):
@@ -220,7 +251,10 @@ def with_lost_sequences(
     weights: Tensor,
     smooth: bool,
 ) -> EStep:
-    """Adds what log space finds of the sequences whose log-likelihood is NaN. Rows that `found` does not have are not filled."""
+    """Computes the sequences whose log-likelihood is NaN in log space, and adds the results to `found`.
+
+    Tensors without rows in `found` remain empty.
+    """
     lost = torch.nonzero(found.log_likelihood.isnan()).flatten()
     which, boundaries = lost.cpu().numpy(), offsets.numpy()
     at = torch.from_numpy(np.concatenate([np.arange(boundaries[n], boundaries[n + 1]) for n in which])).to(

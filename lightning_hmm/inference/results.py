@@ -1,4 +1,4 @@
-"""What inference returns. All tensors of steps are packed, as the evidence is."""
+"""Results of inference. Tensors with one row per step are packed like the evidence."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from lightning_hmm.sequences import Sequences
 
 
 class EStep(NamedTuple):
-    """Likelihoods and expected counts of a batch; counts are sums over sequences, each times its weight.
+    """Log-likelihoods and expected counts of a batch. Counts are weighted sums over the sequences.
 
     log_likelihood: (N,) log p(y), without weights.
-    impossible_step: (N,) the first step of probability zero, -1 if there is none.
-    initial: (S,) expected starts.
-    counts: one tensor for each natural parameter of the operator: its expected counts.
-    evidence: the gradient in the evidence's `live` tensor.
-    smoothed: (steps, S) p(z_t | y_1:T) times weight; no rows unless asked for.
-    filtered: (steps, S) p(z_t | y_1:t); no rows unless asked for. Zeros in impossible sequences.
-    last: (N, S) the filtered row of each sequence's last step; no rows unless asked for.
+    impossible_step: (N,) first step of probability zero within each sequence, -1 if there is none.
+    initial: (S,) expected number of sequences that start in each state.
+    counts: One tensor of expected counts for each natural parameter of the operator.
+    evidence: Gradient of the log-likelihood with respect to the `live` tensor of the evidence.
+    smoothed: (steps, S) p(z_t | y_1:T) times the weight, or no rows unless requested.
+    filtered: (steps, S) p(z_t | y_1:t), or no rows unless requested. It is zero in impossible sequences.
+    last: (N, S) filtered probabilities of the last step of each sequence, or no rows unless requested.
     """
 
     log_likelihood: Tensor
@@ -34,12 +34,12 @@ class EStep(NamedTuple):
 
 
 class Posterior(NamedTuple):
-    """What the data say about the states.
+    """Posterior distribution of the states.
 
     log_likelihood: (N,) log p(y_1:T).
     filtered: (steps, S) p(z_t | y_1:t).
     smoothed: (steps, S) p(z_t | y_1:T).
-    counts: one tensor for each natural parameter of the operator: its expected counts, each sequence times its weight.
+    counts: One tensor of expected counts, weighted sums over the sequences, for each natural parameter of the operator.
     """
 
     log_likelihood: Tensor
@@ -51,7 +51,7 @@ class Posterior(NamedTuple):
 class Path(NamedTuple):
     """The most probable states.
 
-    states: (steps,) -1 in impossible sequences.
+    states: (steps,) states, which are -1 in impossible sequences.
     log_probability: (N,) log p(y, z).
     """
 
@@ -60,13 +60,13 @@ class Path(NamedTuple):
 
 
 def impossible_message(sequences: Sequences, n: int, t: int) -> str:
-    """Names the step of a sequence that has probability zero."""
+    """Returns an error message for sequence `n`, whose step `t` has probability zero."""
     value = sequences[n][t].tolist()
     return f"Sequence {n} has probability zero under the model: step {t} ({value}) cannot follow what is before it."
 
 
 def refuse_nan(name: str, array: np.ndarray) -> float:
-    """Refuses NaN, which would be lost in a comparison somewhere; returns the largest number. (Log-probabilities above zero are allowed.)"""
+    """Raises a `ValueError` if the array contains NaN. Returns the largest number, which may be above zero."""
     largest = float(array.max(initial=-np.inf))
     if np.isnan(largest):
         where = tuple(map(int, np.argwhere(np.isnan(array))[0]))

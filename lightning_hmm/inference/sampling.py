@@ -1,4 +1,7 @@
-"""Random paths of the hidden chain, from the model itself or from the posterior. They are drawn on the CPU, so that every device gives the same."""
+"""Random state paths, from the Markov chain or from the posterior.
+
+They are drawn on the CPU, so the result does not depend on the device.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from lightning_hmm.inference.results import EStep
 
 
 def draw_uniforms(count: int, generator: torch.Generator) -> Tensor:
+    """Draws (count,) numbers from [0, 1), float64."""
     return torch.rand(count, generator=generator, dtype=torch.float64)
 
 
@@ -25,25 +29,49 @@ def _numpy(tensor: Tensor) -> np.ndarray:
 
 
 def draw_rows(probs: Tensor, chosen: Tensor, generator: torch.Generator) -> Tensor:
-    """One draw from row ``chosen[t]`` of `probs` for each t: the symbols of states, for example."""
+    """Draws one entry from row ``chosen[t]`` of `probs` for each t, for example the symbols of states.
+
+    Args:
+        probs: (rows, V) probabilities.
+        chosen: (n,) numbers of rows.
+        generator: Random generator of the CPU.
+
+    Returns:
+        (n,) numbers of columns, on the device of `probs`.
+
+    Example:
+        >>> import torch
+        >>> draw_rows(torch.tensor([[0.0, 1.0], [1.0, 0.0]]), torch.tensor([0, 1, 0]), torch.Generator())
+        tensor([1, 0, 1])
+    """
     draws = loops.draw_rows(_numpy(probs), chosen.cpu().numpy(), draw_uniforms(len(chosen), generator).numpy())
     if draws.min(initial=0) < 0:
         raise ValueError(
-            f"`probs` row {int(chosen[int((draws < 0).argmax())])} must have some probability to draw from, but has none."
+            f"`probs` row {int(chosen[int((draws < 0).argmax())])} must have some probability to draw from, "
+            "but has none."
         )
     return torch.from_numpy(draws).to(probs.device)
 
 
 @singledispatch
 def chains(operator: Operator, initial: Tensor, offsets: Tensor, uniforms: Tensor) -> Tensor:
-    """(steps,) states of the chain for sequences that begin and end at `offsets`, all on the CPU; -1 from where there is nothing to draw from."""
+    """Draws state paths from the Markov chain. All tensors are on the CPU.
+
+    Args:
+        operator: Transition operator.
+        initial: (S,) log-probabilities of the first state.
+        offsets: (N + 1,) boundaries of the sequences.
+        uniforms: (steps,) numbers from [0, 1).
+
+    Returns:
+        (steps,) states. They are -1 after a state without transitions.
+    """
     states = torch.full((len(uniforms),), -1, dtype=torch.int64)
     starts, lengths = offsets[:-1], offsets.diff()
     for t in range(int(lengths.max()) if len(lengths) else 0):
         rows = starts[lengths > t] + t
-        states[rows] = _draw(
-            initial.exp().expand(len(rows), -1) if t == 0 else operator.leaving(states[rows - 1], rows), uniforms[rows]
-        )
+        probs = initial.exp().expand(len(rows), -1) if t == 0 else operator.leaving(states[rows - 1], rows)
+        states[rows] = _draw(probs, uniforms[rows])
         if bool((states[rows] < 0).any()):
             break
     return states
@@ -65,7 +93,11 @@ def _(operator: MostlyConstant, initial: Tensor, offsets: Tensor, uniforms: Tens
 
 
 def _draw(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """(n,) the entry of each row of `probs` (n, S) on which a uniform number falls; -1 in rows without any mass. Rows need not sum to one."""
+    """Draws one entry from each row of `probs` (n, S), whose rows need not sum to one.
+
+    Returns:
+        (n,) numbers of columns. They are -1 for rows of zeros.
+    """
     rows = torch.arange(len(probs)).numpy()
     return torch.from_numpy(loops.draw_rows(_numpy(probs), rows, uniforms.numpy()))
 
@@ -79,16 +111,24 @@ def paths(
     uniforms: Tensor,
     filtered: Callable[[], EStep],
 ) -> Tensor:
-    """(steps,) states drawn backward: z_T from the last filtered row, then z_t from alpha_t(i) A[i, z_t+1]; -1 in impossible sequences.
+    """Draws state paths from the posterior: z_T from the last filtered row, then z_t from alpha_t(i) A[i, z_t+1].
 
-    `filtered` runs the E-step that gives the filtered rows.
+    Args:
+        operator: Transition operator, on the CPU.
+        initial: (S,) log-probabilities of the first state, on the CPU.
+        evidence: Evidence of the observations.
+        offsets: (N + 1,) boundaries of the sequences.
+        uniforms: (steps,) numbers from [0, 1).
+        filtered: Function that runs the E-step with filtered rows.
+
+    Returns:
+        (steps,) states, which are -1 in impossible sequences.
     """
     found = filtered()
     path = torch.from_numpy(backward_paths(operator, _numpy(found.filtered), offsets, uniforms))
     possible = torch.nonzero((offsets.diff() > 0) & (found.impossible_step.cpu() < 0)).flatten()
-    for n in possible[
-        path[offsets[:-1][possible]] < 0
-    ].tolist():  # every weight is below the smallest float: the same in log space
+    # In some sequences all weights of a step are below the smallest float. They are computed in log space.
+    for n in possible[path[offsets[:-1][possible]] < 0].tolist():
         at = torch.arange(*offsets[n : n + 2].tolist())
         rows = evidence.at(at.to(evidence.live.device)).rows().detach().cpu()
         path[at] = _exact_path(initial, operator.restricted_to(at), rows, uniforms[at])
@@ -97,7 +137,7 @@ def paths(
 
 @singledispatch
 def backward_paths(operator: Operator, filtered: np.ndarray, offsets: Tensor, uniforms: Tensor) -> np.ndarray:
-    """Backward sampling from filtered rows; -1 in sequences in which all weights of a step are zero."""
+    """Runs backward sampling on filtered rows. States are -1 in sequences in which all weights of a step are zero."""
     rows_of, states = torch.from_numpy(filtered), torch.full((len(uniforms),), -1, dtype=torch.int64)
     retract = operator.prepare(rows_of.dtype).retract
     starts, lengths = offsets[:-1], offsets.diff()
@@ -133,7 +173,7 @@ def _(operator: MostlyConstant, filtered: np.ndarray, offsets: Tensor, uniforms:
 
 
 def _exact_path(initial: Tensor, operator: Operator, rows: Tensor, uniforms: Tensor) -> Tensor:
-    """One path, in log space. `rows` are the log-likelihoods of its steps."""
+    """Draws one path from the posterior in log space. `rows` are the log-likelihoods of its steps."""
     matrices = [operator.to_dense(torch.tensor([t])).reshape(len(initial), len(initial)) for t in range(len(rows))]
     log_alpha = [initial + rows[0]]
     for t in range(1, len(rows)):

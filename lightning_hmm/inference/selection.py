@@ -1,21 +1,24 @@
-r"""Which entries of its rows a mostly constant transition matrix keeps: the M-step's choice.
+r"""Selection of the entries that a mostly constant transition matrix keeps. It is part of the M-step.
 
-With the expected transitions :math:`S_{ij}` and :math:`G_i = \sum_j S_{ij}`, the M-step for a given set is
-:math:`a_{ij} = S_{ij} / G_i` for what is kept and :math:`c_i = (G_i - \sum_{kept} S_{ij}) / ((N - K) G_i)`. There are two criteria:
+Let :math:`S_{ij}` be the expected transitions and :math:`G_i = \sum_j S_{ij}`. The M-step for a given set of K entries
+is :math:`a_{ij} = S_{ij} / G_i` for the kept entries and :math:`c_i = (G_i - \sum_{kept} S_{ij}) / ((N - K) G_i)` for
+all others. Q is the expected log-likelihood after the M-step. There are two criteria:
 
-- ``largest``: the K largest :math:`S_{ij}`, unless the old ones give the row a higher Q. (By Q alone the K largest may be worse than what
-  was there, and the likelihood would fall.)
-- ``window``: the set with the highest Q. What is left to the constant should be alike, so it is an interval of the sorted row: the a
-  largest and the K - a smallest are kept, for the best of the K + 1 possible a.
+- ``largest`` keeps the K largest :math:`S_{ij}`, unless the old set gives the row a higher Q. (The K largest entries
+  can have a lower Q than the old set, and the likelihood would then decrease.)
+- ``window`` keeps the set with the highest Q. The entries that share the constant should be similar, so they are an
+  interval of the sorted row: the a largest and the K - a smallest entries are kept, for the best of the K + 1 values of
+  a.
 
-and two ways to get there, which agree:
+There are two algorithms, which select the same entries:
 
-- `choose_gemm` multiplies blocks of rows of :math:`\alpha^T \kappa` out and looks at every entry; any criterion.
-- `choose_lazily` (Siddiqi & Moore, 2005, section 4.4.1) computes upper bounds from the largest terms and then as few exact sums as these
-  allow; ``largest`` only. The paper's text ranks by the sum over :math:`\alpha_t(i) \kappa_t(j)` and drops the factor :math:`a_{ij}` of its
-  equation 11, under which the likelihood falls; here it is in its place.
+- `choose_gemm` computes all entries of :math:`\alpha^T \kappa` in blocks of rows. It supports both criteria.
+- `choose_lazily` (Siddiqi & Moore, 2005, section 4.4.1) computes upper bounds from the largest terms, and exact sums
+  only where the bounds require it. It supports ``largest``. The text of the paper ranks by the sum over
+  :math:`\alpha_t(i) \kappa_t(j)`, without the factor :math:`a_{ij}` of its equation 11. The likelihood can then
+  decrease, so the factor is included here.
 
-Ties go to the column with the lower number, and a row changes only for a gain beyond rounding.
+Ties are broken in favor of the column with the lower number. A row changes only if the gain exceeds rounding errors.
 """
 
 from __future__ import annotations
@@ -28,24 +31,24 @@ import torch
 from torch import Tensor
 
 from lightning_hmm.inference.kernels import selection_loops as loops
-from lightning_hmm.inference.kernels.lanes import aligned_zeros, num_lanes, run_lanes
 from lightning_hmm.inference.kernels.simd import padded_size
+from lightning_hmm.inference.kernels.threads import aligned_zeros, num_shares, run_shares
 from lightning_hmm.inference.operators import MostlyConstant
 from lightning_hmm.inference.results import EStep
 
 CRITERIA = ("largest", "window")
-_BLOCK_ENTRIES = 1 << 20  # of a block of rows
-_TILE_ROWS = 128  # that one compiled product makes
-_GAIN = loops._GAIN
-_LAZY_ROWS = 32
+_BLOCK_ENTRIES = 1 << 20  # entries of a block of rows
+_TILE_ROWS = 128  # rows of one compiled product
+_LAZY_ROWS = 32  # rows of one call of the lazy kernel
 
 
 class Pairs(NamedTuple):
-    """The expected transitions of all pairs of states, not yet multiplied out.
+    """Expected transitions of all pairs of states in factored form.
 
-    E[i -> j] = A_ij sum_t alpha_t-1(i) kappa_t(j) + counts_ij, the sum over successive rows of `alpha` and `kappa`; kappa is zero at
-    the first step of each sequence. Any of the three may be empty. On a CPU, the rows of `alpha` and `kappa` are padded with zeros to a
-    multiple of the vector width, as the compiled product needs them.
+    E[i -> j] = A_ij sum_t alpha_t-1(i) kappa_t(j) + counts_ij, where the sum is over successive rows of `alpha` and
+    `kappa`. The message kappa is zero at the first step of each sequence. Any of the three tensors may be empty. On a
+    CPU, the rows of `alpha` and `kappa` are padded with zeros to a multiple of the vector width, for the compiled
+    product.
     """
 
     alpha: Tensor
@@ -54,9 +57,9 @@ class Pairs(NamedTuple):
 
 
 def factored_pairs(operator: MostlyConstant, found: EStep, offsets: Tensor) -> Pairs:
-    """The pairs of an E-step that has the filtered and smoothed rows of all steps.
+    """Computes the pairs from an E-step with the filtered and smoothed rows of all steps.
 
-    The message kappa_t(j) is the smoothed probability of a state divided by the predicted one, alpha_t-1 A.
+    The message kappa_t(j) is the smoothed probability of a state divided by its predicted probability, alpha_t-1 A.
     """
     size, device = operator.num_states, found.filtered.device
     width = padded_size(size, found.filtered.element_size()) if device.type == "cpu" else size
@@ -79,14 +82,14 @@ def factored_pairs(operator: MostlyConstant, found: EStep, offsets: Tensor) -> P
 
 
 class Choice(NamedTuple):
-    """What to keep, and the counts for the M-step.
+    """Selected entries, and their counts for the M-step.
 
-    indices: (N, K) the columns, rising.
-    log_values: (N, K) the entries of the old matrix there.
-    kept: (N, K) expected transitions along them.
-    rest: (N,) expected transitions along all others.
-    changes: (N,) how many columns of each row are new.
-    dot_products: (N,) how many exact sums over all steps each row took.
+    indices: (N, K) columns of the selected entries, in ascending order.
+    log_values: (N, K) log-probabilities of these entries in the old matrix.
+    kept: (N, K) expected transitions of the selected entries.
+    rest: (N,) sum of the expected transitions of all other entries of a row.
+    changes: (N,) number of columns of each row that were not in the old set.
+    dot_products: (N,) number of exact sums over all steps that were computed for each row.
     """
 
     indices: Tensor
@@ -98,13 +101,14 @@ class Choice(NamedTuple):
 
 
 class PairSums:
-    """The expected transitions of all pairs of states over the batches of an epoch, in as little memory as they need.
+    """Sum of the expected transitions of all pairs of states over the batches of an epoch.
 
-    They stay factored, 2 T N numbers, until N^2 is less; one batch alone stays factored in any case, as it was made so.
+    Several batches are stored in factored form, 2 T N numbers, until the N x N matrix needs less memory. A single batch
+    is always stored in factored form.
 
     Args:
-        operator: the transitions of the epoch.
-        factored: never multiply out; for `choose_lazily`.
+        operator: Transitions of the epoch.
+        factored: Whether to store all batches in factored form, as `choose_lazily` requires.
     """
 
     def __init__(self, operator: MostlyConstant, factored: bool = False) -> None:
@@ -118,6 +122,7 @@ class PairSums:
         return len(self.operator.log_constants)
 
     def add(self, pairs: Pairs) -> None:
+        """Adds the expected transitions of a batch."""
         if pairs.counts.numel():
             self.counts = pairs.counts.clone() if self.counts is None else self.counts.add_(pairs.counts)
         if len(pairs.alpha):
@@ -132,18 +137,19 @@ class PairSums:
             self.counts, self.factors = counts, []
 
     def messages(self) -> tuple[Tensor, Tensor]:
-        """alpha and kappa of all batches, one after the other."""
+        """Returns the concatenated rows of `alpha` and of `kappa` of all batches."""
         size, none = self.num_states, [self.operator.log_constants.new_zeros(0, self.num_states)]
-        return torch.cat(none + [pairs.alpha[:, :size] for pairs in self.factors]), torch.cat(
-            none + [pairs.kappa[:, :size] for pairs in self.factors]
-        )
+        alpha = torch.cat(none + [pairs.alpha[:, :size] for pairs in self.factors])
+        kappa = torch.cat(none + [pairs.kappa[:, :size] for pairs in self.factors])
+        return alpha, kappa
 
     def blocks(self) -> list[tuple[int, int]]:
+        """Returns the first and last row (exclusive) of each block of rows."""
         size = max(1, _BLOCK_ENTRIES // self.num_states)
         return [(first, min(first + size, self.num_states)) for first in range(0, self.num_states, size)]
 
     def rows(self, first: int, last: int) -> Tensor:
-        """(rows, N) expected transitions from the states first to last."""
+        """Returns (rows, N) expected transitions from the states `first` to `last`, exclusive."""
         size = self.num_states
         total = self.operator.log_constants.new_zeros(last - first, size)
         for alpha, kappa, _ in self.factors:
@@ -158,32 +164,35 @@ class PairSums:
 
 def _multiply_compiled(first: int, last: int, alpha: np.ndarray, kappa: np.ndarray, out: np.ndarray) -> None:
     starts = range(first, last, _TILE_ROWS)
-    lanes = num_lanes(len(starts), 0)
+    shares = num_shares(len(starts), 0)
 
-    def work(lane: int) -> None:
+    def work(share: int) -> None:
         partial = aligned_zeros(alpha.dtype, min(_TILE_ROWS, last - first), alpha.shape[1])
-        for start in starts[lane::lanes]:
+        for start in starts[share::shares]:
             stop = min(start + _TILE_ROWS, last)
             loops.multiply_rows(start, stop, alpha, kappa, partial[: stop - start], out[start - first : stop - first])
 
-    run_lanes(lanes, work)
+    run_shares(shares, work)
 
 
 def choose_gemm(
     sums: PairSums, criterion: str, pseudocount: float = 0.0, total: Callable[[Tensor], Tensor] | None = None
 ) -> Choice:
-    """Looks at all entries, one block of rows after the other; `total` adds a tensor up over ranks."""
+    """Selects the entries to keep from all entries, one block of rows at a time.
+
+    Args:
+        sums: Expected transitions.
+        criterion: "largest" or "window".
+        pseudocount: Number that is added to the expected count of each possible transition for the comparison.
+        total: Function that sums a tensor over all ranks, for distributed training.
+    """
     _check_criterion(criterion)
     blocks = []
     for first, last in sums.blocks():
         pairs = sums.rows(first, last)
         pairs = pairs if total is None else total(pairs)
-        part = slice(first, last)
-        blocks.append(
-            (_choose_compiled if pairs.is_cpu else _choose_portable)(
-                pairs, sums.operator, part, criterion == "window", pseudocount
-            )
-        )
+        choose = _choose_compiled if pairs.is_cpu else _choose_portable
+        blocks.append(choose(pairs, sums.operator, slice(first, last), criterion == "window", pseudocount))
     indices, log_values, kept, rest, changes = (torch.cat(parts) for parts in zip(*blocks, strict=True))
     return Choice(indices, log_values, kept, rest, changes, torch.full_like(changes, sums.num_states))
 
@@ -196,7 +205,7 @@ def _check_criterion(criterion: str) -> None:
 def _choose_compiled(
     pairs: Tensor, operator: MostlyConstant, part: slice, window: bool, pseudocount: float
 ) -> tuple[Tensor, ...]:
-    """What to keep of some of the rows, whose expected transitions are `pairs`."""
+    """Selects the entries to keep of the rows `part`, whose expected transitions are `pairs` (rows, N)."""
     kept = operator.indices[part], operator.log_values[part], operator.log_constants[part]
     rows, indices, log_values, log_constants = (tensor.contiguous().numpy() for tensor in (pairs, *kept))
     outputs: Any = (
@@ -219,14 +228,14 @@ def _entropy_term(p: Tensor) -> Tensor:
 def _choose_portable(
     pairs: Tensor, operator: MostlyConstant, part: slice, window: bool, pseudocount: float
 ) -> tuple[Tensor, ...]:
-    """As `_choose_compiled`, in plain torch."""
+    """Computes the same as `_choose_compiled`, in plain torch."""
     indices = operator.indices[part]
     size, num_kept = pairs.shape[1], indices.shape[1]
     logs = operator.log_rows(part)
     row = pairs + pseudocount * (logs > -torch.inf).to(pairs.dtype)
     total = row.sum(1, keepdim=True)
-    shares = row / torch.where(total > 0, total, 1.0)
-    ordered, order = shares.sort(dim=1, descending=True, stable=True)
+    probs = row / torch.where(total > 0, total, 1.0)
+    ordered, order = probs.sort(dim=1, descending=True, stable=True)
 
     def value(kept: Tensor, rest: Tensor) -> Tensor:
         return _entropy_term(kept).sum(1) + _entropy_term(rest) - rest * np.log(size - num_kept)
@@ -235,18 +244,18 @@ def _choose_portable(
     for a in range(num_kept - 1, -1 if window else num_kept - 1, -1):
         first, last = slice(0, a), slice(a + size - num_kept, size)
         here = value(torch.cat([ordered[:, first], ordered[:, last]], 1), ordered[:, a : a + size - num_kept].sum(1))
-        better = here > best_value + _GAIN
+        better = here > best_value + loops.GAIN
         best = torch.where(better[:, None], torch.cat([order[:, first], order[:, last]], 1), best)
         best_value = torch.where(better, here, best_value)
-    old_value = value(shares.gather(1, indices), shares.scatter(1, indices, 0.0).sum(1))
-    changed = (best_value > old_value + _GAIN) & (total.squeeze(1) > 0)
+    old_value = value(probs.gather(1, indices), probs.scatter(1, indices, 0.0).sum(1))
+    changed = (best_value > old_value + loops.GAIN) & (total.squeeze(1) > 0)
     chosen = torch.where(changed[:, None], best.sort(dim=1).values, indices)
     fresh = torch.ones_like(row).scatter(1, indices, 0.0).gather(1, chosen).sum(1).long()
     return chosen, logs.gather(1, chosen), pairs.gather(1, chosen), pairs.scatter(1, chosen, 0.0).sum(1), fresh
 
 
 def default_bound_terms(num_steps: int) -> int:
-    """R, the terms that bounds are made from: a twentieth of the steps, as in the paper."""
+    """Returns R, the number of terms in the bounds: a twentieth of the steps, as in the paper."""
     return max(1, num_steps // 20)
 
 
@@ -259,9 +268,16 @@ def choose_lazily(
     bound_terms: int | None = None,
     pseudocount: float = 0.0,
 ) -> Choice:
-    """The K largest of each row by upper bounds from the `bound_terms` (R) largest terms of each alpha(i) and kappa(j).
+    """Selects the K largest entries of each row, using upper bounds to avoid most of the exact sums.
 
-    `alpha` and `kappa` are those of `Pairs`, of all data; `kept` and `rest` the exact counts of the entries kept so far.
+    Args:
+        alpha: (T, N) messages of all data, as in `Pairs`.
+        kappa: (T, N) messages of all data, as in `Pairs`.
+        operator: Transitions of the epoch.
+        kept: (N, K) exact counts of the entries that are kept at present.
+        rest: (N,) exact sums of the counts of all other entries.
+        bound_terms: R, the number of largest terms of each alpha(i) and kappa(j) from which the bounds are computed.
+        pseudocount: Number that is added to the expected count of each possible transition for the comparison.
     """
     given = operator.indices, operator.log_values, operator.log_constants
     indices, log_values, log_constants = (tensor.detach().cpu().contiguous().numpy() for tensor in given)
@@ -277,48 +293,51 @@ def choose_lazily(
         )
     rows, following = np.ascontiguousarray(rows), np.ascontiguousarray(following)
     alpha_columns, kappa_columns = np.ascontiguousarray(rows.T), np.ascontiguousarray(following.T)
-    lists: list[Any] = []
-    for columns in (alpha_columns, kappa_columns):
-        arrays: Any = (
-            np.empty((size, num_terms), np.int64),
-            np.empty(size, np.int64),
-            np.empty(size, columns.dtype),
-            np.empty(size),
-        )
-        _over_rows(size, loops.large_entries, columns, num_terms, *arrays)
-        lists += arrays
+    large = [*_large_entries(alpha_columns, num_terms), *_large_entries(kappa_columns, num_terms)]
     outputs: Any = (
-        np.empty_like(indices), np.empty_like(log_values), np.empty_like(log_values), np.empty(size), np.empty(size, np.int64), np.empty(size, np.int64)
-    )  # fmt: skip
+        np.empty_like(indices),
+        np.empty_like(log_values),
+        np.empty_like(log_values),
+        np.empty(size),
+        np.empty(size, np.int64),
+        np.empty(size, np.int64),
+    )
     counts = [tensor.detach().double().cpu().contiguous().numpy() for tensor in (kept, rest)]
     blocks = range(0, size, _LAZY_ROWS)
-    lanes = num_lanes(len(blocks), 0)
+    shares = num_shares(len(blocks), 0)
+    messages = rows, following, alpha_columns, kappa_columns
+    data: Any = (*messages, *large, indices, log_values, log_constants, float(pseudocount), *counts)
 
-    def work(lane: int) -> None:
-        for first in blocks[lane::lanes]:
-            data: Any = (
-                rows,
-                following,
-                alpha_columns,
-                kappa_columns,
-                *lists,
-                indices,
-                log_values,
-                log_constants,
-                float(pseudocount),
-            )
-            loops.lazy_rows(first, min(first + _LAZY_ROWS, size), *data, *counts, *outputs)
+    def work(share: int) -> None:
+        for first in blocks[share::shares]:
+            loops.lazy_rows(first, min(first + _LAZY_ROWS, size), *data, *outputs)
 
-    run_lanes(lanes, work)
+    run_shares(shares, work)
     return Choice(*(torch.from_numpy(output).to(alpha.device) for output in outputs))
 
 
-def _over_rows(size: int, kernel: Any, *arguments: Any) -> None:
-    """Runs a kernel on shares of the rows; arguments that are arrays have `size` rows, of which each call gets its share."""
-    lanes = num_lanes(size, 0)
+def _large_entries(columns: np.ndarray, num_terms: int) -> Any:
+    """Returns the results of `selection_loops.large_entries` for all rows of `columns` (states by steps)."""
+    size = len(columns)
+    arrays: Any = (
+        np.empty((size, num_terms), np.int64),
+        np.empty(size, np.int64),
+        np.empty(size, columns.dtype),
+        np.empty(size),
+    )
+    _over_rows(size, loops.large_entries, columns, num_terms, *arrays)
+    return arrays
 
-    def work(lane: int) -> None:
-        part = slice(size * lane // lanes, size * (lane + 1) // lanes)
+
+def _over_rows(size: int, kernel: Any, *arguments: Any) -> None:
+    """Runs a kernel on shares of the rows.
+
+    All array arguments have `size` rows, and each call gets its share of them.
+    """
+    shares = num_shares(size, 0)
+
+    def work(share: int) -> None:
+        part = slice(size * share // shares, size * (share + 1) // shares)
         kernel(*(argument[part] if isinstance(argument, np.ndarray) else argument for argument in arguments))
 
-    run_lanes(lanes, work)
+    run_shares(shares, work)

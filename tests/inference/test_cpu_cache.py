@@ -73,7 +73,7 @@ def test_every_compiled_module_of_inference_uses_this_cache():
         cache._hash_of(*(path for folder in ("cpu", "kernels") for path in sorted((package / folder).rglob("*.py"))))
         == cache._PACKAGE_STAMP
     )
-    assert isinstance(forward_backward.forward_lane._cache, cache.SourceCache)
+    assert isinstance(forward_backward.forward._cache, cache.SourceCache)
 
 
 def test_a_line_says_what_is_compiled(caplog):

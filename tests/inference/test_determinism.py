@@ -10,7 +10,7 @@ import torch
 
 from lightning_hmm import inference
 from lightning_hmm.inference.cpu import estep
-from lightning_hmm.inference.kernels.lanes import num_lanes
+from lightning_hmm.inference.kernels.threads import num_shares
 from tests.inference import oracle
 
 KINDS = oracle.KINDS
@@ -31,7 +31,7 @@ def large(kind: str, kept: int | None = None) -> oracle.Model:
     """Enough work for several lanes, more sequences than a tile holds, and a lane that gets less than the others."""
     model = oracle.make(kind, 17 if kept is None else 200, [90, 0, 1] + [60] * 70, kept=kept, seed=41)
     ((order, tile),) = estep.plan(model.sequences.offsets.numpy(), None, len(model.initial), 8 * len(model.initial))
-    assert num_lanes(-(-len(order) // tile), 0) > 2
+    assert num_shares(-(-len(order) // tile), 0) > 2
     return model.with_weights(torch.linspace(0.1, 2, 73))
 
 

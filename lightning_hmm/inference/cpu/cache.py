@@ -1,8 +1,8 @@
 """Compilation and its cache on disk.
 
-numba stores compiled code under the signature of a function, together with the date of the file that the function is in. It does not notice
-changes in other files, which the compiled code contains as well. The cache here depends on the contents of all source files of
-`inference.cpu` and `inference.kernels`, and on the files of the operators in a signature, wherever they are.
+The cache of numba depends on the signature of a function and on the date of the file that defines it. It does not
+depend on other files whose functions are compiled into the code. The cache defined here depends on the contents of all
+source files of `inference.cpu` and `inference.kernels`, and on the files that define the operators in a signature.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def record_source(arrays: type, function: Callable[..., Any]) -> None:
 
 
 class _Locator:
-    """A locator of numba with another stamp."""
+    """A cache locator of numba whose source stamp is that of the package."""
 
     def __init__(self, locator: Any) -> None:
         self._locator = locator
@@ -62,7 +62,7 @@ class SourceCache(FunctionCache):
     announces = False
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """As numba's. Where nothing is found, the compilation follows, which may take some seconds."""
+        """Loads compiled code. If there is none, a warning is logged, because the compilation can take some seconds."""
         found = super().load_overload(sig, target_context)
         if found is None and self.announces:
             operators = [
@@ -78,7 +78,7 @@ class SourceCache(FunctionCache):
         return found
 
     def _index_key(self, sig: Any, codegen: Any) -> tuple[Any, ...]:
-        # Strings only: an index that contains classes cannot be read where one of them cannot be imported.
+        # The key contains strings only, because an index with classes cannot be read if one of them cannot be imported.
         _, *rest = super()._index_key(sig, codegen)
         classes = [
             argument.instance_class for argument in sig if isinstance(argument, types.NamedTuple | types.NamedUniTuple)
@@ -94,7 +94,7 @@ def inner(function: Callable[..., Any]) -> Any:
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """Compiles a function that Python calls, and keeps it on disk. A line is logged before it is compiled."""
+    """Compiles a function that Python calls, and caches it on disk. A warning is logged before the compilation."""
     compiled = inner(function)
     compiled._cache = SourceCache(function)
     compiled._cache.announces = True
@@ -102,7 +102,9 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 
 def strict_kernel(function: Callable[..., Any]) -> Any:
-    """As `kernel`, for functions in which comparisons with NaN and -inf decide; sums are taken in the order that is written."""
+    """Compiles a function like `kernel`, without fast math: comparisons with NaN and -inf work, and sums are not
+    reordered.
+    """
     compiled: Any = njit(nogil=True, error_model="numpy")(function)
     compiled._cache = SourceCache(function)
     return compiled

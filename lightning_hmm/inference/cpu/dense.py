@@ -11,8 +11,8 @@ from lightning_hmm.inference.cpu.driver import best, best_source, count, impleme
 from lightning_hmm.inference.cpu.fill import multiply, multiply_add
 from lightning_hmm.inference.cpu.prepared import Facts, Prepared, prepares, scores
 from lightning_hmm.inference.cpu.vectors import step_four, watched_step_four
-from lightning_hmm.inference.kernels.lanes import aligned_zeros
 from lightning_hmm.inference.kernels.simd import make_product, padded_size
+from lightning_hmm.inference.kernels.threads import aligned_zeros
 from lightning_hmm.inference.operators import Dense
 
 _SUMMED = 2048  # rows of a product that are added up in the working precision

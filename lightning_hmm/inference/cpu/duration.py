@@ -1,4 +1,4 @@
-"""The operator `Duration` on a CPU. State k D + r stays in k for r more steps: K^2 + K D operations a step, not (K D)^2."""
+"""Kernels of the operator `Duration`. A step takes K^2 + K D operations for K classes and durations up to D."""
 
 from __future__ import annotations
 
@@ -12,14 +12,19 @@ from lightning_hmm.inference.operators import Duration
 
 
 class DurationArrays(NamedTuple):
-    """jumps: (K, K); durations: (K, D); probabilities."""
+    """Probabilities of the next class (K, K) and of durations (K, D)."""
 
     jumps: np.ndarray
     durations: np.ndarray
 
 
 class DurationSums(NamedTuple):
-    """jumps: (K, K) and durations: (K, D) sums of messages before and after the transition; entering: (K,) for use inside a step."""
+    """Sums of products of messages before and after a transition.
+
+    jumps: (K, K) sums for the next class.
+    durations: (K, D) sums for the durations.
+    entering: (K,) scratch space of a step.
+    """
 
     jumps: np.ndarray
     durations: np.ndarray
@@ -78,15 +83,14 @@ def prepare(operator: Duration, dtype: np.dtype) -> Prepared:
         0.0 if durations.size > 1 else float(jumps.min() * durations.min()), float(least_nonzero), largest, growth
     )
 
-    def sums(lanes: int) -> list[DurationSums]:
-        return [
-            DurationSums(np.zeros(jumps.shape), np.zeros(durations.shape), np.zeros(len(jumps))) for _ in range(lanes)
-        ]
+    def sums(shares: int) -> list[DurationSums]:
+        shapes = jumps.shape, durations.shape, len(jumps)
+        return [DurationSums(*map(np.zeros, shapes)) for _ in range(shares)]
 
     def counts(sums: list[DurationSums]) -> tuple[np.ndarray, ...]:
-        return np.sum([part.jumps for part in sums], 0) * jumps, np.sum(
-            [part.durations for part in sums], 0
-        ) * durations
+        jump_sums = np.sum([part.jumps for part in sums], 0)
+        duration_sums = np.sum([part.durations for part in sums], 0)
+        return jump_sums * jumps, duration_sums * durations
 
     return Prepared(
         DurationArrays(jumps.astype(dtype), durations.astype(dtype)),
@@ -99,7 +103,7 @@ def prepare(operator: Duration, dtype: np.dtype) -> Prepared:
 
 
 class DurationScores(NamedTuple):
-    """As `DurationArrays`, log-probabilities."""
+    """Log-probabilities of the next class (K, K) and of durations (K, D)."""
 
     jumps: np.ndarray
     durations: np.ndarray

@@ -20,8 +20,8 @@ from lightning_hmm.inference.cpu.exact import exact_sequence
 from lightning_hmm.inference.cpu.fill import BLOCK, QUADRATIC, ROWS, TABLE, Seen, feature_rows
 from lightning_hmm.inference.cpu.prepared import is_prepared, prepare
 from lightning_hmm.inference.evidence import Evidence, Quadratic, Rows, Table
-from lightning_hmm.inference.kernels.lanes import aligned_zeros, num_lanes, run_lanes, workspace
 from lightning_hmm.inference.kernels.simd import padded_size
+from lightning_hmm.inference.kernels.threads import aligned_zeros, num_shares, run_shares, workspace
 from lightning_hmm.inference.operators import Operator
 from lightning_hmm.inference.results import EStep, refuse_nan
 
@@ -304,7 +304,7 @@ def _pass(
         (seen.table.shape[0] if seen.form == TABLE else feature_rows.py_func(seen.weights.shape[0])) if smooth else 0
     )
     lane_bytes = prepared.lane_bytes + 8 * padded * statistics if smooth else 0
-    lanes = max((num_lanes(-(-order.shape[0] // tile), lane_bytes) for order, tile in groups), default=1)
+    lanes = max((num_shares(-(-order.shape[0] // tile), lane_bytes) for order, tile in groups), default=1)
     scale = _power_of_two(weights) if smooth else 1.0  # messages are multiplied by the weights in the working precision
     scaled = weights if scale == 1 else weights / scale
     sums = prepared.sums(lanes)
@@ -351,7 +351,7 @@ def _pass(
                 out,
             )
 
-        run_lanes(lanes, work)
+        run_shares(lanes, work)
     refuse_problem(problem.max(0), evidence, num_states)
     del data
     if not smooth:

@@ -1,12 +1,13 @@
-"""The operator `MostlyConstant` on a CPU: S states, of which each row i keeps M entries a_ij and has one constant c_i for all others.
+"""Kernels of the operator `MostlyConstant`. Row i of S keeps M entries a_ij and has a constant c_i for all others.
 
     predicted(j) = sum_i alpha(i) c_i + sum over the rows i that keep j of alpha(i) (a_ij - c_i)
 
-and the same along the rows on the way back: S M multiplications in place of S^2. Where a kept entry is below the row's constant the correction is
-negative. If what is left is small beside what it was taken from, it is added up again without a subtraction, in O(S).
+The backward step is the same along the rows. A step takes S M multiplications instead of S^2. If a kept entry is below
+the constant of its row, the correction is negative. If the result is small compared with the first sum, so that
+precision is lost, it is computed again without subtraction, in O(S).
 
-For one sequence, a vector holds one pair of weight and place for each of as many columns, or rows, as it has lanes. A tile of sequences is
-transposed for the forward pass, so that a weight is multiplied by a vector of sequences.
+For one sequence, a vector contains one element of the lists of as many columns, or rows, as it has lanes. A tile of
+sequences is transposed for the forward pass, so that a weight is multiplied by a vector of sequences.
 """
 
 from __future__ import annotations
@@ -28,24 +29,28 @@ from lightning_hmm.inference.kernels.gather import (
     transpose_block,
     vector_lanes,
 )
-from lightning_hmm.inference.kernels.lanes import aligned_zeros
 from lightning_hmm.inference.kernels.simd import padded_size
+from lightning_hmm.inference.kernels.threads import aligned_zeros
 from lightning_hmm.inference.operators import MostlyConstant
 
-# What is left of a sum after a subtraction, if less than this share, is added up again without one.
+# If the fraction of a sum that is left after a subtraction is below this, it is computed again without subtraction.
 _CANCELLED = {np.dtype(np.float32): 1e-2, np.dtype(np.float64): 1e-4}
-_SCATTERED = (
-    8  # how many times as long a kept entry of a single row takes, compared with one in the lists of all columns
-)
-_SEARCHED = 64  # numbers of which the largest is found at once
-_SUMMED = 256  # messages whose counts are added up in the working precision
+_SCATTERED = 8  # time for a kept entry of a single row, relative to one in the lists of all columns
+_SEARCHED = 64  # numbers whose maximum is computed at once
+_SUMMED = 256  # messages whose counts are summed in the data type of the messages
 
 
 class ColumnLists(NamedTuple):
-    """The rows that keep each column: entries starts[j]:starts[j + 1] of `sources` (rows) and `positions` (in the flat (S, M) arrays).
+    """For each column, the list of the rows that keep it.
 
-    The lists again, those of `lanes` columns side by side, in the order `order`, with numbers `weights`; list n of them is rows
-    slice_starts[n]:slice_starts[n + 1].
+    starts: (S + 1,) positions at which the lists begin in `sources` and `positions`.
+    sources: Rows that keep each column.
+    positions: Positions of the kept entries in the flat (S, M) arrays.
+    order: (S,) columns by decreasing length of their lists, for the interleaved lists.
+    slice_starts: First row of each slice in `slice_sources` and `weights`. A slice has the lists of as many columns as
+        a vector has lanes.
+    slice_sources: (rows, lanes) interleaved lists of rows.
+    weights: (rows, lanes) weights of the interleaved lists.
     """
 
     starts: np.ndarray
@@ -59,7 +64,7 @@ class ColumnLists(NamedTuple):
 
 @strict_kernel
 def find_columns(indices, starts, sources, positions):
-    """The lists of rows that keep each column, by counting."""
+    """Fills the lists of rows that keep each column."""
     num_states, num_kept = indices.shape
     for i in range(num_states):
         for m in range(num_kept):
@@ -76,7 +81,7 @@ def find_columns(indices, starts, sources, positions):
 
 @strict_kernel
 def interleave(lanes, starts, sources, positions, numbers, order, slice_starts, slice_sources, weights):
-    """Interleaves the lists of `lanes` columns. Shorter lists leave the arrays unchanged past their ends."""
+    """Interleaves the lists of `lanes` columns. The arrays do not change after the end of a shorter list."""
     for n in range(order.shape[0]):
         j, first, lane = order[n], slice_starts[n // lanes], n % lanes
         for p in range(starts[j], starts[j + 1]):
@@ -96,7 +101,7 @@ def _column_lists(indices: np.ndarray, numbers: np.ndarray, neutral: float) -> C
     order = np.argsort(-lengths, kind="stable")
     slice_starts = np.concatenate(
         [[0], np.cumsum(lengths[order[::lanes]])]
-    )  # the first of each slice has the longest list
+    )  # The first list of a slice is the longest.
     slice_sources, weights = (
         np.zeros((slice_starts[-1], lanes), np.int32),
         aligned_zeros(numbers.dtype, int(slice_starts[-1]), lanes),
@@ -107,7 +112,12 @@ def _column_lists(indices: np.ndarray, numbers: np.ndarray, neutral: float) -> C
 
 
 class PairLists(NamedTuple):
-    """The lists of rows that keep each column, with an entry of weight zero where the length is odd: pairs starts[j]:starts[j + 1] of entries."""
+    """The lists of `ColumnLists`, padded with a weight of zero to an even length.
+
+    starts: (S + 1,) first pair of entries of each column.
+    sources: Rows that keep each column.
+    weights: Weights of the entries.
+    """
 
     starts: np.ndarray
     sources: np.ndarray
@@ -124,8 +134,16 @@ def _pair_lists(columns: ColumnLists, numbers: np.ndarray) -> PairLists:
 
 
 class ConstantArrays(NamedTuple):
-    """constants: (padded,); indices, values: (S, M); columns, pairs: with weights a_ij - c_i; targets, target_weights: (slices, M, lanes) the same by
-    rows; low_columns, low_rows: those with an entry below the row's constant."""
+    """Transition probabilities.
+
+    constants: (padded,) constants of the rows.
+    indices, values: (S, M) columns and probabilities of the kept entries.
+    columns, pairs: Lists of the rows that keep each column, with weights a_ij - c_i.
+    targets, target_weights: (slices, M, lanes) kept columns of each row and weights a_ij - c_i, interleaved.
+    low_columns, low_rows: Columns and rows with a kept entry below the constant of its row.
+    cancelled: Threshold for the fraction that is left after a subtraction.
+    smallest: Smallest fraction that can be distinguished from a rounding error.
+    """
 
     constants: np.ndarray
     indices: np.ndarray
@@ -141,8 +159,14 @@ class ConstantArrays(NamedTuple):
 
 
 class ConstantSums(NamedTuple):
-    """partial: (slices M lanes) sums of the kept entries in the working precision; counts: the same in float64; rest: (padded,) of all others;
-    summed: messages in `partial`; kept: (padded,) for use inside a step."""
+    """Sums of products of messages before and after a transition.
+
+    partial: (slices * M * lanes,) sums for the kept entries in the data type of the messages.
+    counts: (slices * M * lanes,) sums for the kept entries in float64.
+    rest: (padded,) sums for all other entries of each row.
+    summed: (1,) number of messages in `partial`.
+    kept: (padded,) scratch space of a step.
+    """
 
     partial: np.ndarray
     counts: np.ndarray
@@ -153,7 +177,7 @@ class ConstantSums(NamedTuple):
 
 @inner
 def _exact_column(op, messages, slot, b, j):
-    """The sum over i of messages[slot, b, i] A_ij, without a subtraction."""
+    """Returns the sum over i of messages[slot, b, i] A_ij, computed without subtraction."""
     columns, total = op.columns, messages.dtype.type(0)
     p, end = columns.starts[j], columns.starts[j + 1]
     for i in range(op.indices.shape[0]):
@@ -167,7 +191,7 @@ def _exact_column(op, messages, slot, b, j):
 
 @inner
 def _gather_columns(op, messages, slot, b, shared):
-    """messages[slot + 1, b] = shared + messages[slot, b] times the weights, for one sequence."""
+    """Computes messages[slot + 1, b] = shared + messages[slot, b] @ weights, for one sequence."""
     size, tile, padded, columns = messages.itemsize, messages.shape[1], messages.shape[2], op.columns
     lanes, gathered = columns.slice_sources.shape[1], np.empty(columns.slice_sources.shape[1], messages.dtype)
     sources_at, weights_at, gathered_at = (
@@ -194,7 +218,10 @@ def _gather_columns(op, messages, slot, b, shared):
 
 @inner
 def _tile_columns(op, messages, slot, first, vectors, shared_at, work_at):
-    """As `_gather_columns`, for one or two vectors of sequences from `first` on; those beyond the tile are copies of its last."""
+    """Computes the same as `_gather_columns`, for one or two vectors of sequences from number `first` on.
+
+    Sequences after the end of the tile are replaced by the last one.
+    """
     zero, size, tile, padded = messages.dtype.type(0), messages.itemsize, messages.shape[1], messages.shape[2]
     pairs, num_states, lanes = op.pairs, op.indices.shape[0], op.columns.slice_sources.shape[1]
     row_bytes, width_bytes, vector_bytes = padded * size, vectors * lanes * size, lanes * size
@@ -267,7 +294,10 @@ def _predict(op, starts, t, active, rows, messages, slot):
 
 @inner
 def _exact_row(op, kappa, slot, b, i):
-    """The sums over j of kappa[slot, b, j] A_ij for the kept entries of row i, and of kappa for all others, without a subtraction."""
+    """Returns sums for row i, computed without subtraction.
+
+    They are the sum over the kept columns j of kappa[slot, b, j] A_ij, and the sum of kappa over all other columns.
+    """
     message, others, p = kappa.dtype.type(0), kappa.dtype.type(0), 0
     for j in range(op.indices.shape[0]):
         if p < op.indices.shape[1] and op.indices[i, p] == j:
@@ -303,15 +333,28 @@ def _retract(op, sums, starts, t, active, rows, alpha, kappa, slot, beta):
         beta_at = beta.ctypes.data + b * padded * size
         for s in range(slices):
             begin, here = s * num_kept * lanes, s * lanes * size
+            weights_here, targets_here, sums_here = (
+                weights_at + begin * size,
+                targets_at + begin * 4,
+                partial_at + begin * size,
+            )
             gather_count(
-                zero, beta_at + here, kept_at + here, weights_at + begin * size, targets_at + begin * 4, kappa_at, alpha_at + here,
-                partial_at + begin * size, num_kept,
-            )  # fmt: skip
-        sign = beta.dtype.type(1) if everything >= zero else beta.dtype.type(-1)  # of the weight
+                zero,
+                beta_at + here,
+                kept_at + here,
+                weights_here,
+                targets_here,
+                kappa_at,
+                alpha_at + here,
+                sums_here,
+                num_kept,
+            )
+        sign = beta.dtype.type(1) if everything >= zero else beta.dtype.type(-1)  # sign of the weight of the sequence
         floor = op.smallest * everything * sign
         for k in range(padded):
             others = sign * (everything - kept[k])
-            # Less than this cannot be told from what was rounded off; nothing would be the end of the constant.
+            # Smaller numbers cannot be distinguished from rounding errors. With zero, the constant would vanish for
+            # good.
             others = sign * (others if others > floor else floor)
             kept[k] = others
             beta[b, k] += op.constants[k] * everything
@@ -348,9 +391,18 @@ def prepare(operator: MostlyConstant, dtype: np.dtype) -> Prepared:
     row_weights[:num_states] = weights
     target_weights[:] = row_weights.reshape(slices, lanes, num_kept).transpose(0, 2, 1)
     arrays = ConstantArrays(
-        constants, indices, values.astype(dtype), columns, _pair_lists(columns, weights), targets, target_weights,
-        np.unique(indices[low]).astype(np.int64), np.flatnonzero(low.any(1)), dtype.type(_CANCELLED[dtype]), dtype.type(np.finfo(dtype).eps),
-    )  # fmt: skip
+        constants,
+        indices,
+        values.astype(dtype),
+        columns,
+        _pair_lists(columns, weights),
+        targets,
+        target_weights,
+        low_columns=np.unique(indices[low]).astype(np.int64),
+        low_rows=np.flatnonzero(low.any(1)),
+        cancelled=dtype.type(_CANCELLED[dtype]),
+        smallest=dtype.type(np.finfo(dtype).eps),
+    )
     entries = np.concatenate([log_values.reshape(-1), log_constants if num_kept < num_states else log_constants[:0]])
     probs, possible = np.exp(entries), np.exp(entries[entries > -np.inf])
     growth = values.sum(1) + plain * (num_states - num_kept)
@@ -362,16 +414,12 @@ def prepare(operator: MostlyConstant, dtype: np.dtype) -> Prepared:
     )
     size = slices * num_kept * lanes
 
-    def sums(lanes: int) -> list[ConstantSums]:
-        partial, counts, rest, kept = (
-            aligned_zeros(dtype, lanes, size),
-            np.zeros((lanes, size)),
-            np.zeros((lanes, padded)),
-            aligned_zeros(dtype, lanes, padded),
-        )
+    def sums(shares: int) -> list[ConstantSums]:
+        partial, kept = aligned_zeros(dtype, shares, size), aligned_zeros(dtype, shares, padded)
+        counts, rest = np.zeros((shares, size)), np.zeros((shares, padded))
         return [
-            ConstantSums(partial[lane], counts[lane], rest[lane], np.zeros(1, np.int64), kept[lane])
-            for lane in range(lanes)
+            ConstantSums(partial[share], counts[share], rest[share], np.zeros(1, np.int64), kept[share])
+            for share in range(shares)
         ]
 
     def counts(sums: list[ConstantSums]) -> tuple[np.ndarray, ...]:
@@ -387,7 +435,13 @@ def prepare(operator: MostlyConstant, dtype: np.dtype) -> Prepared:
 
 
 class ConstantScores(NamedTuple):
-    """Log-probabilities; `columns` with them as weights; constants, row_best: (padded,) of each row the constant, and the largest of the kept entries."""
+    """Transition log-probabilities.
+
+    constants: (padded,) constants of the rows.
+    indices, values: (S, M) columns and log-probabilities of the kept entries.
+    columns: Lists of the rows that keep each column, with log-probabilities as weights.
+    row_best: (padded,) largest kept entry of each row.
+    """
 
     constants: np.ndarray
     indices: np.ndarray
@@ -398,7 +452,7 @@ class ConstantScores(NamedTuple):
 
 @inner
 def _best_constant(op, message):
-    """The state i, the lowest of equals, with the largest message[i] + log c_i, and that sum."""
+    """Returns the first state i with the largest message[i] + log c_i, and this sum."""
     size, message_at, constants_at, found, largest = (
         message.shape[0],
         message.ctypes.data,
@@ -417,7 +471,7 @@ def _best_constant(op, message):
 
 @inner
 def _best_before(op, messages, slot, b, j):
-    """The state i, the lowest of equals, with the largest messages[slot, b, i] + log A_ij, and that sum."""
+    """Returns the first state i with the largest messages[slot, b, i] + log A_ij, and this sum."""
     columns, found, largest = op.columns, 0, -np.inf
     p, end = columns.starts[j], columns.starts[j + 1]
     for i in range(op.indices.shape[0]):
@@ -433,7 +487,10 @@ def _best_before(op, messages, slot, b, j):
 
 @implements(ConstantScores, best)
 def _best(op, starts, t, active, rows, messages, slot):
-    """No state is reached at less than the best constant. Where few rows have a kept entry that is better, only these are looked at."""
+    """Computes the scores of a step. The best constant is a lower bound of almost all scores.
+
+    If few rows have a better kept entry, only these rows are used.
+    """
     (num_states, num_kept), columns = op.indices.shape, op.columns
     lanes, gathered = columns.slice_sources.shape[1], np.empty(columns.slice_sources.shape[1])
     for b in range(active):
@@ -467,7 +524,7 @@ def _best(op, starts, t, active, rows, messages, slot):
                 )
                 for lane in range(min(lanes, num_states - s * lanes)):
                     after[columns.order[s * lanes + lane]] = gathered[lane]
-        for m in range(num_kept):  # columns that the best of all constants is not for
+        for m in range(num_kept):  # The row with the best constant keeps these columns, so its constant does not apply.
             if op.values[common, m] < op.constants[common]:
                 j = op.indices[common, m]
                 after[j] = _best_before(op, messages, slot, b, j)[1]
@@ -481,7 +538,7 @@ def _best_source(op, step, messages, slot, b, state):
     found = common
     for p in range(columns.starts[state], columns.starts[state + 1]):
         i = columns.sources[p]
-        if i == common:  # the best of the other constants is not known
+        if i == common:  # The constant of this row does not apply, and the best one of the others is unknown.
             return _best_before(op, messages, slot, b, state)[0]
         score = message[i] + op.values[i, columns.positions[p] - i * op.values.shape[1]]
         if score > largest or (score == largest and i < found):

@@ -11,8 +11,8 @@ from lightning_hmm.inference.cpu.estep import DOUBLE, NO_CENTER, RANGES, TILE, f
 from lightning_hmm.inference.cpu.fill import TABLE, Seen
 from lightning_hmm.inference.cpu.prepared import Facts
 from lightning_hmm.inference.cpu.updates import Part, update
-from lightning_hmm.inference.kernels.lanes import aligned_zeros, workspace
 from lightning_hmm.inference.kernels.simd import padded_size
+from lightning_hmm.inference.kernels.threads import aligned_zeros, workspace
 
 _ROWS_COUNTED = 128
 

@@ -1,4 +1,4 @@
-"""What the driver needs of an operator before a pass, and which operators it can run."""
+"""Registry of the operators with compiled kernels, and their preparation for a pass."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from lightning_hmm.inference.operators import Operator
 
 
 class Facts(NamedTuple):
-    """Of the transition probabilities: the smallest, the smallest except structural zeros, the largest, and the largest sum of a row."""
+    """Bounds of the transition probabilities.
+
+    least: Smallest probability.
+    least_nonzero: Smallest probability except for structural zeros.
+    largest: Largest probability.
+    growth: Largest sum of a row.
+    """
 
     least: float
     least_nonzero: float
@@ -20,15 +26,16 @@ class Facts(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """An operator in the precision of a pass.
+    """An operator in the data type of a pass.
 
-    arrays: the NamedTuple that the functions of the driver are compiled for.
-    facts: of its probabilities.
-    rows_counted: how many rows `count` takes at once, about; 1 for operators that count in `retract`.
-    lane_bytes: size of the sums of a lane.
-    sums: for a number of lanes, the sums of each.
-    counts: from the sums of all lanes, one array for each natural parameter.
-    rows_scored: the size that tiles should at least have in a forward pass without a backward pass.
+    arrays: NamedTuple for which the functions of the driver are compiled.
+    facts: Bounds of its probabilities.
+    rows_counted: Approximate number of rows that `count` processes at once. It is 1 for operators that count in
+        `retract`.
+    lane_bytes: Size of the sums of a share of the work.
+    sums: Function that creates the sums for a number of shares.
+    counts: Function that computes the counts, one array for each natural parameter, from the sums of all shares.
+    rows_scored: Smallest size of a tile in a forward pass without a backward pass.
     """
 
     arrays: Any
@@ -45,7 +52,7 @@ _scorers: dict[type, Callable[[Any], Any]] = {}
 
 
 def prepares(operator: type) -> Callable[[Callable[[Any, np.dtype], Prepared]], Callable[[Any, np.dtype], Prepared]]:
-    """Makes a function the one that prepares operators of a type."""
+    """Registers the function that prepares operators of the given type."""
 
     def keep(function: Callable[[Any, np.dtype], Prepared]) -> Callable[[Any, np.dtype], Prepared]:
         _preparers[operator] = function
@@ -55,7 +62,10 @@ def prepares(operator: type) -> Callable[[Callable[[Any, np.dtype], Prepared]], 
 
 
 def scores(operator: type) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
-    """Makes a function the one that returns the arrays of `best` and `best_source` for operators of a type: log-probabilities in float64."""
+    """Registers the function that prepares operators of the given type for the Viterbi algorithm.
+
+    The function returns the arrays for `best` and `best_source`: log-probabilities in float64.
+    """
 
     def keep(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         _scorers[operator] = function
@@ -65,13 +75,15 @@ def scores(operator: type) -> Callable[[Callable[[Any], Any]], Callable[[Any], A
 
 
 def is_prepared(operator: Operator) -> bool:
-    """Whether the driver has kernels for an operator."""
+    """Returns whether there are compiled kernels for an operator."""
     return type(operator) in _preparers and type(operator) in _scorers
 
 
 def prepare(operator: Operator, dtype: np.dtype) -> Prepared:
+    """Prepares an operator for a forward or forward-backward pass in the given data type."""
     return _preparers[type(operator)](operator, dtype)
 
 
 def prepare_scores(operator: Operator) -> Any:
+    """Prepares an operator for the Viterbi algorithm."""
     return _scorers[type(operator)](operator)

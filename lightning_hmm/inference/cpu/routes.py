@@ -1,4 +1,6 @@
-"""The choice between the kernels of mostly constant transitions and those of the full matrix, which are faster for few states."""
+"""Choice between the kernels for mostly constant transitions and those for a full matrix, which are faster for few
+states.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +15,31 @@ from lightning_hmm.inference.evidence import Evidence
 from lightning_hmm.inference.operators import Dense, MostlyConstant, Operator
 from lightning_hmm.inference.results import EStep
 
-# Nanoseconds for each step and sequence, measured by `benchmarks/dmc.py costs`: for an entry of the full matrix, for a kept entry and for a state.
-# For one sequence at a time, and for many at once; float32, then float64.
+# Nanoseconds per step and sequence, as measured by `benchmarks/dmc.py costs`: for an entry of the full matrix, for a
+# kept entry and for a state, in float32 and in float64. The key is the pass, and whether many sequences are computed
+# together.
 _COSTS = {
     ("forward", False): ((0.035, 0.32, 1.4), (0.073, 0.31, 1.9)),
     ("forward", True): ((0.013, 0.029, 0.9), (0.027, 0.058, 1.2)),
     ("e_step", False): ((0.086, 0.66, 2.7), (0.185, 0.70, 3.7)),
     ("e_step", True): ((0.042, 0.66, 3.0), (0.086, 0.69, 3.8)),
 }
-_MANY = 8  # sequences from which on they are worked on together
-_PAIR_COST = (0.026, 0.052)  # of an entry of alpha^T kappa, which the E-step of the full matrix computes in any case
+_MANY = 8  # smallest number of sequences that are computed together
+_PAIR_COST = (0.026, 0.052)  # for an entry of alpha^T kappa, which the E-step of the full matrix always computes
 
 
 def prefers_dense(
     operator: MostlyConstant, num_sequences: int, dtype: torch.dtype | None, *, smooth: bool, pairs: bool = False
 ) -> bool:
-    """Whether the full matrix is expected to be faster, by measured costs; with `pairs`, all expected transitions are wanted too."""
+    """Returns whether the full matrix is expected to be faster, according to the measured costs.
+
+    Args:
+        operator: Transition operator.
+        num_sequences: Number of sequences.
+        dtype: Data type of the messages.
+        smooth: Whether the backward pass runs as well.
+        pairs: Whether the expected transitions of all pairs of states are needed.
+    """
     precision = 0 if dtype == torch.float32 else 1
     num_states, num_kept = operator.log_values.shape
     full, entry, state = _COSTS["e_step" if smooth else "forward", num_sequences >= _MANY][precision]
@@ -50,7 +61,7 @@ def e_step(
     smooth: bool = True,
     **options: Any,
 ) -> EStep:
-    """As `estep.e_step`, by the full matrix where that is faster."""
+    """Runs `estep.e_step`, with the full matrix if that is faster."""
     if isinstance(operator, MostlyConstant) and prefers_dense(operator, len(offsets) - 1, dtype, smooth=smooth):
         found = estep.e_step(
             initial, _full_matrix(operator), evidence, offsets, weights, dtype=dtype, smooth=smooth, **options
@@ -60,7 +71,7 @@ def e_step(
 
 
 def viterbi(initial: Tensor, operator: Operator, evidence: Evidence, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """As `viterbi.viterbi`, by the full matrix where that is faster."""
+    """Runs `viterbi.viterbi`, with the full matrix if that is faster."""
     if isinstance(operator, MostlyConstant) and prefers_dense(operator, len(offsets) - 1, None, smooth=False):
         operator = _full_matrix(operator)
     return best_paths(initial, operator, evidence, offsets)

@@ -1,4 +1,4 @@
-"""The operator `TimeVarying` on a CPU: one product with the matrix of a step for each sequence."""
+"""Kernels of the operator `TimeVarying`. A step is one product with the matrix of the step for each sequence."""
 
 from __future__ import annotations
 
@@ -10,13 +10,19 @@ from lightning_hmm.inference.cpu.dense import max_plus
 from lightning_hmm.inference.cpu.driver import best, best_source, implements, predict, retract
 from lightning_hmm.inference.cpu.fill import multiply
 from lightning_hmm.inference.cpu.prepared import Facts, Prepared, prepares, scores
-from lightning_hmm.inference.kernels.lanes import aligned_zeros
 from lightning_hmm.inference.kernels.simd import padded_size
+from lightning_hmm.inference.kernels.threads import aligned_zeros
 from lightning_hmm.inference.operators import TimeVarying
 
 
 class VaryingArrays(NamedTuple):
-    """matrices: (M, padded, padded); transposed: the transpose of each; which: (steps,) the matrix of the transition into each step."""
+    """Transition probabilities.
+
+    matrices: (M, padded, padded) matrices.
+    transposed: (M, padded, padded) transposed matrices.
+    which: (steps,) number of the matrix of the transition into each step.
+    num_states: Number of states.
+    """
 
     matrices: np.ndarray
     transposed: np.ndarray
@@ -48,7 +54,6 @@ def _predict(op, starts, t, active, rows, messages, slot):
 
 @implements(VaryingArrays, retract)
 def _retract(op, sums, starts, t, active, rows, alpha, kappa, slot, beta):
-    """`sums` is (M, padded, padded)."""
     padded, row_bytes = beta.shape[1], beta.shape[1] * beta.itemsize
     here = kappa.ctypes.data + slot * beta.shape[0] * row_bytes
     for b in range(active):
@@ -73,7 +78,7 @@ def _retract(op, sums, starts, t, active, rows, alpha, kappa, slot, beta):
 
 
 class VaryingSums(NamedTuple):
-    """counts: (M, padded, padded) sums of alpha kappa."""
+    """Sums of products of messages alpha and kappa: (M, padded, padded)."""
 
     counts: np.ndarray
 
@@ -96,9 +101,9 @@ def prepare(operator: TimeVarying, dtype: np.dtype) -> Prepared:
     if index.size and not 0 <= index.min() <= index.max() < num_matrices:
         raise ValueError(f"`index` must be from 0 to {num_matrices - 1}, but is from {index.min()} to {index.max()}.")
 
-    def sums(lanes: int) -> list[VaryingSums]:
-        counts = np.zeros((lanes, num_matrices, padded, padded))
-        return [VaryingSums(counts[lane]) for lane in range(lanes)]
+    def sums(shares: int) -> list[VaryingSums]:
+        counts = np.zeros((shares, num_matrices, padded, padded))
+        return [VaryingSums(counts[share]) for share in range(shares)]
 
     def counts(sums: list[VaryingSums]) -> tuple[np.ndarray, ...]:
         return (np.sum([part.counts for part in sums], 0)[:, :num_states, :num_states] * probs,)
@@ -114,7 +119,12 @@ def prepare(operator: TimeVarying, dtype: np.dtype) -> Prepared:
 
 
 class VaryingScores(NamedTuple):
-    """matrices: (M, padded, padded) log-probabilities, padded with -inf; which: (steps,)."""
+    """Transition log-probabilities.
+
+    matrices: (M, padded, padded) matrices, padded with -inf.
+    which: (steps,) number of the matrix of the transition into each step.
+    num_states: Number of states.
+    """
 
     matrices: np.ndarray
     which: np.ndarray

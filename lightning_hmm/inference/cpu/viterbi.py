@@ -12,8 +12,8 @@ from lightning_hmm.inference.cpu.estep import detached, plan, refuse_problem, se
 from lightning_hmm.inference.cpu.fill import BLOCK, TABLE, log_block, make_buffers, whole_blocks
 from lightning_hmm.inference.cpu.prepared import prepare_scores
 from lightning_hmm.inference.evidence import Evidence, Rows, Table
-from lightning_hmm.inference.kernels.lanes import aligned_zeros, num_lanes, run_lanes, workspace
 from lightning_hmm.inference.kernels.simd import padded_size
+from lightning_hmm.inference.kernels.threads import aligned_zeros, num_shares, run_shares, workspace
 from lightning_hmm.inference.operators import Operator
 from lightning_hmm.inference.results import refuse_nan
 
@@ -87,7 +87,7 @@ def viterbi(initial: Tensor, operator: Operator, evidence: Evidence, offsets: Te
         seen = seen._replace(form=TABLE, table=log_table)
     arrays = prepare_scores(operator)
     groups = plan(boundaries, None, num_states, padded * 8)
-    lanes = max((num_lanes(-(-order.shape[0] // tile), 0) for order, tile in groups), default=1)
+    lanes = max((num_shares(-(-order.shape[0] // tile), 0) for order, tile in groups), default=1)
     log_probability, path, problem = (
         np.zeros(boundaries.shape[0] - 1),
         np.zeros(int(boundaries[-1]), np.int64),
@@ -119,7 +119,7 @@ def viterbi(initial: Tensor, operator: Operator, evidence: Evidence, offsets: Te
                 problem[lane],
             )
 
-        run_lanes(lanes, work)
+        run_shares(lanes, work)
     del data
     refuse_problem(problem.max(0), evidence, num_states)
     return torch.from_numpy(path), torch.from_numpy(log_probability)

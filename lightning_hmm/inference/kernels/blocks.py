@@ -1,6 +1,6 @@
-"""Vector code for blocks of a matrix that lie where they lie, in rows of any length: products of a few rows at a time, by their addresses.
+"""SIMD intrinsics for products with blocks of a matrix, which are given by the addresses of rows of any length.
 
-Small models have blocks that fit into registers: there a message is multiplied, summed and normalised in one go.
+For blocks whose rows fit in registers, a message is multiplied, summed and normalized by one intrinsic.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from lightning_hmm.inference.kernels.simd import _Emitter
 
 @intrinsic
 def prefetch(typing_context, address):
-    """Asks for the cache line at `address`, which need not exist."""
+    """Prefetches the cache line at `address`, which may be invalid."""
 
     def codegen(context, builder, signature, args):
         pointer, word = ir.IntType(8).as_pointer(), ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [pointer, word, word, word])
-        ask = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        function_type = ir.FunctionType(ir.VoidType(), [pointer, word, word, word])
+        function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
         builder.call(
-            ask, [builder.inttoptr(args[0], pointer), ir.Constant(word, 0), ir.Constant(word, 3), ir.Constant(word, 1)]
+            function,
+            [builder.inttoptr(args[0], pointer), ir.Constant(word, 0), ir.Constant(word, 3), ir.Constant(word, 1)],
         )
         return context.get_dummy_value()
 
@@ -33,12 +34,13 @@ def prefetch(typing_context, address):
 
 
 def make_message(vectors: int):
-    """Returns the intrinsic ``message(like, c, x, y, depth, flush)``: c = x @ Y, divided by its sum, which it returns; 0 where below `flush`.
+    """Returns the intrinsic ``message(like, c, x, y, depth, flush)``, which computes c = x @ Y, divided by its sum.
 
-    The rows of Y are `vectors` vectors wide, one after the other. Each sum over the rows is that of four or two parts, which do not wait for each
-    other: they are read in fours, so x must be 0 beyond `depth`, and Y readable.
+    The intrinsic returns the sum. Entries below `flush` are set to 0. The rows of Y are contiguous and `vectors`
+    vectors wide. Each sum over rows is divided into four or two independent parts, so up to four rows are read at once:
+    x must be 0 after `depth`, and Y must be readable.
     """
-    parts = 4 if vectors <= 2 else 2  # as many as there are registers for
+    parts = 4 if vectors <= 2 else 2  # limited by the number of registers
 
     @intrinsic
     def message(typing_context, like, c, x, y, depth, flush):
@@ -92,20 +94,25 @@ def make_message(vectors: int):
 
 
 def _masked(emit: _Emitter, address: ir.Value, mask: ir.Value, value: ir.Value | None = None) -> ir.Value | None:
-    """Loads the numbers at `address` where `mask` says so, zeros elsewhere; or stores `value` there."""
+    """Loads the numbers at `address` where `mask` is set, and zeros elsewhere.
+
+    With `value`, stores it where it is set.
+    """
     pointer = emit.builder.inttoptr(address, emit.vector.as_pointer())
-    # Until LLVM 22 the alignment is an argument after the pointer.
+    # Before LLVM 22, the alignment is an argument after the pointer.
     place = [pointer] if llvm.llvm_version_info[0] >= 22 else [pointer, ir.Constant(ir.IntType(32), emit.size)]
     action, result, arguments = "load", emit.vector, [*place, mask, emit.constant(0.0)]
     if value is not None:
         action, result, arguments = "store", ir.VoidType(), [value, *place, mask]
-    kind = ir.FunctionType(result, [argument.type for argument in arguments])
+    function_type = ir.FunctionType(result, [argument.type for argument in arguments])
     name = f"llvm.masked.{action}.v{emit.lanes}f{8 * emit.size}.p0"
-    return emit.builder.call(cgutils.get_or_insert_function(emit.builder.module, kind, name), arguments)
+    return emit.builder.call(cgutils.get_or_insert_function(emit.builder.module, function_type, name), arguments)
 
 
 def _over_vectors(emit: _Emitter, length: ir.Value, carried: list[ir.Value], body) -> list[ir.Value]:
-    """Runs ``body(offset, mask, carried) -> carried`` over whole vectors (`mask` None) and, where `length` leaves a rest, once for that."""
+    """Runs ``body(offset, mask, carried) -> carried`` for each whole vector, with `mask` None, and once for the
+    remainder.
+    """
     builder = emit.builder
     whole = builder.and_(length, emit.word(-emit.lanes))
     before, loop, between = (
@@ -156,10 +163,10 @@ def _addresses(emit: _Emitter, array: ir.Value, count: int) -> list[ir.Value]:
 
 
 def make_update(rows: int, depth: int):
-    """Returns the intrinsic ``update(like, length, c, x, y)``: C_r += sum over d of x[d, r] Y_d, rows of any length.
+    """Returns the intrinsic ``update(like, length, c, x, y)``, which computes C_r += sum over d of x[d, r] Y_d.
 
-    `c` and `y` are addresses of arrays that hold the addresses of the `rows` rows C_r and of the `depth` rows Y_d; `x` is
-    the address of depth x rows numbers.
+    `c` and `y` are addresses of arrays with the addresses of the `rows` rows C_r and of the `depth` rows Y_d. `x` is
+    the address of depth x rows numbers. Rows can have any length.
     """
 
     @intrinsic
@@ -199,7 +206,10 @@ def make_update(rows: int, depth: int):
 
 
 def make_dots(rows: int, depth: int):
-    """Returns the intrinsic ``dots(like, length, out, c, y)``: out[d, r] = C_r . Y_d, rows of any length; addresses as for `make_update`."""
+    """Returns the intrinsic ``dots(like, length, out, c, y)``, which computes out[d, r] = C_r . Y_d.
+
+    Addresses are as for `make_update`.
+    """
 
     @intrinsic
     def dots(typing_context, like, length, out, c, y):

@@ -1,11 +1,11 @@
-"""Vector code for matrices of which a few entries of each row are given: sums over lists of places.
+"""SIMD intrinsics for products with sparse matrices, which are given as lists of weights and indices.
 
-One sequence: a list of (weight, place) pairs for each of as many outputs as a vector has lanes, interleaved, so that a
-vector holds one pair of each. Many sequences: messages are transposed, so that each state has one or two vectors of sequences, and
-a list of pairs is walked with the sums in registers. Operations on whole rows of one sequence are here too.
+For one sequence, the lists of as many outputs as a vector has lanes are interleaved, so that a vector contains one
+element of each list. For many sequences, messages are transposed, so that each state has one or two vectors of
+sequences, and the sums of a list remain in registers. Operations on whole rows of one sequence are also defined here.
 
-The places are loaded one by one: instructions that gather are spelt differently by each version of LLVM, and on the
-machines tried the difference was small.
+Elements are loaded one by one. The names of gather instructions differ between versions of LLVM, and on the machines
+that were tried they were hardly faster.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _INT64 = ir.IntType(64)
 
 
 _IS_X86 = llvm.get_process_triple().startswith("x86_64")
-_FLUSH_TO_ZERO = 0x8040  # both bits of the control word: of results, and of operands
+_FLUSH_TO_ZERO = 0x8040  # bits of the control word for results and for operands
 
 
 def vector_lanes(itemsize: int) -> int:
-    """Numbers of `itemsize` bytes in a vector."""
+    """Returns how many numbers of `itemsize` bytes a vector contains."""
     return _VECTOR_BYTES // itemsize
 
 
 def _load_places(emit: _Emitter, indices: ir.Value, source: ir.Value) -> ir.Value:
-    """A vector of ``source[indices[lane]]``; `indices` is the address of int32 numbers."""
+    """Loads a vector of ``source[indices[lane]]``, where `indices` is the address of int32 numbers."""
     builder = emit.builder
-    kind = ir.VectorType(_INT32, emit.lanes)
-    places = builder.load(builder.inttoptr(indices, kind.as_pointer()), align=4, typ=kind)
+    index_vector = ir.VectorType(_INT32, emit.lanes)
+    places = builder.load(builder.inttoptr(indices, index_vector.as_pointer()), align=4, typ=index_vector)
     found = ir.Constant(emit.vector, ir.Undefined)
     for lane in range(emit.lanes):
         place = builder.sext(builder.extract_element(places, ir.Constant(_INT32, lane)), _INT64)
@@ -45,7 +45,7 @@ def _load_places(emit: _Emitter, indices: ir.Value, source: ir.Value) -> ir.Valu
 
 
 class _Loop:
-    """A loop that runs `count` times, perhaps never, over pointers that advance and values that are carried on."""
+    """A loop that runs `count` times, possibly zero, with pointers that advance and values that are carried over."""
 
     def __init__(
         self, builder: ir.IRBuilder, count: ir.Value, pointers: list[tuple[ir.Value, int]], carried: list[ir.Value]
@@ -64,7 +64,7 @@ class _Loop:
         self._steps = pointers
 
     def close(self, results: list[ir.Value]) -> list[ir.Value]:
-        """Ends the body; returns the carried values after the loop."""
+        """Ends the body. Returns the carried values after the loop."""
         builder, body = self.builder, self.builder.block
         following = builder.add(self.index, ir.Constant(_INT64, 1))
         self.index.add_incoming(ir.Constant(_INT64, 0), self.before)
@@ -117,17 +117,19 @@ def _make_gather(max_plus: bool):
     return gather
 
 
-# gather_sum(like, out, start, weights, indices, source, count): out[lane] = start + sum over c < count of weights[c, lane] *
-# source[indices[c, lane]]; arrays are addresses. gather_max has (max, +) in place of (+, x).
+# gather_sum(like, out, start, weights, indices, source, count) computes out[lane] = start + sum over c < count of
+# weights[c, lane] * source[indices[c, lane]]. Arrays are given by addresses. gather_max uses (max, +) in place of (+,
+# x).
 gather_sum = _make_gather(max_plus=False)
 gather_max = _make_gather(max_plus=True)
 
 
 @intrinsic
 def gather_count(typing_context, like, out, plain, weights, indices, source, message, counts, count):
-    """out[lane] = sum over c of weights[c, lane] * g with g = source[indices[c, lane]], plain[lane] = sum of g, and
+    """Computes weighted sums, plain sums and counts of g = source[indices[c, lane]]. Arrays are given by addresses.
 
-    counts[c, lane] += message[lane] * g. Arrays are addresses.
+    out[lane] = sum over c of weights[c, lane] * g, plain[lane] = sum over c of g, and counts[c, lane] += message[lane]
+    * g.
     """
     is_double = like == types.float64
     signature = types.void(like, *[types.intp] * 8)
@@ -169,7 +171,7 @@ def _make_tile_column(vectors: int):
             loop = _Loop(builder, pairs, [(weights, 2 * emit.size), (indices, 8)], starts)
             weight_at, index_at = loop.pointers
             sums = list(loop.carried)
-            for c in range(2):  # two sums each, as one addition has to wait for the one before
+            for c in range(2):  # Two sums each, because an addition to one sum waits for the previous one.
                 weight = emit.splat(emit.load(emit.address(weight_at, emit.word(c)), emit.scalar))
                 address = builder.inttoptr(builder.add(index_at, emit.word(4 * c)), _INT32.as_pointer())
                 row = builder.mul(
@@ -190,16 +192,17 @@ def _make_tile_column(vectors: int):
     return tile_column
 
 
-# tile_column_one(like, out, start, weights, indices, source, pairs): out = start + sum over c < 2 pairs of weights[c] * source[indices[c]];
-# out, start and each row of source are one vector, those of tile_column_two two vectors.
+# tile_column_one(like, out, start, weights, indices, source, pairs) computes out = start + sum over c < 2 * pairs of
+# weights[c] * source[indices[c]]. `out`, `start` and each row of `source` are one vector, or two in tile_column_two.
 tile_column_one, tile_column_two = _make_tile_column(1), _make_tile_column(2)
 
 
 @intrinsic
 def transpose_block(typing_context, like, out, out_bytes, out_last, source, source_bytes, source_last):
-    """out[i, j] = source[j, i] for i and j below the number of lanes of a vector.
+    """Computes out[i, j] = source[j, i] for i and j below the number of lanes of a vector.
 
-    The rows of both are `out_bytes` and `source_bytes` apart. A row beyond the last one, number `out_last` or `source_last`, is the last one.
+    Rows are `out_bytes` and `source_bytes` apart. Rows after the last one, number `out_last` or `source_last`, are
+    replaced by the last one.
     """
     is_double = like == types.float64
     signature = types.void(like, *[types.intp] * 6)
@@ -217,7 +220,7 @@ def transpose_block(typing_context, like, out, out_bytes, out_last, source, sour
 
         rows = [emit.load(place, emit.vector) for place in places(source, source_bytes, source_last)]
         half = 1
-        while half < emit.lanes:  # exchanges this bit of the number of the row and that of the lane
+        while half < emit.lanes:  # Exchanges this bit of the row number with that of the lane number.
             low = [k if not k & half else emit.lanes + k - half for k in range(emit.lanes)]
             high = [k + half if not k & half else emit.lanes + k for k in range(emit.lanes)]
             for n in range(emit.lanes):
@@ -238,5 +241,5 @@ def _add(emit, vectors, scalars):
     return {}, emit.builder.fadd(vectors[0], vectors[1])
 
 
-# largest_sum(like, length, row, other): the maximum of row + other; no NaN
+# largest_sum(like, length, row, other) returns the maximum of row + other. There must be no NaN.
 largest_sum = _make_row_operation(2, 0, _add, largest=True)

@@ -1,4 +1,4 @@
-"""Compiled loops that draw random states, one uniform number for each step."""
+"""Kernels that draw random states, with one uniform number for each step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from lightning_hmm.inference.cpu.cache import strict_kernel
 
 @strict_kernel
 def draw(weights, uniform):
-    """The index that `uniform` in [0, 1) falls on when `weights` divide the unit interval; -1 where all are zero."""
+    """Draws an index with probability proportional to `weights`, from `uniform` in [0, 1).
+
+    Returns -1 if all are zero.
+    """
     total = 0.0
     for k in range(weights.shape[0]):
         total += weights[k]
@@ -27,7 +30,7 @@ def draw(weights, uniform):
 
 @strict_kernel
 def dense_chains(initial, transition, offsets, uniforms):
-    """State paths of a Markov chain, one per sequence, from one uniform number for each step."""
+    """Draws one state path of a Markov chain for each sequence."""
     states = np.empty(uniforms.shape[0], np.int64)
     for n in range(offsets.shape[0] - 1):
         for row in range(offsets[n], offsets[n + 1]):
@@ -37,7 +40,10 @@ def dense_chains(initial, transition, offsets, uniforms):
 
 @strict_kernel
 def dense_paths(filtered, offsets, transition, uniforms, states):
-    """Backward sampling: z_T ~ p(z_T | y), then z_t ~ alpha_t(i) A[i, z_t+1]. A sequence whose weights are all zero gets -1."""
+    """Backward sampling: z_T ~ p(z_T | y), then z_t ~ alpha_t(i) A[i, z_t+1].
+
+    If all weights of a step are zero, all states of the sequence are -1.
+    """
     for n in range(offsets.shape[0] - 1):
         for row in range(offsets[n + 1] - 1, offsets[n] - 1, -1):
             weights = filtered[row] if row == offsets[n + 1] - 1 else filtered[row] * transition[:, states[row + 1]]
@@ -49,7 +55,10 @@ def dense_paths(filtered, offsets, transition, uniforms, states):
 
 @strict_kernel
 def mostly_constant_chains(initial, indices, values, constants, offsets, uniforms):
-    """State paths of the chain, one per sequence, in O(K) for each step; the kept entries of a row are in the order of their columns."""
+    """Draws one state path for each sequence, in O(K) per step.
+
+    The kept entries of a row are in the order of columns.
+    """
     num_states, num_kept = indices.shape
     states = np.empty(uniforms.shape[0], np.int64)
     for n in range(offsets.shape[0] - 1):
@@ -74,7 +83,10 @@ def mostly_constant_chains(initial, indices, values, constants, offsets, uniform
 
 @strict_kernel
 def mostly_constant_paths(filtered, offsets, starts, sources, values, constants, uniforms, states):
-    """Backward sampling: z_T ~ p(z_T | y), then z_t ~ alpha_t(i) A[i, z_t+1]. A sequence whose weights are all zero gets -1."""
+    """Backward sampling: z_T ~ p(z_T | y), then z_t ~ alpha_t(i) A[i, z_t+1].
+
+    If all weights of a step are zero, all states of the sequence are -1.
+    """
     weights = np.empty(constants.shape[0])
     for n in range(offsets.shape[0] - 1):
         for row in range(offsets[n + 1] - 1, offsets[n] - 1, -1):

@@ -1,11 +1,11 @@
-"""Which K entries of each row to keep, compiled by numba.
+"""Kernels that select the K entries of each row to keep.
 
-Given the expected transitions S_ij, keeping the set M of row i and maximising makes the row's part of Q, the expected
-log-likelihood, equal to G_i times
+Let S_ij be the expected transitions and G_i the sum of row i. If the set M of row i is kept and the M-step follows, the
+contribution of the row to the expected log-likelihood Q is, up to a constant, G_i times
 
     sum over j in M of p_j log p_j + r log(r / (N - K)),     p = S_i / G_i,  r = 1 - sum over M of p
 
-up to a constant: what `_value` returns. All sums are over positive numbers, without a subtraction.
+which is what `_value` returns. All sums are over positive numbers, without subtraction.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import numpy as np
 from lightning_hmm.inference.cpu.cache import kernel, strict_kernel
 from lightning_hmm.inference.kernels.products import multiply_add
 
-_GAIN = 1e-12  # a row's set is changed only for a gain in `_value` above this, which rounding cannot feign
+GAIN = 1e-12  # The set of a row changes only if the gain in `_value` exceeds this, so not because of rounding.
 
 
 @kernel
 def multiply_rows(first, last, alpha, kappa, partial, out):
-    """out[i - first, j] += sum_t alpha_t(i) kappa_t+1(j), in blocks short enough for float32 sums.
+    """Adds sum_t alpha_t(i) kappa_t+1(j) to out[i - first, j], in blocks that are short enough for float32 sums.
 
-    A library's product gives other bits with other numbers of threads.
+    The bits of BLAS products would depend on the number of threads.
     """
     steps, padded, zero = alpha.shape[0], alpha.shape[1], alpha.dtype.type(0.0)
     alpha_at, kappa_at, partial_at = alpha.ctypes.data, kappa.ctypes.data, partial.ctypes.data
-    panel = max(16, min(128, (1 << 20) // (padded * alpha.itemsize)))  # steps whose kappa stay in the cache
+    panel = max(16, min(128, (1 << 20) // (padded * alpha.itemsize)))  # steps whose kappa remain in the cache
     for block in range(0, steps - 1, 2048):
         partial[:] = zero
         for start in range(block, min(block + 2048, steps - 1), panel):
@@ -58,7 +58,7 @@ def _value(kept, rest, total, num_others):
 
 @strict_kernel
 def _ordered_sum(values):
-    """One after the other: loops that may be put on vectors are so or not as arrays lie in memory, which changes the last bits."""
+    """Sums in order. The last bits of vectorized sums would depend on the alignment of the array."""
     total = 0.0
     for value in values:
         total += value
@@ -67,7 +67,7 @@ def _ordered_sum(values):
 
 @strict_kernel
 def _insert(values, places, filled, value, place):
-    """Into a list that falls, behind its equals; what does not fit drops out at the end."""
+    """Inserts into a descending list, after equal values. If the list is full, its last value is removed."""
     k = min(filled, values.shape[0] - 1)
     while k > 0 and values[k - 1] < value:
         values[k], places[k] = values[k - 1], places[k - 1]
@@ -77,7 +77,10 @@ def _insert(values, places, filled, value, place):
 
 @strict_kernel
 def _extremes(row, highest, highest_at, lowest, lowest_at):
-    """The K highest, equals by rising place, and the K lowest (negated), equals by falling place: the two ends of one order."""
+    """Finds the K highest values, with ties by ascending position, and the K lowest ones.
+
+    The lowest values are negated, and their ties are by descending position.
+    """
     size, num_kept = row.shape[0], highest.shape[0]
     for j in range(size):
         if j < num_kept or row[j] > highest[num_kept - 1]:
@@ -91,7 +94,10 @@ def _extremes(row, highest, highest_at, lowest, lowest_at):
 
 @strict_kernel
 def _best_window(row, total, highest, highest_at, lowest, lowest_at, chosen):
-    """Fills `chosen` with the best set of a highest and K - a lowest; returns its value. Highest only where `lowest` is empty."""
+    """Fills `chosen` with the best set of the a highest and K - a lowest entries, and returns its value.
+
+    If `lowest` is empty, it is the set of the K highest entries.
+    """
     size, num_kept = row.shape[0], highest.shape[0]
     in_ends = np.zeros(size, np.bool_)
     for k in range(num_kept):
@@ -120,7 +126,7 @@ def _best_window(row, total, highest, highest_at, lowest, lowest_at, chosen):
         for k in range(num_kept):
             kept[k] = highest[k] if k < a else -lowest[k - a]
         value = _value(kept, rest, total, size - num_kept)
-        if value > best_value + _GAIN:
+        if value > best_value + GAIN:
             best, best_value = a, value
     for k in range(num_kept):
         chosen[k] = highest_at[k] if k < best else lowest_at[k - best]
@@ -131,9 +137,10 @@ def _best_window(row, total, highest, highest_at, lowest, lowest_at, chosen):
 def choose_rows(
     pairs, indices, log_values, log_constants, pseudocount, window, new_indices, new_log_values, kept, rest, changes
 ):
-    """For each row of `pairs` (S_ij) the entries to keep: the K highest or, `window`, the optimum; the old ones if that gains nothing.
+    """Selects the entries to keep for each row of `pairs` (S_ij): the K highest or, with `window`, the best set.
 
-    new_log_values are the entries of the old matrix there, kept and rest the counts for the M-step.
+    The old set is kept if nothing is gained. `new_log_values` are the entries of the old matrix, and `kept` and `rest`
+    are the counts for the M-step.
     """
     size, num_kept = pairs.shape[1], indices.shape[1]
     row, is_old, logs = np.empty(size), np.zeros(size, np.bool_), np.empty(size)
@@ -157,7 +164,7 @@ def choose_rows(
                 old[k] = row[indices[i, k]]
             _extremes(row, highest, highest_at, lowest, lowest_at)
             value = _best_window(row, total, highest, highest_at, lowest, lowest_at, chosen)
-            if value > _value(old, old_rest, total, size - num_kept) + _GAIN:
+            if value > _value(old, old_rest, total, size - num_kept) + GAIN:
                 chosen.sort()
                 new_indices[i] = chosen
                 for j in chosen:
@@ -172,12 +179,15 @@ def choose_rows(
                 rest[i] += pairs[i, j]
 
 
-# Lazily
+# Lazy selection
 
 
 @kernel
 def large_entries(columns, num_terms, places, counts, limits, small_sums):
-    """Of each row of `columns` (states by steps): the steps above its `num_terms`-th largest, that limit, and the sum of the others."""
+    """Finds the steps above the `num_terms`-th largest number of each row of `columns` (states by steps).
+
+    `limits` are these numbers, and `small_sums` are the sums over all other steps.
+    """
     for i in range(columns.shape[0]):
         column = columns[i]
         limits[i] = np.partition(column, column.shape[0] - num_terms)[column.shape[0] - num_terms]
@@ -214,7 +224,7 @@ def _partial_block(
     sums,
     partial,
 ):
-    """partial[b, j] = the part of sum_t alpha_t(i) kappa_t(j) where either is large, for the rows i = first + b."""
+    """Computes partial[b, j], the sum of alpha_t(first + b) kappa_t(j) over the steps at which either is large."""
     width = last - first
     for t in range(alpha.shape[0]):
         for b in range(width):
@@ -268,10 +278,11 @@ def lazy_rows(
     changes,
     products,
 ):
-    """As `choose_rows` with the K highest, for the rows first to last, with as few exact sums over the steps as upper bounds allow.
+    """Selects the K highest entries of the rows from `first` to `last`, as `choose_rows`, with few exact sums.
 
-    The bound of S_ij is A_ij times (the partial sum + the smaller of two bounds of the remainder). The old entries come first: the least of
-    them is a threshold that most bounds do not reach. `kept_counts` and `rest_counts` are the exact sums for the old entries.
+    The upper bound of S_ij is A_ij times the sum of the partial sum and the smaller of two bounds of the remainder. The
+    smallest of the old entries is a threshold, which most bounds do not reach. `kept_counts` and `rest_counts` are the
+    exact sums for the old entries.
     """
     size, num_kept = indices.shape
     width = last - first
@@ -293,7 +304,7 @@ def lazy_rows(
     )
     bounds, candidates, is_old = np.empty(size), np.empty(size, np.int64), np.zeros(size, np.bool_)
     highest, highest_at, old = np.empty(num_kept), np.empty(num_kept, np.int64), np.empty(num_kept)
-    # Partial sums in float32 may be below the true ones by rounding; a bound must not be.
+    # Rounding can make partial sums too small, so the bounds are increased.
     slack = 1 + 64 * (6e-8 if alpha.itemsize == 4 else 1.2e-16)
     for b in range(width):
         i = first + b
@@ -330,8 +341,7 @@ def lazy_rows(
             changes[i] > 0
             and total > 0
             and new_rest > 0
-            and _value(highest, new_rest, total, size - num_kept)
-            > _value(old, old_rest, total, size - num_kept) + _GAIN
+            and _value(highest, new_rest, total, size - num_kept) > _value(old, old_rest, total, size - num_kept) + GAIN
         ):
             new_indices[i] = np.sort(highest_at)
         else:

@@ -1,13 +1,14 @@
-"""Vector instructions that numba code can call: a small matrix product, and a handful of row operations.
+"""SIMD intrinsics for numba: a small matrix product and some row operations.
 
-Most of an E-step is products of small matrices: a tile of messages times the transition matrix. numba's own ``np.dot``
-brings a second BLAS with its own threads, and LLVM does not keep the accumulators of a plain loop in registers. So the
-innermost block is emitted here as LLVM vectors: `rows` x `vectors` accumulators stay in registers while the loop runs
-over the inner dimension. The same block with (max, +) in place of (+, x) is the step of Viterbi. It is addressed by
-element strides, so that one block serves ``X @ Y`` and ``X.T @ Y``.
+An E-step mostly consists of products of small matrices, of a tile of messages and the transition matrix. ``np.dot`` in
+numba uses a second BLAS with its own threads, and LLVM does not keep the accumulators of a plain loop in registers. The
+innermost block is therefore emitted here as LLVM vectors: `rows` x `vectors` accumulators remain in registers while the
+loop runs over the inner dimension. The same block with (max, +) in place of (+, x) is a step of the Viterbi algorithm.
+It is addressed by element strides, so that the same block computes ``X @ Y`` and ``X.T @ Y``.
 
-The rest is row operations on a few dozen numbers. There LLVM's own vector loops spend more time on proving that arrays
-do not overlap than on the numbers; for five states the row operations below made an E-step twice as fast.
+The other intrinsics are operations on rows of a few dozen numbers. The vector loops of LLVM take more time to check
+that arrays do not overlap than for the arithmetic. For five states, the row operations below made an E-step twice as
+fast.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from numba.core.codegen import get_host_cpu_features
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
-# For each value of LIGHTNING_HMM_SIMD: the features that the processor must have, and the processor that numba compiles for.
-# AVX-512 is compiled for the processor at hand, as without the variable. The features of AVX2 are those of the level x86-64-v3.
+# For each value of LIGHTNING_HMM_SIMD: the required features of the processor, and the name and features of the
+# processor that numba compiles for. AVX-512 code is compiled for the present processor, as without the variable. The
+# features of AVX2 are those of the level x86-64-v3.
 _AVX2_FEATURES = ("avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe")
 _INSTRUCTION_SETS: dict[str, tuple[tuple[str, ...], str | None, str | None]] = {
     "avx512": (("avx512f",), None, None),
@@ -36,7 +38,12 @@ _INSTRUCTION_SETS: dict[str, tuple[tuple[str, ...], str | None, str | None]] = {
 
 
 def _forced_target(name: str, host: Mapping[str, bool]) -> tuple[str | None, str | None]:
-    """Returns the processor name and the features that numba must compile for, given the value of LIGHTNING_HMM_SIMD; None stands for those of `host`."""
+    """Returns the processor name and the features that numba must compile for, or None for those of the host.
+
+    Args:
+        name: Value of LIGHTNING_HMM_SIMD.
+        host: Features of the host.
+    """
     if name not in _INSTRUCTION_SETS:
         *others, last = _INSTRUCTION_SETS
         raise ValueError(f"`LIGHTNING_HMM_SIMD` must be {', '.join(others)} or {last}, but is {name!r} instead.")
@@ -44,42 +51,44 @@ def _forced_target(name: str, host: Mapping[str, bool]) -> tuple[str | None, str
     lacking = [feature for feature in required if not host.get(feature)]
     if lacking:
         raise ValueError(
-            f"`LIGHTNING_HMM_SIMD` must name instructions that the processor has, but is {name!r}, and this processor lacks {', '.join(lacking)}. "
-            "Use 'generic', or unset the variable."
+            f"`LIGHTNING_HMM_SIMD` must name instructions that the processor has, but is {name!r}, "
+            f"and this processor lacks {', '.join(lacking)}. Use 'generic', or unset the variable."
         )
     return cpu_name, features
 
 
 def _target_features() -> str:
-    """Restricts numba to the instructions of LIGHTNING_HMM_SIMD where that is set; returns the features that numba compiles for."""
+    """Restricts numba to the instructions of LIGHTNING_HMM_SIMD if it is set. Returns the features for compilation."""
     forced = os.environ.get("LIGHTNING_HMM_SIMD")
     if forced:
         cpu_name, wanted = _forced_target(forced, llvm.get_host_cpu_features())
         vars(numba_config).update(CPU_NAME=cpu_name, CPU_FEATURES=wanted)
-    features: str = cpu_target.target_context.codegen().magic_tuple()[2]  # numba decides this once in a process
+    features: str = cpu_target.target_context.codegen().magic_tuple()[2]  # numba sets this once per process.
     if forced and features != (get_host_cpu_features() if wanted is None else wanted):
         raise RuntimeError(
-            f"`LIGHTNING_HMM_SIMD` is {forced!r}, but numba was set up for other instructions before lightning_hmm was imported. Import lightning_hmm first."
+            f"`LIGHTNING_HMM_SIMD` is {forced!r}, but numba was set up for other instructions "
+            "before lightning_hmm was imported. Import lightning_hmm first."
         )
     return features
 
 
-# The features are part of the key of numba's cache. The constants below depend on nothing else, so code with other constants is never loaded.
+# The features are part of the key of numba's cache. The constants below depend on the features only, so code with other
+# constants is never loaded.
 _HAS_AVX512 = "+avx512f" in _target_features().split(",")
 _VECTOR_BYTES = 64 if _HAS_AVX512 else 32
-# The largest block whose accumulators fit into the registers: 4 x 4 of 32 with AVX-512, 4 x 2 of 16 otherwise.
+# The largest block whose accumulators fit in the registers has 4 x 4 of 32 with AVX-512, and 4 x 2 of 16 otherwise.
 _WIDEST = 4 if _HAS_AVX512 else 2
 
 
 def padded_size(size: int, itemsize: int) -> int:
-    """The smallest multiple of the vector width that holds `size` numbers of `itemsize` bytes."""
+    """Returns the smallest multiple of the vector width that is at least `size`, for numbers of `itemsize` bytes."""
     lanes = _VECTOR_BYTES // itemsize
     return -(-size // lanes) * lanes
 
 
 @intrinsic
 def lanes_of(typing_context, like):
-    """How many numbers of the type of `like` a vector holds."""
+    """Returns how many numbers of the type of `like` a vector contains."""
 
     def codegen(context, builder, signature, args):
         return ir.Constant(ir.IntType(64), _VECTOR_BYTES // (8 if like == types.float64 else 4))
@@ -88,7 +97,7 @@ def lanes_of(typing_context, like):
 
 
 class _Emitter:
-    """Emits vector code for one precision into the function that numba is compiling."""
+    """Emits vector code for one data type into the function that numba is compiling."""
 
     def __init__(self, builder: ir.IRBuilder, is_double: bool, lanes: int | None = None) -> None:
         self.builder = builder
@@ -105,13 +114,14 @@ class _Emitter:
         return ir.Constant(self.vector, [value] * self.lanes)
 
     def address(self, base: ir.Value, *offsets: ir.Value) -> ir.Value:
-        """`base` plus `offsets` elements."""
+        """Returns `base` plus `offsets` elements."""
         for offset in offsets:
             base = self.builder.add(base, self.builder.mul(offset, self.word(self.size)))
         return base
 
-    def load(self, address: ir.Value, kind: ir.Type) -> ir.Value:
-        return self.builder.load(self.builder.inttoptr(address, kind.as_pointer()), align=self.size, typ=kind)
+    def load(self, address: ir.Value, value_type: ir.Type) -> ir.Value:
+        pointer = self.builder.inttoptr(address, value_type.as_pointer())
+        return self.builder.load(pointer, align=self.size, typ=value_type)
 
     def store(self, value: ir.Value, address: ir.Value) -> None:
         self.builder.store(value, self.builder.inttoptr(address, self.vector.as_pointer()), align=self.size)
@@ -123,20 +133,20 @@ class _Emitter:
         return self.builder.shuffle_vector(single, undefined, mask)
 
     def load_word(self, base: ir.Value, index: int) -> ir.Value:
-        """Entry `index` of the int64 array at `base`."""
+        """Loads entry `index` of the int64 array at `base`."""
         pointer = self.builder.inttoptr(self.builder.add(base, self.word(8 * index)), ir.IntType(64).as_pointer())
         return self.builder.load(pointer, align=8, typ=ir.IntType(64))
 
     def of(self, lanes: int) -> _Emitter:
-        """For vectors of `lanes` numbers of this precision."""
+        """Returns an emitter for vectors of `lanes` numbers of the same data type."""
         return _Emitter(self.builder, self.size == 8, lanes)
 
     def wide(self, lanes: int) -> _Emitter:
-        """For vectors of `lanes` float64 numbers."""
+        """Returns an emitter for vectors of `lanes` float64 numbers."""
         return _Emitter(self.builder, True, lanes)
 
     def add_scaled(self, source: _Emitter, place: ir.Value, values: ir.Value, factor: ir.Value | None) -> None:
-        """Adds `values` of the emitter `source`, times `factor` where given, to the numbers at `place`."""
+        """Adds `values` of the emitter `source`, times `factor` if given, to the numbers at `place`."""
         values = self.builder.fpext(values, self.vector) if source.size < self.size else values
         total = self.load(place, self.vector)
         self.store(
@@ -145,11 +155,12 @@ class _Emitter:
 
     def multiply_add(self, left: ir.Value, right: ir.Value, total: ir.Value) -> ir.Value:
         name = f"llvm.fmuladd.v{self.lanes}f{8 * self.size}"
-        kind = ir.FunctionType(self.vector, [self.vector] * 3)
-        return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, name), [left, right, total])
+        function_type = ir.FunctionType(self.vector, [self.vector] * 3)
+        function = cgutils.get_or_insert_function(self.builder.module, function_type, name)
+        return self.builder.call(function, [left, right, total])
 
     def keep_where(self, comparison: str, left: ir.Value, right: ir.Value, value: ir.Value) -> ir.Value:
-        """`value` where ``left comparison right``, else zero."""
+        """Returns `value` where ``left comparison right`` holds, and zero elsewhere."""
         return self.builder.select(self.builder.fcmp_ordered(comparison, left, right), value, self.constant(0.0))
 
     def loop(
@@ -175,11 +186,11 @@ class _Emitter:
         return new
 
     def pick(self, left: ir.Value, right: ir.Value, lanes: list[int]) -> ir.Value:
-        """A vector of the given lanes of both, those of `right` numbered after those of `left`."""
+        """Returns a vector of the given lanes of both. Lanes of `right` are numbered after those of `left`."""
         return self.builder.shuffle_vector(left, right, ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes))
 
     def sum_vector(self, vector: ir.Value) -> ir.Value:
-        """The sum of its lanes, as a scalar."""
+        """Returns the sum of the lanes as a scalar."""
         name = f"llvm.vector.reduce.fadd.v{self.lanes}f{8 * self.size}"
         reduce = cgutils.get_or_insert_function(
             self.builder.module, ir.FunctionType(self.scalar, [self.scalar, self.vector]), name
@@ -187,11 +198,11 @@ class _Emitter:
         return self.builder.call(reduce, [ir.Constant(self.scalar, 0.0), vector], fastmath=("reassoc",))
 
     def larger(self, left: ir.Value, right: ir.Value) -> ir.Value:
-        """The larger of each pair; neither is NaN."""
+        """Returns the larger number of each pair. There must be no NaN."""
         return self.builder.select(self.builder.fcmp_ordered(">", left, right), left, right)
 
     def max_vector(self, vector: ir.Value) -> ir.Value:
-        """The largest of its lanes, as a scalar."""
+        """Returns the largest lane as a scalar."""
         lanes = self.lanes
         while lanes > 1:
             lanes //= 2
@@ -201,15 +212,15 @@ class _Emitter:
         return self.builder.extract_element(vector, ir.Constant(ir.IntType(32), 0))
 
     def sum_lanes(self, rows: list[ir.Value]) -> ir.Value:
-        """The sums of one or four vectors, as a vector of so many lanes.
+        """Returns the sums of one or four vectors as a vector of one or four lanes.
 
-        Four are added by a tree that interleaves them: a quarter of the additions, and no vector waits for another.
+        Four vectors are interleaved and added in a tree, which takes a quarter of the additions.
         """
         if len(rows) == 1:
             single = ir.Constant(ir.VectorType(self.scalar, 1), ir.Undefined)
             return self.builder.insert_element(single, self.sum_vector(rows[0]), ir.Constant(ir.IntType(32), 0))
         block = 1
-        while len(rows) > 1:  # a row has one lane of each block; shuffles inside 16 bytes are the cheap ones
+        while len(rows) > 1:  # A row has one lane of each block. Shuffles within 16 bytes are fastest.
             group = max(2 * block, 16 // self.size)
             lower = [k for k in range(self.lanes) if k % group < group // 2]
             blocks = [lower[i : i + block] for i in range(0, len(lower), block)]
@@ -230,10 +241,11 @@ class _Emitter:
 
 
 def _make_row_operation(num_arrays: int, num_scalars: int, body, *, sums: bool = False, largest: bool = False):
-    """Returns the intrinsic ``row(like, length, *addresses, *scalars)`` that runs `body` over vectors of the arrays.
+    """Returns the intrinsic ``row(like, length, *addresses, *scalars)``, which runs `body` on the vectors of the
+    arrays.
 
-    ``body(emit, vectors, scalars)`` returns {array index: vector to store there} and, where `sums`, what to add up, or, where
-    `largest`, what to find the maximum of. `length` must be a multiple of the vector width.
+    ``body(emit, vectors, scalars)`` returns a dict {array index: vector to store} and a vector. The intrinsic returns
+    the sum of the latter with `sums`, and its maximum with `largest`. `length` must be a multiple of the vector width.
     """
 
     @intrinsic
@@ -241,8 +253,8 @@ def _make_row_operation(num_arrays: int, num_scalars: int, body, *, sums: bool =
         is_double = like == types.float64
         scalar_type = types.float64 if is_double else types.float32
         result = scalar_type if sums or largest else types.void
-        kinds = [types.intp] * num_arrays + [scalar_type] * num_scalars
-        signature = result(like, types.intp, types.StarArgTuple(tuple(kinds)))
+        argument_types = [types.intp] * num_arrays + [scalar_type] * num_scalars
+        signature = result(like, types.intp, types.StarArgTuple(tuple(argument_types)))
 
         def codegen(context, builder, signature, args):
             emit = _Emitter(builder, is_double)
@@ -278,7 +290,7 @@ def _smooth(emit, vectors, scalars):
 
 @intrinsic
 def accumulate_row(typing_context, like, length, total, row, weight):
-    """total += weight * row, with `total` and `weight` in float64 whatever the precision of `row`."""
+    """Computes total += weight * row, where `total` and `weight` are float64, and `row` is float32 or float64."""
     is_double = like == types.float64
     signature = types.void(like, types.intp, types.intp, types.intp, types.float64)
 
@@ -302,14 +314,15 @@ def _scale(emit, vectors, scalars):
     return {0: emit.builder.fmul(vectors[0], scalars[0])}, None
 
 
-# smooth_row(like, length, alpha, beta, gamma): beta = 0 where alpha is; gamma = alpha * beta; returns the sum of gamma
+# smooth_row(like, length, alpha, beta, gamma) sets beta = 0 where alpha = 0 and gamma = alpha * beta. It returns the
+# sum of gamma.
 smooth_row = _make_row_operation(3, 0, _smooth, sums=True)
-# scale_row(like, length, row, scale): row *= scale
+# scale_row(like, length, row, scale) computes row *= scale.
 scale_row = _make_row_operation(1, 1, _scale)
 
 
 def _multiply_block(emit, rows, vectors, start, x, x_row, x_col, y, y_row, depth, *, max_plus=False):
-    """Emits the inner loop of a product for `rows` x `vectors` accumulators, which begin as `start`; returns them."""
+    """Emits the inner loop of a product for `rows` x `vectors` accumulators with values `start`. Returns them."""
     builder = emit.builder
     places = [(r, v) for r in range(rows) for v in range(vectors)]
     before, loop, after = builder.block, builder.append_basic_block("inner"), builder.append_basic_block("done")
@@ -345,8 +358,8 @@ def _multiply_block(emit, rows, vectors, start, x, x_row, x_col, y, y_row, depth
 def _make_smooth(rows: int):
     """Returns the intrinsic ``smooth(like, length, kappas, alphas, betas, scales, emissions, counts)``.
 
-    For each of `rows` messages: kappa = beta * emission row * scale, where alpha > 0, else 0; and alpha * beta is added to the
-    float64 row of `counts`. `emissions` and `counts` hold addresses.
+    For each of `rows` messages, kappa = beta * emission row * scale where alpha > 0, and 0 elsewhere. In addition,
+    alpha * beta is added to the float64 row of `counts`. `emissions` and `counts` contain addresses.
     """
 
     @intrinsic
@@ -410,16 +423,14 @@ def _make_block(rows: int, vectors: int, *, max_plus: bool, accumulate: bool):
 
 
 def make_product(*, max_plus: bool, accumulate: bool):
-    """Returns ``product(like, c, x, x_row, x_col, y, y_row, rows, columns, depth)``, compiled.
+    """Returns the compiled function ``product(like, c, x, x_row, x_col, y, y_row, rows, columns, depth)``.
 
-    It computes ``C[r, j] (+)= sum_k X[r, k] Y[k, j]`` for numbers of the type of `like` at the addresses `c`, `x`, `y`:
-    the rows of C are `columns` elements apart, those of Y `y_row`, and X has the strides `x_row` and `x_col`.
-    `columns` must be a multiple of the vector width.
+    It computes ``C[r, j] (+)= sum_k X[r, k] Y[k, j]`` for numbers of the type of `like` at the addresses `c`, `x` and
+    `y`. The rows of C are `columns` elements apart and those of Y `y_row` elements. X has the strides `x_row` and
+    `x_col`. `columns` must be a multiple of the vector width.
     """
     four_wide = _make_block(4, _WIDEST, max_plus=max_plus, accumulate=accumulate)
-    eight_one = _make_block(
-        8, 1, max_plus=max_plus, accumulate=accumulate
-    )  # a narrow product has to hide latency by rows
+    eight_one = _make_block(8, 1, max_plus=max_plus, accumulate=accumulate)  # More rows hide the latency of one vector.
     four_one = _make_block(4, 1, max_plus=max_plus, accumulate=accumulate)
     one_wide = _make_block(1, _WIDEST, max_plus=max_plus, accumulate=accumulate)
     one_one = _make_block(1, 1, max_plus=max_plus, accumulate=accumulate)
@@ -431,7 +442,7 @@ def make_product(*, max_plus: bool, accumulate: bool):
         size = _VECTOR_BYTES // lanes
         wide = _WIDEST * lanes
         r = 0
-        # Rows of one vector, in the two layouts that occur: known strides save most of the work on addresses.
+        # Rows of one vector occur in two layouts. Constant strides save most of the address computations.
         if not accumulate and columns == lanes and y_row == lanes and x_row == lanes and x_col == 1:
             while r + 4 <= rows:
                 if r + 8 <= rows:

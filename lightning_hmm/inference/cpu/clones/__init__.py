@@ -1,1 +1,1 @@
-"""Compiled kernels for transitions between clones of symbols: states that emit one symbol each. The operator is `inference.cloned.Blocks`."""
+"""Compiled kernels for cloned hidden Markov models, whose operator is `inference.cloned.Blocks`."""

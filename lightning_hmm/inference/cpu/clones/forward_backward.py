@@ -1,18 +1,19 @@
-"""Messages and counts of the cloned HMM, compiled by numba.
+"""Forward-backward kernels and counts of cloned hidden Markov models.
 
-V symbols; the states of symbol v, its clones, are numbered ``starts[v]`` to ``starts[v + 1]``. Transitions are stored for P
-pairs of symbols, sorted; those of source u are pairs ``pair_first[u]`` to ``pair_first[u + 1]``, m of them. The row of a
-state lies in one piece, pair after pair: the entries of clone c of u towards the k-th of these pairs are
-``bounds[bound_base[u] + c * (m + 1) + k]`` up to the next bound. Where `columns` is empty they are all clones of the
-target in order; else ``columns`` says which.
+There are V symbols. The states of symbol v, its clones, have the numbers from ``starts[v]`` to ``starts[v + 1]``,
+exclusive. Transitions are stored for P sorted pairs of symbols. Those with source u are the m pairs from
+``pair_first[u]`` to ``pair_first[u + 1]``. The row of a state is contiguous, pair after pair: the entries from clone c
+of u to the target of the k-th of these pairs begin at ``bounds[bound_base[u] + c * (m + 1) + k]`` and end at the next
+bound. If `columns` is empty, they belong to all clones of the target in order. Otherwise, ``columns`` contains the
+target clone of each entry.
 
-A step has one *entry* for each symbol that is possible there: one for a symbol that was seen, all V for a missing one.
-A message is the concatenation of the entries' clones, in probabilities normalised at every step. A *task* is a pair of
-entries of consecutive steps whose symbols are a stored pair: one block of the transition matrix to multiply with.
-Sequences go forward and backward side by side, and tasks of the same pair are done together: each row of the block is
-read once for up to four messages. States without forward mass are skipped.
+A step has one *entry* for each possible symbol: one if the symbol is known, V if it is missing. A message is the
+concatenation of the clones of the entries. It is normalized at every step. A *task* is a pair of entries of successive
+steps whose symbols are a stored pair, so it is a product with one block of the transition matrix. Several sequences are
+processed in parallel, and tasks of the same pair are computed together: each row of the block is read once for up to
+four messages. States with a forward probability of zero are skipped.
 
-Every sum has an order of its own that threads do not change, so results are the same bits whatever is done side by side.
+The order of each sum does not depend on the number of threads, so neither do the bits of the results.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ from lightning_hmm.inference.cpu.clones.products import GROUP, add_rows, dot_row
 
 @inner
 def _link(active, starts_at, t, first_task, pair, head, following, touched):
-    """Tasks that lead to step t, as a linked list for each pair. Returns how many pairs there are; they are in `touched`, sorted."""
+    """Creates a linked list, for each pair, of the tasks that lead to step t.
+
+    Returns the number of pairs in `touched`.
+    """
     num_touched, num_tasks = 0, 0
     for b in range(active):
         s = starts_at[b] + t
@@ -39,16 +43,16 @@ def _link(active, starts_at, t, first_task, pair, head, following, touched):
             following[task] = head[p]
             head[p] = task
             num_tasks += 1
-    if (
-        num_tasks > active
-    ):  # several tasks lead to one message: they are added in the order of their pairs, whoever else is there
+    # If several tasks lead to one message, they are added in the order of their pairs, whatever the other sequences
+    # are.
+    if num_tasks > active:
         touched[:num_touched].sort()
     return num_touched
 
 
 @inner
 def _active_rows(count, base, stride, clones, messages, group, bounds, probs, rows, xs, ids):
-    """The rows of a block from which any of the messages comes: addresses, the messages' entries, and clones."""
+    """Lists the rows of a block for which a message is not zero: addresses, entries of the messages, and clones."""
     probs_at, size, active = probs.ctypes.data, probs.itemsize, 0
     for c in range(clones):
         found = False
@@ -125,7 +129,10 @@ def _backward_group(
 
 @inner
 def _take_group(task, following, entry_at, source, target, sources, targets):
-    """Up to four tasks of a list, by the addresses of their messages: four, two or one of them, and the task after them."""
+    """Takes four, two or one tasks from a list, as positions of their messages.
+
+    Returns their number and the next task.
+    """
     left, probe = 0, task
     while probe >= 0 and left < GROUP:
         left += 1
@@ -138,9 +145,9 @@ def _take_group(task, following, entry_at, source, target, sources, targets):
 
 
 @kernel
-def forward_lane(
-    lane,
-    lanes,
+def forward(
+    share,
+    shares,
     order,
     offsets,
     plan,
@@ -155,22 +162,24 @@ def forward_lane(
     log_likelihood,
     stopped,
 ):
-    """Filters every `lanes`-th sequence of `order` (longest first), side by side. alpha ~ p(z_t | y_1:t), normalised by totals[t].
+    """Computes forward messages alpha = p(z_t | y_1:t) of every `shares`-th sequence of `order`, which is longest
+    first.
 
-    A sequence that keeps less than `collapse` of its mass at a step gets a log-likelihood of NaN, and `stopped` says where.
-    With `support`, messages are one where they are positive: `stopped` then is the first step that cannot be.
+    totals[t] is the sum of a message before its normalization. If it is below `collapse`, the log-likelihood of the
+    sequence is NaN, and `stopped` is the step. With `support`, positive entries of messages are set to one, and
+    `stopped` is the first impossible step.
     """
     first_entry, entry_symbol, entry_weight, entry_at, first_task, source, target, pair, following = plan
     starts, pair_first, pair_source, pair_target, bound_base, bounds, columns = layout
     zero, one = alpha.dtype.type(0.0), alpha.dtype.type(1.0)
     flush = alpha.dtype.type(flush)
-    ids_here = order[lane::lanes]
+    ids_here = order[share::shares]
     members, begins, lengths = ids_here.shape[0], offsets[ids_here], offsets[ids_here + 1] - offsets[ids_here]
     widest = np.max(starts[1:] - starts[:-1])
     rows, xs, ids = np.empty(widest, np.int64), np.empty(GROUP * widest, alpha.dtype), np.empty(widest, np.int64)
     sources, targets, outputs = np.empty(GROUP, np.int64), np.empty(GROUP, np.int64), np.empty(GROUP, np.int64)
     head, touched = np.full(pair_target.shape[0], -1), np.empty(pair_target.shape[0], np.int64)
-    product = np.ones(members)  # of the normalisers since their logarithm was last taken
+    product = np.ones(members)  # product of the totals since the last logarithm
     active = members
     for t in range(lengths[0] if members > 0 else 0):
         while lengths[active - 1] <= t:
@@ -237,7 +246,7 @@ def forward_lane(
                     for c in range(message.shape[0]):
                         message[c] = message[c] * scale if message[c] * scale >= flush else zero
                 product[b] *= total
-                if product[b] < 1e-100:  # one more step keeps it above the smallest float
+                if product[b] < 1e-100:  # The next factor cannot underflow.
                     log_likelihood[n] += np.log(product[b])
                     product[b] = 1.0
             else:
@@ -252,16 +261,17 @@ def forward_lane(
 
 
 @kernel
-def backward_lane(lane, lanes, order, offsets, plan, layout, probs, weights, alpha, totals, kappa, smoothed):
-    """Smooths what `forward_lane` filtered, and fills `kappa` so that w E[i -> j] = A_ij sum_t alpha_t-1(i) kappa_t(j):
+def backward(share, shares, order, offsets, plan, layout, probs, weights, alpha, totals, kappa, smoothed):
+    """Computes scaled backward messages kappa, for which w E[i -> j] = A_ij sum_t alpha_t-1(i) kappa_t(j).
 
-    kappa_t(j) = w e_t(j) beta_t(j) / (total_t sum alpha beta), with e the evidence; at first steps w p(z_1 | y) instead.
-    Rows of `smoothed`, if it has any, become w p(z_t | y).
+    kappa_t(j) = w e_t(j) beta_t(j) / (total_t sum alpha beta), where e is the weight of the symbol and w the weight of
+    the sequence. At the first step of a sequence, kappa is w p(z_1 | y). If `smoothed` has rows, they are set to w
+    p(z_t | y).
     """
     first_entry, entry_symbol, entry_weight, entry_at, first_task, source, target, pair, following = plan
     starts, pair_first, pair_source, pair_target, bound_base, bounds, columns = layout
     zero = alpha.dtype.type(0.0)
-    ids_here = order[lane::lanes]
+    ids_here = order[share::shares]
     members, begins, lengths = ids_here.shape[0], offsets[ids_here], offsets[ids_here + 1] - offsets[ids_here]
     widest = np.max(starts[1:] - starts[:-1])
     rows, xs, ids = (
@@ -291,18 +301,18 @@ def backward_lane(lane, lanes, order, offsets, plan, layout, probs, weights, alp
                 )
                 for c in range(message.shape[0]):
                     total += message[c] * back[c]
-            share = weights[n] / total if total != 0 else 0.0  # zero where the forward pass gave up
-            scale = alpha.dtype.type(share / totals[s]) if total != 0 else zero
+            scaled_weight = weights[n] / total if total != 0 else 0.0  # Zero if the forward pass collapsed.
+            scale = alpha.dtype.type(scaled_weight / totals[s]) if total != 0 else zero
             for e in range(first_entry[s], first_entry[s + 1]):
                 v, at = entry_symbol[e], entry_at[e]
                 num_clones = starts[v + 1] - starts[v]
                 message, back = alpha[at : at + num_clones], kappa[at : at + num_clones]
                 if smoothed.shape[0] > 0:
                     for c in range(num_clones):
-                        smoothed[s, starts[v] + c] = message[c] * back[c] * share
+                        smoothed[s, starts[v] + c] = message[c] * back[c] * scaled_weight
                 if t == 0:
                     for c in range(num_clones):
-                        back[c] = message[c] * back[c] * alpha.dtype.type(share)
+                        back[c] = message[c] * back[c] * alpha.dtype.type(scaled_weight)
                 else:
                     factor = scale * alpha.dtype.type(entry_weight[e])
                     for c in range(num_clones):
@@ -344,13 +354,16 @@ def backward_lane(lane, lanes, order, offsets, plan, layout, probs, weights, alp
 # Counts
 
 
-_TILE = 256  # columns of a block whose sums are made at once
-_OCCURRENCES = 512  # steps whose messages stay in the cache meanwhile
+_TILE = 256  # columns of a block whose sums are computed together
+_OCCURRENCES = 512  # steps whose messages remain in the cache
 
 
 @kernel
-def counts_lane(pairs, pair_task_first, pair_tasks, plan, layout, probs, alpha, kappa, counts):
-    """counts += A o sum over the steps of each pair of alpha_t-1 kappa_t', four rows of the block and four steps at a time."""
+def add_counts(pairs, pair_task_first, pair_tasks, plan, layout, probs, alpha, kappa, counts):
+    """Adds A * (sum of alpha_t-1 kappa_t' over the steps of each pair) to `counts`.
+
+    Four rows of a block and four steps are processed at a time.
+    """
     entry_at, source, target = plan.entry_at, plan.task_source, plan.task_target
     starts, pair_first, pair_source, pair_target, bound_base, bounds, columns = layout
     zero, size = alpha.dtype.type(0.0), alpha.itemsize
@@ -406,7 +419,7 @@ def counts_lane(pairs, pair_task_first, pair_tasks, plan, layout, probs, alpha, 
 
 @kernel
 def mark_above(first_state, last_state, row_first, probs, threshold, keep):
-    """Marks the transitions that are at least so probable, or the most probable of their row."""
+    """Marks the transitions whose probability is at least `threshold` or the largest of their row."""
     for state in range(first_state, last_state):
         first, last = row_first[state], row_first[state + 1]
         largest = probs.dtype.type(0.0)
@@ -418,7 +431,7 @@ def mark_above(first_state, last_state, row_first, probs, threshold, keep):
 
 @strict_kernel
 def kept_before(bounds, keep):
-    """How many entries are kept before each bound."""
+    """Returns the number of kept entries before each bound."""
     before, total = np.zeros(bounds.shape[0], np.int64), 0
     for b in range(1, bounds.shape[0]):
         for k in range(bounds[b - 1], bounds[b]):
@@ -429,22 +442,22 @@ def kept_before(bounds, keep):
 
 @strict_kernel
 def target_clones(layout, kept):
-    """The target clones of the given entries, in rising order, of a layout of whole blocks."""
+    """Returns the target clones of the given entries, in ascending order, of a layout of whole blocks."""
     bounds = layout.bounds
     columns, b = np.empty(kept.shape[0], np.int32), 0
     for k in range(kept.shape[0]):
-        while bounds[b + 1] <= kept[k]:  # the last bound of a row is the first of the next, an empty piece
+        while bounds[b + 1] <= kept[k]:  # The last bound of a row equals the first bound of the next row.
             b += 1
         columns[k] = kept[k] - bounds[b]
     return columns
 
 
-# What is read from messages
+# Results from messages
 
 
 @kernel
 def scatter(steps, plan, starts, messages, out):
-    """Messages of the given steps as rows over all states."""
+    """Copies the messages of the given steps to rows over all states."""
     first_entry, entry_symbol, entry_at = plan.first_entry, plan.entry_symbol, plan.entry_at
     for k in range(steps.shape[0]):
         for e in range(first_entry[steps[k]], first_entry[steps[k] + 1]):
@@ -455,7 +468,7 @@ def scatter(steps, plan, starts, messages, out):
 
 @kernel
 def add_initial(order, offsets, plan, starts, kappa, initial_counts):
-    """Adds w p(z_1 | y) of the sequences, which `backward_lane` left in `kappa`."""
+    """Adds w p(z_1 | y) of the sequences, which `backward` stores in `kappa`."""
     first_entry, entry_symbol, entry_at = plan.first_entry, plan.entry_symbol, plan.entry_at
     for n in order:
         s = offsets[n]

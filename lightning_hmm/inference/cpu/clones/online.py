@@ -1,4 +1,4 @@
-"""Many updates of online EM in one go, compiled by numba. The names are those of `forward_backward`."""
+"""Kernel for many updates of online EM in cloned hidden Markov models. The names are those of `forward_backward`."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from lightning_hmm.inference.cpu.cache import kernel
 from lightning_hmm.inference.cpu.clones.plan import Arrays, find_pair
 from lightning_hmm.inference.cpu.updates import Part, update
 
-_MOST_ENTRIES = 1 << 16  # stored transitions of the models that the compiled pass is for
+_MOST_ENTRIES = 1 << 16  # largest number of stored transitions for which the compiled pass is used
 
 
 @kernel
 def online_updates(
     batch, batch_first, offsets, symbols, weights, layout, parts, discount, step, sizes, data_size, log_likelihood
 ):
-    """Online EM for small models: one update for each batch from number `batch` on; `parts` are changed in place. `step` updates have gone before.
+    """Runs online EM for small models: one update for each batch from number `batch` on, after `step` earlier updates.
 
-    Returns the number of the first batch that it did not do: one with a step that keeps too little mass for this plain arithmetic.
+    `parts` are changed in place. Returns the number of the first batch that was not used, because the probability of
+    one of its steps underflows.
     """
     log_initial, probs = parts[0].values, parts[1].values
     initial_counts, counts = parts[0].counts, parts[1].counts
@@ -113,15 +114,15 @@ def online_updates(
 
 
 class ClonesPass:
-    """The compiled pass for the first state and transitions between clones.
+    """Compiled pass of online EM for the initial probabilities and the transitions between clones.
 
     Args:
-        layout: which states are clones of which symbol, and which transitions are stored.
-        num_entries: the number of stored transitions.
-        symbols: (steps,) from 0 to V; V stands for a missing symbol.
-        offsets: (N + 1,) where the sequences begin.
-        weights: (N,) of the sequences.
-        batch_size: sequences of an update.
+        layout: Layout of the stored transitions.
+        num_entries: Number of stored transitions.
+        symbols: (steps,) symbols from 0 to V. The number V represents a missing symbol.
+        offsets: (N + 1,) boundaries of the sequences.
+        weights: (N,) weights of the sequences.
+        batch_size: Number of sequences per update.
     """
 
     def __init__(
@@ -143,7 +144,10 @@ class ClonesPass:
     def __call__(
         self, batch: int, parts: tuple[Part, ...], discount: float, step: int, sizes: np.ndarray, data_size: float
     ) -> int:
-        """Updates from batch number `batch` on; returns the number of the first that it did not do. `step` updates have gone before."""
+        """Runs updates from batch number `batch` on, after `step` earlier ones.
+
+        Returns the first batch that was not used.
+        """
         if not self._is_plain:
             return batch
         return int(online_updates(batch, *self._data, parts, discount, step, sizes, data_size, self.scores))

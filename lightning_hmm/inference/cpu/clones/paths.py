@@ -1,4 +1,7 @@
-"""The most probable paths of the cloned HMM, and drawn ones, compiled by numba. The names are those of `forward_backward`."""
+"""Kernels for most probable and random paths in cloned hidden Markov models.
+
+The names are those of `forward_backward`.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +13,23 @@ from lightning_hmm.inference.kernels.sampling_loops import draw
 
 
 @strict_kernel
-def viterbi_lane(lane, lanes, offsets, plan, layout, probs, log_initial, delta, shifts, path, log_probability):
-    """Max-product over every `lanes`-th sequence, in log space; of equally probable paths that with the lowest numbers from the end.
+def viterbi(share, shares, offsets, plan, layout, probs, log_initial, delta, shifts, path, log_probability):
+    """Computes the most probable path of every `shares`-th sequence in log space.
 
-    Only the scores are kept; the argmax is found again along the path. States of score -inf are skipped.
+    Ties are broken from the last step backward, in favor of the state with the lower number. Only the scores are
+    stored. The best source states are computed again along the path. States of score -inf are skipped.
     """
     first_entry, entry_symbol, entry_weight, entry_at, first_task, source, target, pair, _ = plan
     starts, pair_first, _, pair_target, bound_base, bounds, columns = layout
-    for n in range(lane, offsets.shape[0] - 1, lanes):
+    for n in range(share, offsets.shape[0] - 1, shares):
         for s in range(offsets[n], offsets[n + 1]):
             for e in range(first_entry[s], first_entry[s + 1]):
                 v, at = entry_symbol[e], entry_at[e]
                 for c in range(starts[v + 1] - starts[v]):
                     delta[at + c] = log_initial[starts[v] + c] if s == offsets[n] else 0.0
             if s > offsets[n]:
-                # In probabilities relative to the best of the step before: a state's logarithm is taken once, not once for each transition.
+                # Scores are converted to probabilities relative to the best state of the step before, so that one
+                # logarithm is computed for each state, and not for each transition.
                 for task in range(first_task[s], first_task[s + 1]):
                     u, v, p = entry_symbol[source[task]], entry_symbol[target[task]], pair[task]
                     stride, base = pair_first[u + 1] - pair_first[u] + 1, bound_base[u] + p - pair_first[u]
@@ -91,7 +96,7 @@ def viterbi_lane(lane, lanes, offsets, plan, layout, probs, log_initial, delta, 
 
 @strict_kernel
 def entry_towards(first, last, clone, columns, probs):
-    """The probability of the transition to a clone among the stored ones from `first` to `last`; zero where there is none."""
+    """Returns the probability of the transition to a clone among the stored entries from `first` to `last`, or zero."""
     if columns.shape[0] == 0:
         return np.float64(probs[first + clone])
     end = last
@@ -106,7 +111,9 @@ def entry_towards(first, last, clone, columns, probs):
 
 @strict_kernel
 def sample_chains(initial, layout, symbol_of, probs, offsets, uniforms):
-    """State paths of the Markov chain, one per sequence, from one uniform number per step; -1 after a state without transitions."""
+    """Draws state paths from the Markov chain, with one uniform number per step. -1 follows a state without
+    transitions.
+    """
     starts, pair_first, _, pair_target, bound_base, bounds, columns = layout
     states = np.full(uniforms.shape[0], -1)
     for n in range(offsets.shape[0] - 1):

@@ -1,22 +1,25 @@
-"""What the loops of the cloned HMM are told of a layout and of sequences: entries, tasks, addresses of messages, and what fits into memory."""
+"""Work plans for the kernels of cloned hidden Markov models.
+
+A plan consists of the arrays of a layout, the entries and tasks of each step (see `forward_backward`), and the
+positions of messages. Sequences are divided into batches whose messages fit in memory.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from lightning_hmm.inference.cpu.cache import strict_kernel
 
-MESSAGE_BYTES = (
-    1 << 30
-)  # messages of sequences that are worked on together stay below this, except those of a single one
-_ALIGNED = 16  # messages begin at multiples of so many numbers
-_TABLE = 256  # symbols up to which pairs are looked up in a table
+MESSAGE_BYTES = 1 << 30  # largest size of the messages of a batch of several sequences
+_ALIGNED = 16  # Messages begin at multiples of this.
+_TABLE = 256  # largest number of symbols for which pairs are looked up in a table
 
 
 class Arrays(NamedTuple):
-    """A layout as the loops take it; see `forward_backward`."""
+    """Arrays of a layout for the kernels. The names are explained in `forward_backward`."""
 
     starts: np.ndarray
     pair_first: np.ndarray
@@ -32,7 +35,7 @@ class Arrays(NamedTuple):
 
     @property
     def row_first(self) -> np.ndarray:
-        """(H + 1,) where the entries of each state begin."""
+        """(H + 1,) positions at which the entries of each state begin."""
         sizes = np.diff(self.pair_first) + 1
         places = np.concatenate(
             [np.arange(n) * size + base for n, size, base in zip(self.clones, sizes, self.bound_base, strict=True)]
@@ -41,6 +44,7 @@ class Arrays(NamedTuple):
 
 
 def layout_arrays(clones: np.ndarray, pairs: np.ndarray, bounds: np.ndarray, columns: np.ndarray) -> Arrays:
+    """Creates the arrays from the arguments of `inference.cloned.Layout`."""
     num_symbols = clones.shape[0]
     pair_first = np.searchsorted(pairs[:, 0], np.arange(num_symbols + 1))
     widths = clones * (np.diff(pair_first) + 1)
@@ -59,9 +63,17 @@ def layout_arrays(clones: np.ndarray, pairs: np.ndarray, bounds: np.ndarray, col
 def entries(
     values: np.ndarray, evidence: np.ndarray | None, num_symbols: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The symbols that are possible at each step: where each step's begin (steps + 1,), and symbol and weight of each.
+    """Lists the symbols that are possible at each step, as entries.
 
-    `num_symbols` stands for a missing symbol. Symbols keep their type, which is the narrowest, until `gathered`.
+    Symbols keep their data type. `select_sequences` converts them to int64.
+
+    Args:
+        values: (steps,) symbols. The number `num_symbols` represents a missing symbol.
+        evidence: (steps, V) distributions over the symbols, or ``None`` if the symbols are known.
+        num_symbols: Number of symbols V.
+
+    Returns:
+        (steps + 1,) positions at which the entries of each step begin, and symbol and weight of each entry.
     """
     if evidence is None:
         missing = values == num_symbols
@@ -78,7 +90,7 @@ def entries(
 
 @strict_kernel
 def find_pair(u, v, pair_first, pair_target):
-    """The number of the stored pair (u, v), or -1."""
+    """Returns the number of the stored pair (u, v), or -1 if it is not stored."""
     low, high = pair_first[u], pair_first[u + 1]
     while low < high:
         middle = (low + high) // 2
@@ -91,7 +103,10 @@ def find_pair(u, v, pair_first, pair_target):
 
 @strict_kernel
 def plan_tasks(offsets, first_entry, entry_symbol, pair_first, pair_target):
-    """Tasks by the step they lead to: ``first_task`` (steps + 1), and for each its source entry, target entry and pair."""
+    """Lists the tasks by the step they lead to.
+
+    Returns ``first_task`` (steps + 1,), and the source entry, target entry and pair of symbols of each task.
+    """
     num_steps = first_entry.shape[0] - 1
     first_task = np.zeros(num_steps + 1, np.int64)
     size = 0
@@ -122,7 +137,10 @@ def plan_tasks(offsets, first_entry, entry_symbol, pair_first, pair_target):
 
 @strict_kernel
 def sort_by_pair(pair, num_pairs):
-    """Tasks in the order of their pairs: where each pair's begin, (P + 1,), and their numbers."""
+    """Sorts tasks by pair.
+
+    Returns the position of the first task of each pair (P + 1,), and the numbers of the tasks.
+    """
     first = np.zeros(num_pairs + 1, np.int64)
     for p in pair:
         first[p + 1] += 1
@@ -135,7 +153,14 @@ def sort_by_pair(pair, num_pairs):
 
 
 class Plan(NamedTuple):
-    """What `forward_lane` needs to know of the sequences of one go; see `forward_backward`."""
+    """Entries and tasks of a batch of sequences.
+
+    first_entry: (steps + 1,) first entry of each step.
+    entry_symbol, entry_weight, entry_at: Symbol, weight and position of the message of each entry.
+    first_task: (steps + 1,) first task that leads to each step.
+    task_source, task_target, task_pair: Source entry, target entry and pair of symbols of each task.
+    following: Space for linked lists of tasks.
+    """
 
     first_entry: np.ndarray
     entry_symbol: np.ndarray
@@ -149,6 +174,7 @@ class Plan(NamedTuple):
 
 
 def padded(layout: Arrays) -> np.ndarray:
+    """Returns (V,) the size of a message of each symbol, a multiple of `_ALIGNED`."""
     return -(-layout.clones // _ALIGNED) * _ALIGNED
 
 
@@ -161,7 +187,11 @@ def plan(
     *,
     keep: bool,
 ) -> tuple[Plan, int]:
-    """The plan and the size of the messages; without `keep`, only two messages of each sequence have a place of their own."""
+    """Returns the plan of a batch and the size of its messages.
+
+    With `keep`, the messages of all steps are stored. Otherwise, those of each sequence alternate between two
+    positions.
+    """
     tasks = plan_tasks(offsets, first_entry, symbols, layout.pair_first, layout.pair_target)
     ends = np.cumsum(padded(layout)[symbols])
     begins = np.append(0, ends)[:-1] if ends.shape[0] else ends
@@ -181,29 +211,29 @@ def plan(
     ), size
 
 
-def goes_of(
+def memory_batches(
     layout: Arrays, offsets: np.ndarray, first_entry: np.ndarray, symbols: np.ndarray, itemsize: int
 ) -> list[np.ndarray]:
-    """The sequences, longest first, in goes whose messages fit into memory."""
+    """Divides the sequences, longest first, into batches whose messages fit in memory. Returns numbers of sequences."""
     lengths = np.diff(offsets)
     order = np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]
     ends = np.append(0, np.cumsum(padded(layout)[symbols]))[first_entry]
     sizes = (ends[offsets[1:]] - ends[offsets[:-1]])[order] * 2 * itemsize
     if int(sizes.sum()) <= MESSAGE_BYTES:
         return [order] if order.shape[0] else []
-    goes, first, total = [], 0, 0
+    batches, first, total = [], 0, 0
     for n, size in enumerate(sizes.tolist()):
         if n > first and total + size > MESSAGE_BYTES:
-            goes.append(order[first:n])
+            batches.append(order[first:n])
             first, total = n, 0
         total += size
-    return [*goes, order[first:]]
+    return [*batches, order[first:]]
 
 
-def gathered(
+def select_sequences(
     ids: np.ndarray, offsets: np.ndarray, first_entry: np.ndarray, symbols: np.ndarray, weights: np.ndarray
 ) -> tuple[np.ndarray, ...]:
-    """The chosen sequences by themselves: their steps, offsets, and entries, whose symbols are int64, as the loops take them."""
+    """Selects sequences by number. Returns their steps, their offsets, and their entries with int64 symbols."""
     lengths = np.diff(offsets)[ids]
     local = np.append(0, np.cumsum(lengths))
     steps = np.arange(local[-1]) + np.repeat(offsets[ids] - local[:-1], lengths)
@@ -213,3 +243,47 @@ def gathered(
     first = np.append(0, np.cumsum(sizes))
     chosen = np.arange(first[-1]) + np.repeat(first_entry[steps] - first[:-1], sizes)
     return steps, local, first, symbols[chosen].astype(np.int64, copy=False), weights[chosen]
+
+
+class PlannedBatch(NamedTuple):
+    """A batch of sequences and its plan.
+
+    ids: Numbers of the sequences.
+    steps: Packed steps of the sequences.
+    offsets: Boundaries of the sequences within the batch.
+    entries: Entries of the batch, as `entries` returns them.
+    order: Sequences of the batch that have steps, longest first.
+    plan: Entries and tasks.
+    size: Size of the messages.
+    """
+
+    ids: np.ndarray
+    steps: np.ndarray
+    offsets: np.ndarray
+    entries: tuple[np.ndarray, ...]
+    order: np.ndarray
+    plan: Plan
+    size: int
+
+
+def planned_batches(
+    layout: Arrays, offsets: np.ndarray, data: tuple[np.ndarray, np.ndarray, np.ndarray], itemsize: int, *, keep: bool
+) -> Iterator[PlannedBatch]:
+    """Plans batches of sequences, longest first. With `keep`, their messages fit in memory; otherwise, there is one
+    batch.
+
+    Args:
+        layout: Layout of the stored transitions.
+        offsets: (N + 1,) boundaries of the sequences.
+        data: Result of `entries`.
+        itemsize: Bytes of an entry of a message.
+        keep: Whether the messages of all steps are stored.
+    """
+    if keep:
+        batches = memory_batches(layout, offsets, *data[:2], itemsize)
+    else:
+        batches = [np.argsort(-np.diff(offsets), kind="stable")]
+    for ids in batches:
+        steps, local, *selected = select_sequences(ids, offsets, *data)
+        planned, size = plan(layout, local, *selected, keep=keep)
+        yield PlannedBatch(ids, steps, local, tuple(selected), np.flatnonzero(np.diff(local)), planned, size)

@@ -1,11 +1,11 @@
-"""Products of a few messages with the rows of one block of the transition matrix, by the addresses of the rows."""
+"""Products of up to four messages with a block of the transition matrix, given by the addresses of its rows."""
 
 from __future__ import annotations
 
 from lightning_hmm.inference.cpu.cache import inner
 from lightning_hmm.inference.kernels.blocks import make_dots, make_update
 
-GROUP = 4  # messages that share one pass over the rows of a block
+GROUP = 4  # largest number of messages that are multiplied in one pass over the rows of a block
 
 _update_41, _update_44 = make_update(4, 1), make_update(4, 4)
 _update_21, _update_24 = make_update(2, 1), make_update(2, 4)
@@ -17,9 +17,10 @@ _dots_11, _dots_14 = make_dots(1, 1), make_dots(1, 4)
 
 @inner
 def add_rows(count, like, depth, width, outputs, factors, rows):
-    """C_r += sum over d < depth of x[d, r] Y_d for r < `count`, which is four, two or one. Rows have `width` numbers of the type of `like`.
+    """Computes C_r += sum over d < `depth` of x[d, r] Y_d, for r < `count`, which is four, two or one.
 
-    `outputs` and `rows` hold the addresses of the C_r and of the Y_d, `factors` the numbers x.
+    Rows have `width` numbers of the type of `like`. `outputs` and `rows` contain the addresses of C_r and Y_d, and
+    `factors` contains the numbers x.
     """
     size, fours = factors.itemsize, depth & ~3
     c, x, y = outputs.ctypes.data, factors.ctypes.data, rows.ctypes.data
@@ -42,7 +43,10 @@ def add_rows(count, like, depth, width, outputs, factors, rows):
 
 @inner
 def dot_rows(count, like, depth, width, sources, products, rows):
-    """products[d, r] = C_r . Y_d for d < depth and r < `count`, which is four, two or one; `sources` holds the addresses of the C_r, as for `add_rows`."""
+    """Computes products[d, r] = C_r . Y_d, for d < `depth` and r < `count`, which is four, two or one.
+
+    `sources` and `rows` contain the addresses of C_r and Y_d.
+    """
     size, fours = products.itemsize, depth & ~3
     out, c, y = products.ctypes.data, sources.ctypes.data, rows.ctypes.data
     if count == 4:

@@ -1,8 +1,9 @@
-"""The most probable path of a cloned HMM through symbols of which some may stand in any order, compiled by numba.
+"""Kernel for the most probable path of a cloned hidden Markov model through symbols whose order is partly unknown.
 
-Steps are in groups, one after the other; the symbols of a group are known, their order is not. A node is a clone together with what of its group has
-been used so far, a number whose digits count each of the group's symbols. Max-product over nodes is exact, and costs at most 2^n times as much
-as over clones for a group of n. Of a step's nodes at most a given number is kept, the most probable. The other names are those of `forward_backward`.
+Successive steps form groups. The symbols of a group are known, but their order is not. A node is a clone together with
+a code for the symbols of the group that have been used: a number whose digits count each of these symbols. The Viterbi
+algorithm over nodes is exact. For a group of n symbols, it takes at most 2^n times as long as over clones. Only a given
+number of the most probable nodes of each step are kept. The other names are those of `forward_backward`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from lightning_hmm.inference.cpu.clones.plan import find_pair
 
 @strict_kernel
 def _digits(symbols):
-    """The different symbols of a group, how often each is there, and what one of each counts in a number; and how many numbers there are."""
+    """Returns the distinct symbols of a group, their counts, the value of one of each in a code, and the number of
+    codes.
+    """
     letters = np.unique(symbols)
     counts, units, total = np.zeros(letters.shape[0], np.int64), np.ones(letters.shape[0], np.int64), 1
     for k in range(letters.shape[0]):
@@ -34,9 +37,10 @@ def _grown(array, size):
 
 @strict_kernel
 def rearranged_path(symbols, group_first, layout, symbol_of, probs, log_initial, most, path):
-    """Fills `path` with states, and returns its log-probability; -inf where there is none.
+    """Fills `path` with the states of the most probable path. Returns its log-probability, -inf if every path is
+    impossible.
 
-    Group g has the symbols from ``group_first[g]`` up to the next, in any order.
+    Group g consists of the symbols from ``group_first[g]`` to ``group_first[g + 1]``, exclusive.
     """
     starts, pair_first, _, pair_target, bound_base, bounds, columns = layout
     num_steps = symbols.shape[0]
@@ -47,13 +51,13 @@ def rearranged_path(symbols, group_first, layout, symbol_of, probs, log_initial,
         np.full(widest, -1),
         np.empty(widest, np.int64),
     )
-    states, backs = np.empty(4 * most, np.int32), np.empty(4 * most, np.int32)  # of all nodes of all steps
+    states, backs = np.empty(4 * most, np.int32), np.empty(4 * most, np.int32)  # for the nodes of all steps
     first_node, mark = np.zeros(num_steps + 1, np.int64), 0
-    scores, codes = np.empty(0), np.empty(0, np.int64)  # of the nodes of the last step
+    scores, codes = np.empty(0), np.empty(0, np.int64)  # for the nodes of the last step
     shift = 0.0
     for g in range(group_first.shape[0] - 1):
         letters, counts, units, num_codes = _digits(symbols[group_first[g] : group_first[g + 1]])
-        code_first = np.zeros(num_codes + 1, np.int64)  # nodes of the step before, by what they have used
+        code_first = np.zeros(num_codes + 1, np.int64)  # first node of the step before for each code
         code_first[1:] = scores.shape[0]
         for s in range(group_first[g], group_first[g + 1]):
             here, used = first_node[s], s - group_first[g] + 1

@@ -1,11 +1,13 @@
-"""Messages and counts of pruned layouts, compiled by numba: time follows the entries that are left, and the clones that have mass.
+"""Forward-backward kernels and counts of pruned layouts.
 
-A message is a list of the clones that have mass, of thousands often a handful: ``active[s]`` numbers in `ids`, and as many in
-`alpha` and `kappa`, from ``at[s]`` on. Nothing is done with the others.
+The time is proportional to the number of stored entries from clones with positive probability. A message is a list of
+these clones, of which there are often few: ``active[s]`` numbers of clones in `ids`, and as many entries of `alpha` and
+`kappa`, from position ``at[s]`` on.
 
-A layout stores the row of a state in one piece, as the M-step wants it. A step needs a block, the rows of one pair of symbols, and of
-these a pruned layout has short pieces far apart, so that most of the time would be spent waiting for memory. Where all of them are read often,
-the entries are therefore copied, pair after pair, and the counts put back. `Blocks` are either of the two; the other names are those of `forward_backward`.
+A layout stores the row of a state contiguously, for the M-step. A step needs a block, which consists of the rows of one
+pair of symbols. In a pruned layout, these are short and far apart in memory, so reading them takes most of the time. If
+all entries are read often, they are copied pair after pair, and the counts are copied back at the end. `Blocks`
+describes both storage orders. The other names are those of `forward_backward`.
 """
 
 from __future__ import annotations
@@ -16,11 +18,11 @@ import numpy as np
 
 from lightning_hmm.inference.cpu.cache import inner, kernel, strict_kernel
 
-_MANY = 16  # a message with more than one in so many clones is sorted
+_MANY = 16  # A message is sorted if more than 1 / _MANY of the clones are active.
 
 
 class Blocks(NamedTuple):
-    """The entries of clone c in block p are ``bounds[base[p] + c * stride[p]]`` up to the next bound."""
+    """The entries of clone c in block p begin at ``bounds[base[p] + c * stride[p]]`` and end at the next bound."""
 
     base: np.ndarray
     stride: np.ndarray
@@ -31,7 +33,7 @@ class Blocks(NamedTuple):
 
 @strict_kernel
 def stored_blocks(layout, probs):
-    """The blocks as they are stored."""
+    """Returns the blocks in the storage order of the layout."""
     _, pair_first, pair_source, pair_target, bound_base, bounds, columns = layout
     base, stride = np.empty(pair_target.shape[0], np.int64), np.empty(pair_target.shape[0], np.int64)
     for p in range(pair_target.shape[0]):
@@ -42,7 +44,7 @@ def stored_blocks(layout, probs):
 
 @strict_kernel
 def copied_blocks(layout, stored):
-    """The blocks one after the other."""
+    """Returns copies of the blocks, one after the other."""
     clones = layout.starts[layout.pair_source + 1] - layout.starts[layout.pair_source]
     base, bounds = np.empty_like(stored.base), np.empty(np.sum(clones + 1), np.int64)
     columns, probs = np.empty_like(stored.columns), np.empty_like(stored.probs)
@@ -63,7 +65,7 @@ def copied_blocks(layout, stored):
 
 @strict_kernel
 def put_back(layout, stored, copied, values, out):
-    """Numbers of the copied entries, in the order of the stored ones."""
+    """Copies `values`, in the order of the copied blocks, to `out`, in the storage order of the layout."""
     clones = layout.starts[layout.pair_source + 1] - layout.starts[layout.pair_source]
     for p in range(clones.shape[0]):
         for c in range(clones[p]):
@@ -75,8 +77,8 @@ def put_back(layout, stored, copied, values, out):
 
 @kernel
 def forward(
-    lane,
-    lanes,
+    share,
+    shares,
     order,
     offsets,
     symbols,
@@ -93,17 +95,18 @@ def forward(
     totals,
     log_likelihood,
 ):
-    """Filters every `lanes`-th sequence of `order`; see `forward_backward.forward_lane`. A sequence that is given up has no active clones."""
+    """Computes forward messages of every `shares`-th sequence of `order`, as `forward_backward.forward`.
+
+    A sequence that collapses has no active clones.
+    """
     base, stride, bounds, columns, probs = blocks
     flush = alpha.dtype.type(flush)
     widths = starts[1:] - starts[:-1]
     widest = np.max(widths)
     zero, one = alpha.dtype.type(0.0), alpha.dtype.type(1.0)
-    found, sums = (
-        np.empty(widest, np.int64),
-        np.zeros(widest, alpha.dtype),
-    )  # sums are zero but for the clones in `found`
-    for n in order[lane::lanes]:
+    # All sums are zero except those of the clones in `found`.
+    found, sums = np.empty(widest, np.int64), np.zeros(widest, alpha.dtype)
+    for n in order[share::shares]:
         product = 1.0
         for s in range(offsets[n], offsets[n + 1]):
             num_found, total = 0, zero
@@ -124,7 +127,7 @@ def forward(
                         if old == 0 and sums[j] != 0:
                             found[num_found] = j
                             num_found += 1
-            if _MANY * num_found > widths[symbols[s]]:  # in rising order, in which rows are read fastest
+            if _MANY * num_found > widths[symbols[s]]:  # Rows are read fastest in ascending order.
                 num_found = 0
                 for c in range(widths[symbols[s]]):
                     if sums[c] != 0:
@@ -146,7 +149,7 @@ def forward(
                     here += 1
             active[s], totals[s] = here - at[s], total
             product *= total
-            if product < 1e-100:  # one more step keeps it above the smallest float
+            if product < 1e-100:  # The next factor cannot underflow.
                 log_likelihood[n] += np.log(product)
                 product = 1.0
         log_likelihood[n] += np.log(product)
@@ -165,12 +168,12 @@ def _clear(first, last, ids, row):
 
 
 @kernel
-def backward(lane, lanes, order, offsets, pairs, at, starts, blocks, weights, ids, alpha, active, totals, kappa):
-    """Fills `kappa` from what `forward` filtered; see `forward_backward.backward_lane`."""
+def backward(share, shares, order, offsets, pairs, at, starts, blocks, weights, ids, alpha, active, totals, kappa):
+    """Computes scaled backward messages kappa, as `forward_backward.backward`."""
     base, stride, bounds, columns, probs = blocks
     zero, one = alpha.dtype.type(0.0), alpha.dtype.type(1.0)
     row = np.zeros(np.max(starts[1:] - starts[:-1]), alpha.dtype)
-    for n in order[lane::lanes]:
+    for n in order[share::shares]:
         for s in range(offsets[n + 1] - 1, offsets[n] - 1, -1):
             first, last = at[s], at[s] + active[s]
             if s == offsets[n + 1] - 1:
@@ -187,19 +190,22 @@ def backward(lane, lanes, order, offsets, pairs, at, starts, blocks, weights, id
             total = zero
             for k in range(first, last):
                 total += alpha[k] * kappa[k]
-            share = weights[n] / total if total != 0 else 0.0  # zero where the forward pass gave up
+            scaled_weight = weights[n] / total if total != 0 else 0.0  # Zero if the forward pass collapsed.
             if s == offsets[n]:
                 for k in range(first, last):
-                    kappa[k] *= alpha[k] * alpha.dtype.type(share)
+                    kappa[k] *= alpha[k] * alpha.dtype.type(scaled_weight)
             elif total != 0:
-                scale = alpha.dtype.type(share / totals[s])
+                scale = alpha.dtype.type(scaled_weight / totals[s])
                 for k in range(first, last):
                     kappa[k] *= scale
 
 
 @kernel
-def count(pair_numbers, step_first, steps, at, starts, blocks, ids, alpha, active, kappa, counts):
-    """counts += A o sum over the steps of each pair of alpha_t-1 kappa_t'; those of pair p are ``steps[step_first[p]:step_first[p + 1]]``."""
+def add_counts(pair_numbers, step_first, steps, at, starts, blocks, ids, alpha, active, kappa, counts):
+    """Adds A * (sum of alpha_t-1 kappa_t' over the steps of each pair) to `counts`.
+
+    The steps of pair p are ``steps[step_first[p]:step_first[p + 1]]``.
+    """
     base, stride, bounds, columns, probs = blocks
     row = np.zeros(np.max(starts[1:] - starts[:-1]), alpha.dtype)
     for p in pair_numbers:
@@ -215,7 +221,7 @@ def count(pair_numbers, step_first, steps, at, starts, blocks, ids, alpha, activ
 
 @kernel
 def add_rows(steps, rows, symbols, at, starts, ids, values, active, out):
-    """Adds the messages of these steps to rows of `out`, (rows, states)."""
+    """Adds the messages of the given steps to the given rows of `out` (rows, states)."""
     for k in range(steps.shape[0]):
         s = steps[k]
         for place in range(at[s], at[s] + active[s]):

@@ -1,18 +1,19 @@
-"""Forward and backward messages of the cloned HMM that know nothing of each other, so that both are made at once; compiled by numba.
+"""Two-filter smoothing in cloned hidden Markov models: forward and backward messages are computed in parallel.
 
-Small models have their blocks copied into the cache, as they are and transposed, and go through one sequence after the other.
+For small models, the blocks and the transposed blocks are copied into the cache, and sequences are processed one after
+the other.
 
-In large models a step reads a whole block of the transition matrix for one message, so a few sequences wait for memory.
-But a filter forgets: started from anything some steps earlier, it soon says the same. So sequences are cut into chunks
-that begin some steps early from a uniform message, forward and backward alike, and all wait at the block that they need
-next. Sweeps over the blocks, in the order in which they lie in memory, serve whoever waits, four messages for one reading.
-What was guessed is checked: where a chunk's first message differs from what the chunk before came to, in any of its
-entries by more than a rounding, the chunk is done again from there until both agree. So the results are those of whole
-sequences.
+For large models, a step reads a whole block of the transition matrix for a single message, so the time is limited by
+memory. The influence of the first message on later ones decreases quickly. Sequences are therefore divided into chunks.
+Each chunk starts some steps early (the *warm-up*) from a uniform message, in both directions, and waits for the block
+that it needs next. The blocks are read in the order in which they are stored, and one reading is used for up to four
+waiting messages. Afterwards, the first message of each chunk is compared with the last one of the chunk before. If an
+entry differs by more than rounding, the chunk is computed again from there until the messages agree. The results are
+thus those of whole sequences.
 
-Layouts are of whole blocks; the names are those of `forward_backward`. ``pairs[s]`` is the pair of symbols of steps s - 1 and s, -1 at
-the first step of a sequence, and the message of step s begins at ``at[s]``. Those of the warm-up are in two places in turn
-behind all others, from ``scratch`` on.
+Layouts consist of whole blocks, and the names are those of `forward_backward`. ``pairs[s]`` is the pair of symbols of
+steps s - 1 and s, or -1 at the first step of a sequence. The message of step s begins at ``at[s]``. The messages of a
+warm-up alternate between two positions from ``scratch`` on, after all other messages.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _message_1, _message_2, _message_3, _message_4 = (make_message(vectors) for vect
 
 @inner
 def _normalize(message, flush):
-    """Divides by the sum, which it returns; what is below `flush` then is zero."""
+    """Divides a message by its sum and sets entries below `flush` to zero. Returns the sum."""
     total = message.dtype.type(0.0)
     for c in range(message.shape[0]):
         total += message[c]
@@ -43,7 +44,7 @@ def _normalize(message, flush):
 
 @kernel
 def copy_blocks(transposed, block_at, widths, layout, probs, blocks):
-    """Each block by itself at ``block_at[p]``, rows as wide as ``widths`` says of their symbol; zeros beyond the clones, and behind the last block."""
+    """Copies block p to ``block_at[p]``, with rows of ``widths`` of their symbol. Padding is filled with zeros."""
     starts, pair_first, pair_source, pair_target, bound_base, bounds, _ = layout
     zero = blocks.dtype.type(0.0)
     blocks[block_at[pair_target.shape[0]] :] = zero
@@ -69,8 +70,8 @@ def copy_blocks(transposed, block_at, widths, layout, probs, blocks):
 @kernel
 def filter_sequences(
     backward,
-    lane,
-    lanes,
+    share,
+    shares,
     offsets,
     symbols,
     pairs,
@@ -85,23 +86,21 @@ def filter_sequences(
     messages,
     totals,
 ):
-    """Filters every `lanes`-th sequence, or with `backward` smooths it. Returns False where a step keeps too little mass for that."""
+    """Computes the forward or backward messages of every `shares`-th sequence. Returns False if a step underflows."""
     zero, one, size = messages.dtype.type(0.0), messages.dtype.type(1.0), messages.itemsize
     flush = messages.dtype.type(flush)
-    for n in range(lane, offsets.shape[0] - 1, lanes):
+    for n in range(share, offsets.shape[0] - 1, shares):
         length = offsets[n + 1] - offsets[n]
         for t in range(length):
             s = offsets[n + 1] - 1 - t if backward else offsets[n] + t
             v = symbols[s]
-            if t + 1 < length:  # the block of the next step may be far away
+            if t + 1 < length:  # Prefetch the block of the next step.
                 following = pairs[s] if backward else pairs[s + 1]
                 y_at = blocks.ctypes.data + block_at[following] * size
                 for line in range(0, (block_at[following + 1] - block_at[following]) * size, 64):
                     prefetch(y_at + line)
-            message, num_clones = (
-                messages[at[s] : at[s] + widths[v]],
-                starts[v + 1] - starts[v],
-            )  # with zeros at its end, whole vectors
+            # A message is padded with zeros to whole vectors.
+            message, num_clones = messages[at[s] : at[s] + widths[v]], starts[v + 1] - starts[v]
             if t == 0:
                 message[:] = zero
                 if backward:
@@ -137,13 +136,13 @@ def filter_sequences(
 
 @kernel
 def scratch_size(widest):
-    """Numbers from one place for a message of the warm-up to the next."""
+    """Returns the distance in memory between two messages of a warm-up, if a symbol has at most `widest` clones."""
     return -(-widest // 16) * 16
 
 
 @inner
 def _rows_of_block(p, layout, probs, rows):
-    """Addresses of the rows of block p; returns its height and width."""
+    """Fills `rows` with the addresses of the rows of block p. Returns its height and width."""
     starts, pair_first, pair_source, pair_target, bound_base, bounds, _ = layout
     u, v = pair_source[p], pair_target[p]
     base = bound_base[u] + p - pair_first[u]
@@ -155,7 +154,10 @@ def _rows_of_block(p, layout, probs, rows):
 
 @inner
 def _products(backward, count, sources, targets, height, width, messages, rows, xs, outputs):
-    """messages[target] = messages[source] @ block for four, two or one of them; with `backward`, block @ messages[source]."""
+    """Computes messages[target] = messages[source] @ block for four, two or one messages.
+
+    In the backward direction, it computes block @ messages[source].
+    """
     zero, size = messages.dtype.type(0.0), messages.itemsize
     if backward:
         for r in range(count):
@@ -193,11 +195,11 @@ def filter_chunks(
     messages,
     totals,
 ):
-    """Filters all chunks, or with `backward` smooths them. Returns False where a step keeps too little mass for that.
+    """Computes the forward or backward messages of all chunks. Returns False if a step underflows.
 
-    Chunk b has the steps ``firsts[b]`` up to ``lasts[b]`` for its own and starts at ``begins[b]``; backward, all runs the other way:
-    begins, firsts and lasts fall, and ``lasts[b]`` is the step before its last. The chunk at the end of a sequence has nothing to
-    guess: ``begins[b] == firsts[b]``.
+    Chunk b consists of the steps from ``firsts[b]`` to ``lasts[b]``, exclusive, and its warm-up starts at
+    ``begins[b]``. In the backward direction steps decrease. The first chunk of a sequence has no warm-up: ``begins[b]
+    == firsts[b]``.
     """
     starts, pair_target = layout[0], layout[3]
     num_chunks, num_pairs = begins.shape[0], pair_target.shape[0]
@@ -209,7 +211,7 @@ def filter_chunks(
     sources, targets, outputs = np.empty(GROUP, np.int64), np.empty(GROUP, np.int64), np.empty(GROUP, np.int64)
     group = np.empty(GROUP, np.int64)
     head, following = np.full(num_pairs, -1), np.full(num_chunks, -1)
-    now, where = begins.copy(), np.empty(num_chunks, np.int64)  # the step whose message is there, and its place
+    now, where = begins.copy(), np.empty(num_chunks, np.int64)  # last computed step of each chunk, and its position
     waiting = 0
     for b in range(num_chunks):
         s = begins[b]
@@ -235,7 +237,7 @@ def filter_chunks(
                 continue
             height, width = _rows_of_block(p, layout, probs, rows)
             length = height if backward else width
-            while head[p] >= 0:  # those that come back to it meanwhile are served at once
+            while head[p] >= 0:  # A chunk may need the same block again for its next step.
                 count = 0
                 while count < GROUP and head[p] >= 0:
                     group[count] = head[p]
@@ -269,8 +271,12 @@ def filter_chunks(
 
 
 @inner
-def _hilbert_distance(one, other):
-    """How far the ratio of the entries of two messages is from constant: their distance in Hilbert's metric, roughly; inf if one has other zeros."""
+def hilbert_distance(one, other):
+    """Returns max / min - 1 of the ratios of the entries of two messages, which approximates Hilbert's projective
+    metric.
+
+    It is infinite if the messages are zero in different entries.
+    """
     low, high = np.inf, 0.0
     for c in range(one.shape[0]):
         if one[c] == 0 and other[c] == 0:
@@ -300,7 +306,10 @@ def repair_chunks(
     messages,
     totals,
 ):
-    """Checks what `filter_chunks` guessed, chunk after chunk, and does again what was wrong. Returns the steps done again, -1 where mass ran out."""
+    """Checks the warm-up of each chunk, and computes messages again where it was too short.
+
+    Returns the number of steps that were computed again, or -1 if a step underflows.
+    """
     starts = layout[0]
     widest = np.max(starts[1:] - starts[:-1])
     place, step, again = scratch_size(widest), -1 if backward else 1, 0
@@ -314,7 +323,7 @@ def repair_chunks(
         before = s - step
         width = starts[symbols[before] + 1] - starts[symbols[before]]
         guess = scratch + (2 * b + (before & 1)) * place
-        if _hilbert_distance(messages[guess : guess + width], messages[at[before] : at[before] + width]) <= tolerance:
+        if hilbert_distance(messages[guess : guess + width], messages[at[before] : at[before] + width]) <= tolerance:
             continue
         while s != lasts[b]:
             height, width = _rows_of_block(pairs[s + 1] if backward else pairs[s], layout, probs, rows)
@@ -327,7 +336,7 @@ def repair_chunks(
                 return -1
             if not backward:
                 totals[s] = total
-            agreed = _hilbert_distance(found, kept) <= tolerance
+            agreed = hilbert_distance(found, kept) <= tolerance
             kept[:] = found
             again += 1
             if agreed:
@@ -338,7 +347,10 @@ def repair_chunks(
 
 @kernel
 def mixing_time(backward, positions, most, tolerance, symbols, pairs, layout, probs, flush):
-    """After how many steps two very different messages agree, at worst, when sent off at these positions; `most` + 1 where they do not."""
+    """Returns the largest number of steps after which two different messages agree, over the given start positions.
+
+    It is `most` + 1 if they do not agree after `most` steps.
+    """
     starts = layout[0]
     widest = np.max(starts[1:] - starts[:-1])
     flush, step, longest = probs.dtype.type(flush), -1 if backward else 1, 0
@@ -359,7 +371,7 @@ def mixing_time(backward, positions, most, tolerance, symbols, pairs, layout, pr
             one, other = messages[there[0] : there[0] + length], messages[there[1] : there[1] + length]
             _normalize(one, flush)
             _normalize(other, flush)
-            if _hilbert_distance(one, other) <= tolerance:
+            if hilbert_distance(one, other) <= tolerance:
                 taken = t
                 break
         longest = max(longest, taken)
@@ -370,7 +382,10 @@ def mixing_time(backward, positions, most, tolerance, symbols, pairs, layout, pr
 
 @kernel
 def smooth(first, last, symbols, pairs, at, starts, weights, alpha, totals, kappa, smoothed):
-    """Makes backward messages what `forward_backward.backward_lane` leaves, with weights by step. Returns False where those of a step have no common mass."""
+    """Combines forward and backward messages to those that `forward_backward.backward` computes, with weights by step.
+
+    Returns False if the product of both messages underflows at a step.
+    """
     zero = alpha.dtype.type(0.0)
     for s in range(first, last):
         v = symbols[s]
@@ -383,15 +398,15 @@ def smooth(first, last, symbols, pairs, at, starts, weights, alpha, totals, kapp
             total += message[c] * back[c]
         if not total > 1e-20:
             return False
-        share = weights[s] / total
+        scaled_weight = weights[s] / total
         if smoothed.shape[0] > 0:
             for c in range(message.shape[0]):
-                smoothed[s, starts[v] + c] = message[c] * back[c] * share
+                smoothed[s, starts[v] + c] = message[c] * back[c] * scaled_weight
         if pairs[s] < 0:
             for c in range(message.shape[0]):
-                back[c] = message[c] * back[c] * alpha.dtype.type(share)
+                back[c] = message[c] * back[c] * alpha.dtype.type(scaled_weight)
         else:
-            factor = alpha.dtype.type(share / totals[s])
+            factor = alpha.dtype.type(scaled_weight / totals[s])
             for c in range(message.shape[0]):
                 back[c] = back[c] * factor if message[c] > 0 else zero
     return True
