@@ -177,7 +177,7 @@ class ClonedHMM(HMM):
 
     @torch.no_grad()
     def state_graph(self, sequences: Any = None, threshold: float = 1e-3) -> Any:
-        """The states as a directed graph of networkx, for `graphs.communities`, `plots.state_graph` and what else there is.
+        """The states as a directed graph of networkx, for `graphs.communities`, `plotting.state_graph` and what else there is.
 
         Nodes are states, with `symbol` and `name`; edges have as `weight` the probability of the transition, or its expected number
         in `sequences` where these are given, which makes states count that are often visited.
