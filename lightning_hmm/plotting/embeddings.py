@@ -38,7 +38,8 @@ def composition(
         max_labels: Largest number of labeled points or symbols.
 
     Example:
-        >>> model = {"U": [[0.0, 1.0], [1.0, 0.0]], "Z": [[1.0, 1.0], [0.0, 2.0]], "transition": [[0.5, 0.5], [0.3, 0.7]]}
+        >>> embeddings = {"U": [[0.0, 1.0], [1.0, 0.0]], "Z": [[1.0, 1.0], [0.0, 2.0]]}
+        >>> model = embeddings | {"transition": [[0.5, 0.5], [0.3, 0.7]]}
         >>> figure = composition(model, model)
         >>> [axes.get_title(loc="left") for axes in figure.axes]
         ['Z and U, before', 'A, before', 'Z and U, after', 'A, after']
@@ -67,8 +68,8 @@ def composition(
 def _draw_vectors(axes: Axes, vectors: Mapping[str, np.ndarray], names: Sequence[str] | None, max_labels: int) -> None:
     """Draws embeddings as points in the plane.
 
-    Embeddings with one entry lie on the diagonal. Embeddings with more than two entries are projected on their first two
-    principal components.
+    Embeddings with one entry lie on the diagonal. Embeddings with more than two entries are projected on their first
+    two principal components.
     """
     together = np.concatenate(list(vectors.values()))
     if together.shape[1] == 1:

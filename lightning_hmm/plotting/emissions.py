@@ -182,7 +182,7 @@ def _ellipses(
     labeled = len(means) <= max_labels
     for state, (mean, covariance, weight) in enumerate(zip(means, covariances, share, strict=True)):
         color = colors(state)[:3]
-        # If there are many states, those that are rarely visited are pale. The quotient is at most 1, and so is the sum.
+        # If there are many states, rarely visited ones are pale. The quotient is at most 1, and so is the sum.
         strength = 1.0 if few else 0.2 + 0.8 * (weight / share.max())
         spread, angle = _principal_axes(covariance)
         line: dict[str, Any] = {"edgecolor": (color, strength), "linewidth": 1.2 if few else 0.7}

@@ -166,8 +166,8 @@ def heat_map(
 ) -> tuple[AxesImage, str]:
     """Draws a matrix, and returns the image and a note on blocks for the title (empty if there are none).
 
-    The axes count rows and columns of `matrix`, also if means of blocks are drawn. The cells of a small matrix show their
-    numbers if `written`.
+    The axes count rows and columns of `matrix`, also if means of blocks are drawn. The cells of a small matrix show
+    their numbers if `written`.
     """
     rows, columns = (-(-size // _MAX_ROWS) for size in matrix.shape)
     drawn, blocks = matrix, ""
