@@ -1,10 +1,10 @@
 r"""Baum-Welch: the gradient is the E-step, the step is the M-step.
 
-With natural parameters the gradient of the log-likelihood is the expected sufficient statistics, so that
+With natural parameters, the gradient of the log-likelihood is the expected sufficient statistics, so that EM is::
 
->>> optimizer = BaumWelch({"transition": rows})
->>> (-log_likelihood).sum().backward()      # E-step: rows.log_probs.grad = -counts
->>> optimizer.step()                        # M-step
+    optimizer = BaumWelch({"transition": rows})
+    (-log_likelihood).sum().backward()  # E-step: rows.log_probs.grad = -counts
+    optimizer.step()  # M-step
 
 Gradients that are summed over batches and ranks are summed statistics, and the state of the optimizer holds the count buffer
 of online EM. The optimizer does not depend on a model: it discounts statistics and adds priors, and each `Distribution` brings
