@@ -97,7 +97,7 @@ def check_model_options(trained: TrainedModel, given: Namespace, taken: Namespac
         taken: Options of the model, taken from the checkpoint.
         from_data: Names of the options that follow from the data if they are None.
     """
-    differences = []
+    differences: list[tuple[str, Any, Any]] = []
     for name, value in vars(given).items():
         # A size that is None follows from the data, and a part that is None is the default part.
         follows = value is None and (name in from_data or isinstance(taken.get(name), Namespace))

@@ -201,7 +201,7 @@ class CommandLine(LightningCLI):
 
 def _saved_by(kind: type[ModelCheckpoint], trainer: Trainer) -> str:
     """Returns the path of the checkpoint saved by the callback of this type, or an empty string."""
-    paths = [callback.best_model_path for callback in trainer.checkpoint_callbacks if isinstance(callback, kind)]  # type: ignore[attr-defined]
+    paths = [callback.best_model_path for callback in trainer.checkpoint_callbacks if isinstance(callback, kind)]
     return paths[0] if paths else ""
 
 
