@@ -3,9 +3,10 @@
     python benchmarks/baum_welch.py [--quick] [--out docs/benchmarks]   # iterations, score and decode, scaling: about 7 minutes
     python benchmarks/baum_welch.py --corpus                            # one iteration over 50 million symbols, and its memory
 
-Symbols and initial parameters are random, and an iteration is an E-step and an M-step. Before anything is timed, the new transition
-matrices must agree, so that all programs do the same work. Then the programs take turns, and the best round of each counts, so that a
-busy moment of the machine affects all of them. `benchmarks/README.md` describes what is compared and what is not measured.
+Symbols and initial parameters are random, and an iteration is an E-step and an M-step. Before anything is timed, the
+new transition matrices must agree, so that all programs do the same work. Then the programs take turns, and the best
+round of each counts, so that a busy moment of the machine affects all of them. `benchmarks/README.md` describes what is
+compared and what is not measured.
 """
 
 from __future__ import annotations
@@ -90,7 +91,10 @@ class Contestant(Protocol):
 
 @dataclass
 class Local:
-    """A program in this process. `reset` is called before every `run`, untimed; `result` returns the transition matrix."""
+    """A program in this process.
+
+    `reset` is called before every `run`, untimed; `result` returns the transition matrix.
+    """
 
     name: str
     reset: Callable[[], object]
@@ -166,7 +170,8 @@ def environment(name: str) -> Path | None:
     print(f"Installing {name} into {folder.relative_to(HERE.parent)} ...", flush=True)
     requirements = HERE / f"requirements-{name}.txt"
     commands: list[list[str | Path]] = [[sys.executable, "-m", "venv", folder]]
-    # torch is installed first and separately: together with others, pip may choose a build with gigabytes of CUDA libraries.
+    # torch is installed first and separately: together with others, pip may choose a build with gigabytes of CUDA
+    # libraries.
     torch = [line.split("#")[0].strip() for line in requirements.read_text().splitlines() if line.startswith("torch==")]
     commands += [[python, "-m", "pip", "install", "--quiet", pin] for pin in torch]
     commands += [[python, "-m", "pip", "install", "--quiet", "-r", requirements]]
@@ -347,7 +352,8 @@ def check_same(name: str, value: np.ndarray | float, other: np.ndarray | float, 
     difference = float(np.abs(np.asarray(value) - np.asarray(other)).max())
     if not difference <= tolerance:
         raise SystemExit(
-            f"{name} differs by {difference:.1e}, more than {tolerance:.0e}: they do not do the same work, so nothing is timed."
+            f"{name} differs by {difference:.1e}, more than {tolerance:.0e}: they do not do the same work, so nothing "
+            "is timed."
         )
     print(f"  {name}: same to {difference:.0e}")
 
@@ -379,7 +385,8 @@ def iterations(
                 off[str(setting)] = float(np.abs(new - expected).max())
                 same = float(np.abs(new / new.sum(axis=1, keepdims=True) - expected).max())
                 print(
-                    f"  pomegranate: off by {off[str(setting)]:.0e} (its end state), same to {same:.0e} with rows normalized"
+                    f"  pomegranate: off by {off[str(setting)]:.0e} (its end state), same to {same:.0e} with rows "
+                    "normalized"
                 )
             elif contestant is not reference:
                 check_same(f"{contestant.name} and hmmlearn", contestant.new_transition(), expected, TOLERANCE)
@@ -612,7 +619,8 @@ def corpus(options: argparse.Namespace) -> None:
         )
         lines.append(cells)
         print(
-            f"  {precision}: {cells[1]} per iteration, {cells[2]} million symbols per second, {cells[4]} in addition to the data ({cells[3]})",
+            f"  {precision}: {cells[1]} per iteration, {cells[2]} million symbols per second, {cells[4]} in addition "
+            f"to the data ({cells[3]})",
             flush=True,
         )
     options.out.mkdir(parents=True, exist_ok=True)
@@ -716,7 +724,10 @@ def fewer_rounds(rows: Sequence[Row]) -> str:
 
 
 def tables(rows: Sequence[Row], off: float | None, threads: int) -> str:
-    """The results as markdown: seconds, then ratios whose columns name both sides. `off` is the difference of pomegranate's transition matrix."""
+    """The results as markdown: seconds, then ratios whose columns name both sides.
+
+    `off` is the difference of pomegranate's transition matrix.
+    """
     text = ""
     titles = {
         "iteration": "One Baum-Welch iteration",
@@ -771,7 +782,10 @@ def write(rows: Sequence[Row], off: dict[str, float], options: argparse.Namespac
 
 
 def use_threads(threads: int) -> None:
-    """Pins this process and its children to this many cores. JAX has no other option; call before torch and numba are imported."""
+    """Pins this process and its children to this many cores.
+
+    JAX has no other option; call before torch and numba are imported.
+    """
     os.environ |= {"OMP_NUM_THREADS": str(threads), "NUMBA_NUM_THREADS": str(threads)}
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
@@ -805,7 +819,8 @@ def main() -> None:
     print(f"Load average {options.load:.2f}, {options.threads} threads.")
     if options.load > 0.5:
         print(
-            "WARNING: the load average is above 0.5. Other work increases the times, most of all those of programs that use all cores."
+            "WARNING: the load average is above 0.5. Other work increases the times, most of all those of programs "
+            "that use all cores."
         )
     if options.corpus:
         corpus(options)

@@ -4,9 +4,10 @@
     python benchmarks/cloned.py --parts forward --path milton-paradise.txt --checkpoint model.ckpt    # trains the model if there is none
     python benchmarks/cloned.py --parts large --path carroll-alice.txt
 
-The peer is one file of vicariousinc/naturecomm_cscg, which is not on PyPI; without `--peer` it is skipped. Both sides iterate on the same symbols
-from the same initial parameters, and their new transitions must agree before anything is timed. The sides take turns, and the best round counts.
-Run it on an idle machine. The load average before each part, the threads and the rounds are written with the results.
+The peer is one file of vicariousinc/naturecomm_cscg, which is not on PyPI; without `--peer` it is skipped. Both sides
+iterate on the same symbols from the same initial parameters, and their new transitions must agree before anything is
+timed. The sides take turns, and the best round counts. Run it on an idle machine. The load average before each part,
+the threads and the rounds are written with the results.
 """
 
 from __future__ import annotations
@@ -51,7 +52,10 @@ def seconds(call: Callable[[], Any]) -> float:
 
 
 def race(contestants: dict[str, Callable[[], Any]], rounds: int, **prepare: Callable[[], Any]) -> dict[str, float]:
-    """The best time of each in `rounds` rounds, after a warm-up; all take turns. A function in `prepare` is called before, untimed."""
+    """The best time of each in `rounds` rounds, after a warm-up; all take turns.
+
+    A function in `prepare` is called before, untimed.
+    """
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for n in range(rounds + 1):
         for name, call in contestants.items():
@@ -299,11 +303,14 @@ _WORDS = {
     "`peer` is `learn_em_T` of the authors' public code, in float32, compiled by numba without its parallel mode.",
     "trainer": "The table gives the seconds of an epoch of `fit` and of the same work in a bare loop, in the same precision and on the same number of threads.",
     "forward": "The table gives the seconds of the forward pass over the test part of a text as one sequence, in float32. `ours` is `ClonedHMM.score` of "
-    "30,000 clones of contexts of three letters joined with these contexts, after 60 EM iterations; it is not the model of Table 4. `LSTM` is a "
-    "one-layer `torch.nn.LSTM` of 256 untrained units, called once per symbol; most of its time is the cost of the calls. "
+    "30,000 clones of contexts of three letters joined with these contexts, after 60 EM iterations; it is not the "
+    "model of Table 4. `LSTM` is a "
+    "one-layer `torch.nn.LSTM` of 256 untrained units, called once per symbol; most of its time is the cost of the "
+    "calls. "
     "`LSTM, one call` is the same network, called once with all symbols.",
     "large": "The table describes the epochs of a large model that is trained with the Trainer from sparse initial transitions and pruned between epochs. "
-    "`density` is the fraction of transitions above 1e-4, and `stored` the fraction that is stored. `GiB` is the peak resident memory so far, and "
+    "`density` is the fraction of transitions above 1e-4, and `stored` the fraction that is stored. `GiB` is the peak "
+    "resident memory so far, and "
     "`bits before` is the bits per symbol of the training text one epoch earlier.",
 }
 
@@ -312,7 +319,8 @@ def tables(folder: Path) -> str:
     """Returns the results so far as Markdown."""
     parts = [
         "# Speed and memory of the cloned HMM",
-        "This page is written by `benchmarks/cloned.py`. Times are the best of the given number of rounds. `load` is the load average before the part.",
+        "This page is written by `benchmarks/cloned.py`. Times are the best of the given number of rounds. `load` is "
+        "the load average before the part.",
     ]
     for part, words in _WORDS.items():
         file = folder / f"cloned_{part}.csv"

@@ -167,7 +167,8 @@ def main() -> None:
         ).stdout.split()
         states, symbols, length = LARGE
         lines.append(
-            f"\nWith {states:,} states, {symbols:,} symbols and vectors of {length}, one co-occurrence step takes {answer[0]} s and "
+            f"\nWith {states:,} states, {symbols:,} symbols and vectors of {length}, one co-occurrence step takes "
+            f"{answer[0]} s and "
             f"the process needs at most {answer[1]} GiB."
         )
         print(lines[-1])

@@ -4,11 +4,12 @@
     python benchmarks/dmc.py report                                                          # writes the page and the plot again
     python benchmarks/dmc.py costs selection   # the numbers in `inference/cpu/routes.py`; selection over all pairs and lazily
 
-Both sides use one thread. The kept columns are random and have 0.8 of each row's mass. Each side runs several rounds, and the best counts. A dense
-pass over 2,000 steps of 5,000 states would take a minute per call, so dense routines are timed on two shorter lengths, and the difference gives the
-time per step. That excludes their set-up, while our code is timed on the full length with everything. In the rows of the forward pass, "dense" is the
-faster of our dense routine and torch's bare product of the same size, without emissions or anything else. For Viterbi and EM it is our dense routine.
-The page lists for every row what was called on both sides, its precision and its rounds (`HOW`).
+Both sides use one thread. The kept columns are random and have 0.8 of each row's mass. Each side runs several rounds,
+and the best counts. A dense pass over 2,000 steps of 5,000 states would take a minute per call, so dense routines are
+timed on two shorter lengths, and the difference gives the time per step. That excludes their set-up, while our code is
+timed on the full length with everything. In the rows of the forward pass, "dense" is the faster of our dense routine
+and torch's bare product of the same size, without emissions or anything else. For Viterbi and EM it is our dense
+routine. The page lists for every row what was called on both sides, its precision and its rounds (`HOW`).
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ WANTED = {  # what each row is held against
 HOW = {  # by the beginning of a task: what was called, its precision and its rounds, ours and the other side's
     "forward": (
         "the E-step's kernel without its backward pass, float32, full length, best of 10",
-        "dense routine: the same in the dense kernel, float32, time per step from two shorter lengths, best of 3 each; torch's product: float32, best of 5",
+        "dense routine: the same in the dense kernel, float32, time per step from two shorter lengths, best of 3 each; "
+        "torch's product: float32, best of 5",
     ),
     "Viterbi, one sequence": (
         "the Viterbi kernel, float64, full length, best of 5",
@@ -76,7 +78,10 @@ HOW = {  # by the beginning of a task: what was called, its precision and its ro
 
 
 class Problem:
-    """A random mostly constant chain, emissions and data. `symbols`: a table of probabilities, so that only the recursion is timed."""
+    """A random mostly constant chain, emissions and data.
+
+    `symbols`: a table of probabilities, so that only the recursion is timed.
+    """
 
     def __init__(
         self, num_states: int, num_kept: int = KEPT, sequences: int = 1, steps: int = STEPS, gaussian: bool = False
@@ -117,7 +122,10 @@ class Problem:
     def e_step(
         self, operator: Operator, steps: int, smooth: bool, single: bool, per_step: bool = False
     ) -> Callable[[], EStep]:
-        """The E-step by the kernels of the operator, whichever `inference` would choose. Without `smooth` it is the forward pass alone."""
+        """The E-step by the kernels of the operator, whichever `inference` would choose.
+
+        Without `smooth` it is the forward pass alone.
+        """
         given = (
             self.initial,
             operator,
@@ -356,7 +364,10 @@ def growth() -> list[Row]:
 
 
 def costs() -> None:
-    """Nanoseconds of a step and sequence: an entry of the full matrix, a kept entry, a state. Measured at sizes where both take about as long."""
+    """Nanoseconds of a step and sequence: an entry of the full matrix, a kept entry, a state.
+
+    Measured at sizes where both take about as long.
+    """
     for smooth in (False, True):
         for sequences in (1, 32):
             for single in (True, False):
@@ -376,7 +387,8 @@ def costs() -> None:
                 name = f"{'e_step' if smooth else 'forward'}, {'many' if sequences > 1 else 'one'}, {'float32' if single else 'float64'}"
                 entries = ", ".join(f"{value * 1e9:.3f}" for value in full)
                 print(
-                    f"{name}: dense {np.median(full) * 1e9:.3f} ({entries}), kept {entry * 1e9:.3f}, state {state * 1e9:.2f}",
+                    f"{name}: dense {np.median(full) * 1e9:.3f} ({entries}), kept {entry * 1e9:.3f}, state "
+                    f"{state * 1e9:.2f}",
                     flush=True,
                 )
 
@@ -395,7 +407,8 @@ def compare_selection() -> None:
             lazy = best(lambda a=arguments_lazy: selection.choose_lazily(*a), 1)
             exact = selection.choose_lazily(*arguments_lazy).dot_products.double().mean()
             print(
-                f"N={size}, T={steps}: gemm {gemm:.3f} s, lazy with R={terms} {lazy:.3f} s, {exact:.1f} exact sums per row",
+                f"N={size}, T={steps}: gemm {gemm:.3f} s, lazy with R={terms} {lazy:.3f} s, {exact:.1f} exact sums per "
+                "row",
                 flush=True,
             )
 
@@ -457,7 +470,8 @@ def report(out: Path) -> None:
             lines.append("| " + " | ".join(cells) + " |")
     lines += [
         "",
-        "The plot shows time against the number of states, for K = 20 and one sequence of 500 steps with two-dimensional Gaussians:",
+        "The plot shows time against the number of states, for K = 20 and one sequence of 500 steps with "
+        "two-dimensional Gaussians:",
         "",
         "![growth](dmc_growth.png)",
         "",

@@ -2,9 +2,9 @@
 
     python benchmarks/emissions.py [--quick] [--rounds 15] [--out docs/benchmarks]
 
-Both sides use one thread and float64, alternate in one process, and start from the same parameters, without k-means. A time is the CPU time of the
-thread for the iterations between the second and the last, divided by their number. The best of several rounds counts. hmmlearn runs with
-``implementation="scaling"``.
+Both sides use one thread and float64, alternate in one process, and start from the same parameters, without k-means. A
+time is the CPU time of the thread for the iterations between the second and the last, divided by their number. The best
+of several rounds counts. hmmlearn runs with ``implementation="scaling"``.
 """
 
 from __future__ import annotations

@@ -3,11 +3,12 @@
     python benchmarks/particle.py [--out docs/benchmarks]      # about 4 minutes, on an idle machine
     python benchmarks/particle.py --memory 128                # only the memory of the filter with 128 particles
 
-One thread each. Both sides run the same number of rounds, and the best round of each part counts. Our code processes all sequences in one batch; the package
-particles processes one sequence at a time. The state has 5 entries and an observation 3; means and scales of transition and emission are networks of three
-layers of 32 units with random weights, from which the data are drawn. All sequences are filtered, then paths of each are drawn from the smoothing distribution.
-An EM iteration of a `NeuralHMM` is compared with its filter alone. The likelihoods and smoothed means of both sides must agree within
-their own randomness.
+One thread each. Both sides run the same number of rounds, and the best round of each part counts. Our code processes
+all sequences in one batch; the package particles processes one sequence at a time. The state has 5 entries and an
+observation 3; means and scales of transition and emission are networks of three layers of 32 units with random weights,
+from which the data are drawn. All sequences are filtered, then paths of each are drawn from the smoothing distribution.
+An EM iteration of a `NeuralHMM` is compared with its filter alone. The likelihoods and smoothed means of both sides
+must agree within their own randomness.
 """
 
 from __future__ import annotations
@@ -164,7 +165,8 @@ def check_agreement(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
     means = float(np.sqrt(np.square(theirs["means"] - mine["means"][0]).mean()) / noise)
     if abs(likelihood) > 5 or not 0.8 < means < 1.25:
         raise RuntimeError(
-            f"Both sides must agree, but likelihoods are {likelihood:.1f} standard errors and smoothed means {means:.2f} times their noise apart."
+            f"Both sides must agree, but likelihoods are {likelihood:.1f} standard errors and smoothed means "
+            f"{means:.2f} times their noise apart."
         )
     return f"likelihoods are {likelihood:+.1f} standard errors apart, and smoothed means {means:.2f} times as far as in two runs of ours"
 
@@ -289,18 +291,25 @@ def memory(num_particles: int) -> None:
 def table(
     found: dict[str, Any], theirs: dict[str, Any] | None, load: float, rounds: int, num_sequences: int, num_steps: int
 ) -> list[str]:
-    """Seconds of both sides as lines of markdown. Ratios are to ours in float64, which is the precision of the package particles."""
+    """Seconds of both sides as lines of markdown.
+
+    Ratios are to ours in float64, which is the precision of the package particles.
+    """
     lines = [
         "# Speed and accuracy of the particle filter",
         "",
-        f"This page is written by `benchmarks/particle.py`. The data are {num_sequences} sequences of {num_steps} steps. The filter has {PARTICLES} particles. "
-        f"The model has states of {STATE} and observations of {FEATURES} entries, and networks of three layers of {WIDTH} units. "
+        f"This page is written by `benchmarks/particle.py`. The data are {num_sequences} sequences of {num_steps} "
+        f"steps. The filter has {PARTICLES} particles. "
+        f"The model has states of {STATE} and observations of {FEATURES} entries, and networks of three layers of "
+        f"{WIDTH} units. "
         f"Both sides use one thread ({platform.machine()}); the load average before the start was "
-        f"{load:.2f}. Ours is `inference.particle.filter` and `backward_simulation`, with all {num_sequences} sequences in one batch, best of {rounds} rounds.",
+        f"{load:.2f}. Ours is `inference.particle.filter` and `backward_simulation`, with all {num_sequences} "
+        f"sequences in one batch, best of {rounds} rounds.",
     ]
     if theirs is not None:
         lines[-1] += (
-            f" The package particles is `SMC.run` and the named method of its history, in float64, one sequence at a time, best of {theirs['rounds']} rounds."
+            " The package particles is `SMC.run` and the named method of its history, in float64, one sequence at a "
+            f"time, best of {theirs['rounds']} rounds."
         )
     lines += [
         "",
@@ -376,12 +385,14 @@ def main() -> None:
         lines.append(f"\nBoth sides use the same model: {check_agreement(found['float64'], theirs)}.")
     parts = ", ".join(f"{part} {spent:.3f}" for part, spent in iteration.items())
     lines.append(
-        f"\nAn EM iteration of a `NeuralHMM` in float32 ({PATHS} paths, two gradient steps) takes {whole:.3f} s, {whole / iteration['bare filter']:.2f} times "
+        f"\nAn EM iteration of a `NeuralHMM` in float32 ({PATHS} paths, two gradient steps) takes {whole:.3f} s, "
+        f"{whole / iteration['bare filter']:.2f} times "
         f"as long as its filter alone. The parts take, in seconds: {parts}."
     )
     if not args.quick:
         lines += [
-            "\nErrors of the log-likelihood, relative to the Kalman filter, for 200 linear-Gaussian sequences (100 steps, states of 2 entries):\n"
+            "\nErrors of the log-likelihood, relative to the Kalman filter, for 200 linear-Gaussian sequences (100 "
+            "steps, states of 2 entries):\n"
         ]
         lines += [
             "| particles | mean error | root mean square | largest | rms x sqrt(N) |",
@@ -392,7 +403,8 @@ def main() -> None:
             rms = float(error.square().mean().sqrt())
             numbers = [float(error.mean()), rms, float(error.abs().max())]
             lines.append(
-                f"| {num_particles:,} | {' | '.join(f'{number:.3%}' for number in numbers)} | {rms * math.sqrt(num_particles):.3f} |"
+                f"| {num_particles:,} | {' | '.join(f'{number:.3%}' for number in numbers)} | "
+                f"{rms * math.sqrt(num_particles):.3f} |"
             )
         lines += [
             "\nMemory in float64, in MiB:\n",

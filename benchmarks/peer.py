@@ -1,7 +1,7 @@
 """The side of a benchmark that runs in a peer's own virtual environment.
 
-It reads commands from standard input, one JSON object per line, and writes one line of JSON for each; arrays are passed as .npz
-files. It needs only numpy, so that every environment can import it.
+It reads commands from standard input, one JSON object per line, and writes one line of JSON for each; arrays are passed
+as .npz files. It needs only numpy, so that every environment can import it.
 """
 
 from __future__ import annotations

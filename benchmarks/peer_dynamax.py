@@ -1,7 +1,7 @@
 """dynamax's `CategoricalHMM`, one jitted E-step and M-step in float32. Started by `baum_welch.py`; see `peer.py`.
 
-The iteration is the body of dynamax's own `fit_em`: `e_step` mapped over the sequences, then `m_step`. Its log-prior, which
-`fit_em` adds to the reported likelihood, is omitted.
+The iteration is the body of dynamax's own `fit_em`: `e_step` mapped over the sequences, then `m_step`. Its log-prior,
+which `fit_em` adds to the reported likelihood, is omitted.
 """
 
 from __future__ import annotations

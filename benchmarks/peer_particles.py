@@ -2,8 +2,9 @@
 
     python benchmarks/peer_particles.py <problem.npz> <results.npz> <num_particles> <num_paths> <rounds>
 
-Prints the seconds of the best round of each part, the number of rounds and the versions as JSON. The library takes one sequence at a time. Its
-densities are given as a class of their own, which is faster than the products of one-dimensional ones that it ships.
+Prints the seconds of the best round of each part, the number of rounds and the versions as JSON. The library takes one
+sequence at a time. Its densities are given as a class of their own, which is faster than the products of
+one-dimensional ones that it ships.
 """
 
 from __future__ import annotations

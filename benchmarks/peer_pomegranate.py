@@ -1,6 +1,7 @@
 """pomegranate's `DenseHMM`, one `summarize` and one `from_summaries` in float32. Started by `baum_welch.py`; see `peer.py`.
 
-These two calls are what its `fit` makes in each iteration, without the sorting of sequences by length that `fit` does first.
+These two calls are what its `fit` makes in each iteration, without the sorting of sequences by length that `fit` does
+first.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The E-step in plain torch, compared with the compiled kernels, one thread each.
 
-``python benchmarks/reference.py`` writes `docs/benchmarks/reference.md`. Times are CPU times of the thread, the two sides alternate, and
-the best of 15 rounds counts.
+``python benchmarks/reference.py`` writes `docs/benchmarks/reference.md`. Times are CPU times of the thread, the two
+sides alternate, and the best of 15 rounds counts.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def main() -> None:
         ours, theirs = measured(*setting)
         states, symbols, number, length = setting
         lines.append(
-            f"| {states}, {symbols}, {number} x {length} | {1e3 * ours:.1f} | {1e3 * theirs:.1f} | {theirs / ours:.1f} |"
+            f"| {states}, {symbols}, {number} x {length} | {1e3 * ours:.1f} | {1e3 * theirs:.1f} | {theirs / ours:.1f} "
+            "|"
         )
     text = f"""# The E-step in plain torch, compared with the compiled kernels
 

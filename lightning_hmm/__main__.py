@@ -1,4 +1,4 @@
-"""``python -m lightning_hmm``."""
+"""Entry point of ``python -m lightning_hmm``."""
 
 from lightning_hmm.cli import run
 

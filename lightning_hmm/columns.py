@@ -1,4 +1,4 @@
-"""Columns of data: the description of what is observed, and the checks of what comes with each step."""
+"""Descriptions of observed columns, and checks of the other columns of each step."""
 
 from __future__ import annotations
 
@@ -21,9 +21,17 @@ class Column:
     """One observed column.
 
     Args:
-        name: of the column.
+        name: Name of the column.
         kind: "categorical" for symbols, "real" for numbers.
-        categories: of a categorical column, the names of the categories in the order of their numbers, or how many there are.
+        categories: Names of the categories of a categorical column in the order of their numbers, or the number of
+            categories.
+
+    Example:
+        >>> weather = Column("weather", "categorical", ("rain", "sun"))
+        >>> weather.num_categories
+        2
+        >>> Column("temperature").is_categorical
+        False
     """
 
     name: str
@@ -52,7 +60,8 @@ class Column:
             or self.num_categories < 1
         ):
             raise ValueError(
-                f"`categories` of column {self.name!r} must be names or a positive number, but is {self.categories!r} instead."
+                f"`categories` of column {self.name!r} must be names or a positive number, "
+                f"but is {self.categories!r} instead."
             )
         if isinstance(self.categories, tuple) and (twice := _repeated(self.categories)) is not None:
             raise ValueError(
@@ -61,21 +70,22 @@ class Column:
 
     @property
     def is_categorical(self) -> bool:
+        """Whether the column contains categories."""
         return self.kind == "categorical"
 
     @property
     def num_categories(self) -> int | None:
-        """The number of categories; ``None`` for a real column."""
+        """Number of categories; ``None`` for a real column."""
         return len(self.categories) if isinstance(self.categories, tuple) else self.categories
 
     @property
     def category_names(self) -> list[str] | None:
-        """The names of the categories, if they have names."""
+        """Names of the categories, if they have names."""
         return list(self.categories) if isinstance(self.categories, tuple) else None
 
 
 def as_columns(columns: Iterable[Column | Mapping[str, Any]]) -> list[Column]:
-    """Columns with different names, given as `Column` or as dictionaries of its fields."""
+    """Returns columns given as `Column` or as dictionaries of its fields. Their names must be different."""
     if isinstance(columns, str) or not isinstance(columns, Iterable):
         raise ValueError(f"`columns` must be a list of `Column`, but is {columns!r} instead.")
     found = []
@@ -101,36 +111,36 @@ def as_columns(columns: Iterable[Column | Mapping[str, Any]]) -> list[Column]:
 
 
 def symbol_column(num_symbols: int, names: Sequence[str] | None = None) -> list[Column]:
-    """The column of sequences of symbols; `names` are those of the symbols."""
+    """Returns the only column of sequences of symbols. `names` are the names of the symbols."""
     if names is not None and len(names) != num_symbols:
-        raise ValueError(f"`names` must be those of {num_symbols} symbols, but are {len(names)}.")
+        raise ValueError(f"`names` must hold the names of {num_symbols} symbols, but holds {len(names)} names.")
     return [Column("symbol", "categorical", num_symbols if names is None else tuple(names))]
 
 
 def feature_columns(num_features: int, names: Sequence[str] | None = None) -> list[Column]:
-    """The columns of sequences of real vectors, one for each entry; they are called feature_0, feature_1 and so on if there are no `names`."""
+    """Returns one column per entry of real vectors. The default names are feature_0, feature_1, and so on."""
     if names is not None and len(names) != num_features:
-        raise ValueError(f"`names` must be those of {num_features} features, but are {len(names)}.")
+        raise ValueError(f"`names` must hold the names of {num_features} features, but holds {len(names)} names.")
     return [Column(name) for name in (names or [f"feature_{number}" for number in range(num_features)])]
 
 
 def are_named(columns: Sequence[Column]) -> bool:
-    """Whether the columns have names of their own, not those of `feature_columns`."""
+    """Whether the names of the columns differ from the default names of `feature_columns`."""
     return [column.name for column in columns] != [column.name for column in feature_columns(len(columns))]
 
 
 def _repeated(names: Sequence[str]) -> str | None:
-    """The first name that occurs more than once, if there is one."""
+    """Returns the first name that occurs more than once, if there is one."""
     return next((name for name, count in Counter(names).items() if count > 1), None)
 
 
 def symbol_dtype(num_symbols: int) -> np.dtype:
-    """The narrowest of int8, int16, int32 and int64 that holds the symbols below `num_symbols` and -1."""
+    """Returns the narrowest of int8, int16, int32 and int64 for the symbols below `num_symbols` and -1."""
     return np.min_scalar_type(-max(num_symbols, 1))
 
 
 def narrowest(symbols: Tensor) -> Tensor:
-    """The same whole numbers in the narrowest of int8, int16, int32 and int64 that holds all of them."""
+    """Converts whole numbers to the narrowest of int8, int16, int32 and int64 that can represent them."""
     if symbols.dtype == torch.int8 or not len(symbols):
         return symbols.to(torch.int8)
     least, most = (int(number) for number in symbols.aminmax())
@@ -141,13 +151,13 @@ def narrowest(symbols: Tensor) -> Tensor:
 
 
 def as_step_column(name: str, column: Tensor, num_steps: int, device: torch.device) -> Tensor:
-    """A per-step column in the type in which `Sequences` keeps it: int64, float64 for times, and floating-point numbers for inputs.
+    """Converts a per-step column to the dtype of `Sequences`: int64, float64 for times, floating point for inputs.
 
     Args:
         name: "labels", "inputs", "times" or "actions".
         column: (steps,) numbers, or (steps, M) for inputs.
-        num_steps: the number of steps that it must have.
-        device: where it is moved to.
+        num_steps: Required number of steps.
+        device: Device of the result.
     """
     whole = name in ("labels", "actions")
     if whole and column.is_floating_point():
@@ -168,9 +178,12 @@ def as_step_column(name: str, column: Tensor, num_steps: int, device: torch.devi
 
 
 def check_categories(values: Tensor, columns: Sequence[Column], locate: Callable[[int], tuple[int, int]]) -> None:
-    """Raises where a categorical column of (steps, C) `values` holds something else than the number of a category, or NaN.
+    """Raises a `ValueError` if a categorical column contains anything but NaN and the numbers of its categories.
 
-    `locate` gives the sequence and the position in it of a packed step.
+    Args:
+        values: (steps, C) values of all columns.
+        columns: Descriptions of the C columns.
+        locate: Function that returns the sequence of a packed step and the position in it.
     """
     for number, column in enumerate(columns):
         if column.num_categories is None:
@@ -181,19 +194,19 @@ def check_categories(values: Tensor, columns: Sequence[Column], locate: Callable
             step = int(torch.nonzero(wrong)[0, 0])
             n, t = locate(step)
             raise ValueError(
-                f"Column {column.name!r} must hold the whole numbers 0 to {column.num_categories - 1}, or NaN for a missing one, "
-                f"but position {t} of sequence {n} has {float(entries[step]):g} instead."
+                f"Column {column.name!r} must hold the whole numbers 0 to {column.num_categories - 1}, "
+                f"or NaN for a missing one, but position {t} of sequence {n} has {float(entries[step]):g} instead."
             )
 
 
 def check_step_column(name: str, column: Tensor, offsets: Tensor, locate: Callable[[int], tuple[int, int]]) -> None:
-    """Raises an error that names the column, the sequence and the step where an entry is not allowed.
+    """Raises a `ValueError` for an invalid entry. The message names the column, the sequence and the step.
 
     Args:
         name: "labels", "inputs", "times" or "actions".
-        column: (steps,) or (steps, M), in the type of `as_step_column`.
-        offsets: (N + 1,) where sequences begin and end.
-        locate: the sequence and the position in it of a packed step.
+        column: (steps,) or (steps, M) column, as returned by `as_step_column`.
+        offsets: (N + 1,) offsets of the sequences.
+        locate: Function that returns the sequence of a packed step and the position in it.
     """
 
     def first(wrong: Tensor) -> tuple[int, str] | None:

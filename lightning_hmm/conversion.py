@@ -1,4 +1,4 @@
-"""Conversion of lists, arrays, pandas objects and Arrow columns into packed steps; every error names the sequence."""
+"""Conversion of lists, arrays, pandas objects and Arrow columns into packed steps. Error messages name the sequence."""
 
 from __future__ import annotations
 
@@ -16,22 +16,26 @@ from lightning_hmm.vocabulary import MISSING
 
 
 def as_tensor(values: Tensor | np.ndarray) -> Tensor:
-    """A tensor on the same memory. torch warns of read-only memory, a mapped file's for example; nothing here writes to it."""
+    """Returns a tensor that shares memory with the array.
+
+    `torch.as_tensor` warns if the memory is read-only, as in a memory-mapped file. The package never writes to it.
+    """
     if isinstance(values, np.ndarray) and not values.flags.writeable:
         try:
             return from_dlpack(values)
-        except BufferError:  # NumPy before 2.1 does not hand out read-only memory
+        except BufferError:  # NumPy before 2.1 does not export read-only memory.
             values = values.copy()
     return torch.as_tensor(values)
 
 
 def as_list(data: Any) -> Sequence[Any]:
-    """The single sequences in what a user gave for several: a list, or one array, tensor, DataFrame or Series (see `Sequences.from_list`)."""
+    """Returns the sequences in a list, array, tensor, DataFrame or Series as a list; see `Sequences.from_list`."""
     refuse_one_string(data)
     if isinstance(data, Mapping) or not isinstance(data, Iterable):
         shown = repr(data)
         raise ValueError(
-            f"`sequences` must be a list of sequences, but is {shown if len(shown) <= 60 else shown[:57] + '...'} instead."
+            f"`sequences` must be a list of sequences, but is {shown if len(shown) <= 60 else shown[:57] + '...'} "
+            "instead."
         )
     given, data = data, from_pandas(data)
     if data is not given and data.dtype.kind != "O":
@@ -44,7 +48,8 @@ def as_list(data: Any) -> Sequence[Any]:
         data.dtype.kind != "O" or any(isinstance(item, str) or not hasattr(item, "__len__") for item in data.flat)
     ):
         raise ValueError(
-            f"`sequences` must be a list of sequences, but is an array of shape {data.shape} instead. For one sequence give a list of one, `[X]`. "
+            f"`sequences` must be a list of sequences, but is an array of shape {data.shape} instead. For one sequence "
+            "give a list of one, `[X]`. "
             "For names of symbols use `Sequences.from_strings` with a vocabulary."
         )
     if data.ndim == 2 and data.dtype.kind == "O" and any(isinstance(item, (float, np.floating)) for item in data.flat):
@@ -53,22 +58,29 @@ def as_list(data: Any) -> Sequence[Any]:
         return [data]
     if data.ndim == 2 and data.shape[1] == 1:
         raise ValueError(
-            f"`sequences` must not be a single column of symbols, but has shape {data.shape}, which could be one sequence or {len(data)}. "
-            f"Use `Sequences.from_lengths(X, lengths)` with the length of each sequence, or give shape (1, {len(data)}) for one sequence."
+            f"`sequences` must not be a single column of symbols, but has shape {data.shape}, which could be one "
+            f"sequence or {len(data)}. "
+            "Use `Sequences.from_lengths(X, lengths)` with the length of each sequence, or give shape (1, "
+            f"{len(data)}) for one sequence."
         )
     return list(data)
 
 
 def refuse_one_string(data: Any, name: str = "sequences") -> None:
+    """Raises a `ValueError` for a string, whose characters would otherwise be read as sequences."""
     if isinstance(data, str):
         raise ValueError(
-            f"`{name}` must be a list of sequences, but is the string {data[:20]!r} instead. For one sequence give a list of one."
+            f"`{name}` must be a list of sequences, but is the string {data[:20]!r} instead. For one sequence give a "
+            "list of one."
         )
 
 
 def from_pandas(data: Any) -> Any:
-    """A DataFrame or Series as an array of whole numbers, real numbers or, from a Series, other objects; anything else unchanged."""
-    pandas = sys.modules.get("pandas")  # where it is not imported, nothing can be of its types
+    """Converts a DataFrame or Series into an array of numbers, or of objects for a Series that contains no numbers.
+
+    Other data are returned unchanged.
+    """
+    pandas = sys.modules.get("pandas")  # If pandas is not imported, the data cannot be pandas objects.
     if pandas is None or not isinstance(data, (pandas.DataFrame, pandas.Series)):
         return data
     kinds = pandas.api.types
@@ -78,7 +90,8 @@ def from_pandas(data: Any) -> Any:
             if table is not data:
                 return data.to_numpy(object)
             raise ValueError(
-                f"A DataFrame must hold numbers, but column {name!r} holds {kind} instead. Select the columns of numbers, as in `df[['x', 'y']]`. "
+                f"A DataFrame must hold numbers, but column {name!r} holds {kind} instead. Select the columns of "
+                "numbers, as in `df[['x', 'y']]`. "
                 f"For names of symbols use `Sequences.from_strings([df[{name!r}]], vocabulary)`."
             )
     if table.shape[1] == 1 and (
@@ -89,8 +102,8 @@ def from_pandas(data: Any) -> Any:
 
 
 def frames_of(data: Any) -> list[Any] | None:
-    """The DataFrames in what a user gave: one, or a list of them; ``None`` where it is anything else."""
-    pandas = sys.modules.get("pandas")  # where it is not imported, nothing can be of its types
+    """Returns the DataFrames in the data, one or a list of them; ``None`` for other data."""
+    pandas = sys.modules.get("pandas")  # If pandas is not imported, the data cannot be pandas objects.
     if pandas is None:
         return None
     frames = [data] if isinstance(data, pandas.DataFrame) else data if isinstance(data, (list, tuple)) else []
@@ -98,7 +111,7 @@ def frames_of(data: Any) -> list[Any] | None:
 
 
 def frame_columns(frames: Sequence[Any]) -> list[Column]:
-    """The columns of DataFrames: real ones of numbers, and categorical ones of names, whose categories are the names that occur, sorted."""
+    """Returns the columns of DataFrames. Columns of names are categorical, with the sorted names as categories."""
     import pandas
 
     columns = []
@@ -109,7 +122,8 @@ def frame_columns(frames: Sequence[Any]) -> list[Column]:
             continue
         if any(pandas.api.types.is_datetime64_any_dtype(part.dtype) for part in entries):
             raise ValueError(
-                f"The columns of a DataFrame must hold numbers or names, but {name!r} holds dates. Leave it out, or convert it into numbers."
+                f"The columns of a DataFrame must hold numbers or names, but {name!r} holds dates. Leave it out, or "
+                "convert it into numbers."
             )
         names = tuple(sorted({str(entry) for part in entries for entry in part.dropna()}))
         if not names:
@@ -121,12 +135,12 @@ def frame_columns(frames: Sequence[Any]) -> list[Column]:
 
 
 def frame_values(frame: Any, columns: Sequence[Column], index: int) -> np.ndarray:
-    """(steps, columns) the values of a DataFrame in the order of `columns`, found by name: numbers, and the numbers of categories.
+    """Returns the (steps, columns) values of a DataFrame, with categories as numbers. Columns are matched by name.
 
     Args:
-        frame: the DataFrame.
-        columns: of the model or the training data.
-        index: the number of the sequence, for errors.
+        frame: DataFrame with one row per step.
+        columns: Columns of the model or the training data, in the order of the result.
+        index: Number of the sequence, for error messages.
     """
     import pandas
 
@@ -138,12 +152,14 @@ def frame_values(frame: Any, columns: Sequence[Column], index: int) -> np.ndarra
     for name in wanted:
         if name not in given:
             raise ValueError(
-                f"The data must have the {listing}, but sequence {index} has no column {name!r}. Its columns are {', '.join(map(repr, given))}."
+                f"The data must have the {listing}, but sequence {index} has no column {name!r}. Its columns are "
+                f"{', '.join(map(repr, given))}."
             )
     for name in given:
         if name not in wanted:
             raise ValueError(
-                f"The data must have the {listing}, but sequence {index} also has {name!r}. Select the columns, as in `df[{wanted!r}]`."
+                f"The data must have the {listing}, but sequence {index} also has {name!r}. Select the columns, as in "
+                f"`df[{wanted!r}]`."
             )
     found = []
     for column in columns:
@@ -161,7 +177,8 @@ def frame_values(frame: Any, columns: Sequence[Column], index: int) -> np.ndarra
         if strange is not None:
             known = ", ".join(map(repr, names[:6])) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
             raise ValueError(
-                f"Column {column.name!r} must hold the categories of training, {known}, but sequence {index} holds {strange!r}."
+                f"Column {column.name!r} must hold the categories of training, {known}, but sequence {index} holds "
+                f"{strange!r}."
             )
         found.append(
             np.array(
@@ -176,9 +193,9 @@ def frame_values(frame: Any, columns: Sequence[Column], index: int) -> np.ndarra
 
 
 def as_reals(data: Any) -> Any:
-    """Whole numbers as real ones, in a tensor, an array, or a list of sequences, for models of real columns; a single array of numbers is one column.
+    """Converts whole numbers into real numbers, in a tensor, an array or a list of sequences.
 
-    Anything else is left as it is.
+    A one-dimensional array becomes a single column. Other data are returned unchanged.
     """
     data = _real_series(data)
     if isinstance(data, (Tensor, np.ndarray)) and data.ndim and _is_whole(data):
@@ -191,7 +208,7 @@ def as_reals(data: Any) -> Any:
 
 
 def _real_series(data: Any) -> Any:
-    """A Series of numbers as an array of real ones; anything else unchanged."""
+    """Converts a Series of numbers into an array of real numbers. Other data are returned unchanged."""
     pandas = sys.modules.get("pandas")
     is_series = pandas is not None and isinstance(data, pandas.Series) and pandas.api.types.is_numeric_dtype(data.dtype)
     return data.to_numpy(np.float64, na_value=np.nan) if is_series else data
@@ -233,18 +250,18 @@ def _is_number(values: Tensor | np.ndarray) -> bool:
 
 
 def filled(array: np.ndarray) -> np.ndarray:
-    """Without a mask: -1 or NaN where an entry is masked."""
+    """Replaces masked entries by -1 or NaN."""
     whole: np.ndarray = np.ma.filled(array, np.nan if array.dtype.kind == "f" else MISSING)
     return whole
 
 
 def as_array(sequence: Any, index: int, name: str = "sequences") -> np.ndarray:
-    """One sequence as an array: int64 (masked where ``None`` stands for a symbol), or real with NaN.
+    """Converts one sequence into an array: int64 symbols (missing ones are masked), or real numbers with NaN.
 
     Args:
-        sequence: a list, array or tensor of symbols, numbers or vectors.
-        index: the number of the sequence, for errors.
-        name: the argument that the sequence is a part of, for errors.
+        sequence: List, array or tensor of symbols, numbers or vectors.
+        index: Number of the sequence, for error messages.
+        name: Name of the argument that contains the sequence, for error messages.
     """
     if isinstance(sequence, Tensor):
         sequence = sequence.detach().cpu().numpy()
@@ -266,11 +283,13 @@ def as_array(sequence: Any, index: int, name: str = "sequences") -> np.ndarray:
         raise ValueError(f"`{name}` must hold numbers, but {what}. {remedy}")
     if array.ndim == 0:
         raise ValueError(
-            f"`{name}` must be a list of sequences, but item {index} is a single number. For one sequence give a list of one."
+            f"`{name}` must be a list of sequences, but item {index} is a single number. For one sequence give a list "
+            "of one."
         )
     if array.ndim > 2:
         raise ValueError(
-            f"A sequence must have shape (steps,) or (steps, features), but sequence {index} has shape {array.shape} instead."
+            f"A sequence must have shape (steps,) or (steps, features), but sequence {index} has shape {array.shape} "
+            "instead."
         )
     if array.dtype.kind == "u" and array.size and array.max() > np.iinfo(np.int64).max:
         raise ValueError(f"`{name}` must hold symbols below 2^63, but sequence {index} holds {array.max()} instead.")
@@ -280,7 +299,7 @@ def as_array(sequence: Any, index: int, name: str = "sequences") -> np.ndarray:
 
 
 def _without_none(steps: list[Any], index: int) -> np.ndarray:
-    """Symbols with ``None`` for missing ones as a masked array; numbers and vectors with NaN in the place of ``None``."""
+    """Replaces ``None``: returns symbols as a masked array, and numbers and vectors with NaN."""
     widths = [
         None if step is None else len(step) if hasattr(step, "__len__") and not isinstance(step, str) else 0
         for step in steps
@@ -289,7 +308,8 @@ def _without_none(steps: list[Any], index: int) -> np.ndarray:
     if any(other not in (width, None) for other in widths):
         odd = next(t for t, other in enumerate(widths) if other not in (width, None))
         raise ValueError(
-            f"Each step must have {width or 1} features like the first, but position {odd} of sequence {index} has {widths[odd] or 1} instead."
+            f"Each step must have {width or 1} features like the first, but position {odd} of sequence {index} has "
+            f"{widths[odd] or 1} instead."
         )
     if width:
         return np.asarray(
@@ -306,32 +326,35 @@ def _without_none(steps: list[Any], index: int) -> np.ndarray:
 
 
 def as_vectors(array: np.ndarray) -> np.ndarray:
+    """Converts one sequence into (steps, features) float32 or float64 numbers."""
     array = array.astype(np.float64) if array.dtype not in (np.float32, np.float64) else array
     array = np.ma.filled(array, np.nan)
     return array.reshape(len(array), -1) if len(array) else array
 
 
 def brief(array: np.ndarray) -> str:
+    """Returns a short description of numbers for error messages."""
     return (
         str(array.tolist()) if len(array) <= 8 else f"[{array[0]}, {array[1]}, ..., {array[-1]}] ({len(array)} numbers)"
     )
 
 
 def packed_steps(steps: Any, name: str = "sequences") -> Tensor:
-    """(steps, ...) numbers of all sequences as a tensor, from an array, tensor, list, DataFrame or Series; -1 or NaN in the place of ``None``."""
+    """Converts an array, tensor, list, DataFrame or Series of all steps into a tensor. ``None`` becomes -1 or NaN."""
     return steps if isinstance(steps, Tensor) else as_tensor(filled(as_array(from_pandas(steps), 0, name)))
 
 
 def packed_column(column: Any, lengths: Sequence[int], name: str) -> Tensor:
-    """Packs a per-step column that was given for each sequence.
+    """Packs a per-step column that is given per sequence.
 
     Args:
-        column: one list, array or tensor for each sequence, or one array, tensor, DataFrame or Series as in `Sequences.from_list`.
-        lengths: (N,) the number of steps of each sequence.
-        name: of the column, for errors.
+        column: One list, array or tensor per sequence, or one array, tensor, DataFrame or Series as in
+            `Sequences.from_list`.
+        lengths: (N,) number of steps of each sequence.
+        name: Name of the column, for error messages.
 
     Returns:
-        (steps,) or (steps, M) numbers; -1 or NaN in the place of ``None``.
+        (steps,) or (steps, M) numbers. ``None`` becomes -1 or NaN.
     """
     refuse_one_string(column, name)
     column = from_pandas(column)
@@ -347,7 +370,8 @@ def packed_column(column: Any, lengths: Sequence[int], name: str) -> Tensor:
     for n, (array, length) in enumerate(zip(arrays, lengths, strict=True)):
         if len(array) != length:
             raise ValueError(
-                f"`{name}` must have one entry for each step, but sequence {n} has {length} steps and {len(array)} entries."
+                f"`{name}` must have one entry for each step, but sequence {n} has {length} steps and {len(array)} "
+                "entries."
             )
     parts = [array for array in arrays if len(array)] or arrays[:1]
     if any(array.dtype.kind == "f" for array in parts):
@@ -359,7 +383,8 @@ def packed_column(column: Any, lengths: Sequence[int], name: str) -> Tensor:
     if len(set(shapes)) > 1:
         odd = next(n for n, array in enumerate(arrays) if len(array) and array.shape[1:] != shapes[0])
         raise ValueError(
-            f"`{name}` must have the same number of entries at each step, but sequence {odd} has another than the first."
+            f"`{name}` must have the same number of entries at each step, but sequence {odd} has another than the "
+            "first."
         )
     return torch.from_numpy(
         np.ascontiguousarray(np.concatenate([filled(array) for array in parts]) if parts else np.zeros(0, np.int64))
@@ -367,7 +392,12 @@ def packed_column(column: Any, lengths: Sequence[int], name: str) -> Tensor:
 
 
 def arrow_steps(column: Any, name: str = "column") -> tuple[Tensor, Tensor]:
-    """The packed steps and the offsets of an Arrow list column; see `Sequences.from_arrow`. `name` is for errors."""
+    """Returns the packed steps and the offsets of an Arrow list column; see `Sequences.from_arrow`.
+
+    Args:
+        column: Arrow array or chunked array of lists.
+        name: Name of the column, for error messages.
+    """
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -388,7 +418,7 @@ def arrow_steps(column: Any, name: str = "column") -> tuple[Tensor, Tensor]:
         )
     offsets = column.offsets.to_numpy().astype(np.int64)
     offsets, flat = offsets - offsets[0], column.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
-    width, given = None, None  # features of a vector; which steps hold one, if not all
+    width, given = None, None  # Number of features of a vector; mask of the steps with a vector, if some have none.
     if pa.types.is_fixed_size_list(flat.type) or pa.types.is_list(flat.type) or pa.types.is_large_list(flat.type):
         if flat.null_count:
             given = flat.is_valid().to_numpy(zero_copy_only=False)
@@ -406,29 +436,40 @@ def arrow_steps(column: Any, name: str = "column") -> tuple[Tensor, Tensor]:
                     f"`{name}` must hold vectors of {width} features like the first, but {where} has another number."
                 )
         flat = flat.flatten()
-    if not (
-        pa.types.is_integer(flat.type)
-        or pa.types.is_floating(flat.type)
-        or pa.types.is_boolean(flat.type)
-        or pa.types.is_null(flat.type)
-    ):
-        remedy = "For names of symbols use `Sequences.from_strings` with a vocabulary."
-        raise ValueError(f"`{name}` must hold numbers, but holds {flat.type} instead. {remedy}")
-    discrete = width is None and not pa.types.is_floating(flat.type)
-    if discrete:  # one of the types of a tensor that can hold -1
-        wanted = (
-            flat.type
-            if pa.types.is_signed_integer(flat.type)
-            else {pa.bool_(): pa.int8(), pa.uint8(): pa.int16(), pa.uint16(): pa.int32()}.get(flat.type, pa.int64())
-        )
-    else:
-        wanted = flat.type if flat.type in (pa.float32(), pa.float64()) else pa.float64()
-    flat = flat.cast(wanted)  # no copy where it is of that type
-    values = from_dlpack(pc.fill_null(flat, MISSING if discrete else float("nan")) if flat.null_count else flat)
-    if not discrete:
+    values = _arrow_numbers(flat, name, symbols=width is None)
+    if values.is_floating_point():
         values = values.reshape(-1, width or 1)
     if given is not None:
         values = values.new_full((len(given), values.shape[1]), torch.nan).index_copy_(
             0, torch.from_numpy(np.flatnonzero(given)), values
         )
     return values, torch.from_numpy(offsets)
+
+
+def _arrow_numbers(flat: Any, name: str, symbols: bool) -> Tensor:
+    """Converts a flat Arrow array into a tensor, without a copy if its type allows it. Nulls become -1 or NaN.
+
+    Args:
+        flat: Arrow array of numbers.
+        name: Name of the column, for error messages.
+        symbols: Whether whole numbers are symbols. Otherwise they are converted into real numbers.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    kinds = pa.types
+    if not any(fits(flat.type) for fits in (kinds.is_integer, kinds.is_floating, kinds.is_boolean, kinds.is_null)):
+        raise ValueError(
+            f"`{name}` must hold numbers, but holds {flat.type} instead. "
+            "For names of symbols use `Sequences.from_strings` with a vocabulary."
+        )
+    discrete = symbols and not kinds.is_floating(flat.type)
+    if not discrete:
+        wanted = flat.type if flat.type in (pa.float32(), pa.float64()) else pa.float64()
+    elif kinds.is_signed_integer(flat.type):
+        wanted = flat.type
+    else:  # The narrowest type of a tensor that can also represent -1.
+        wanted = {pa.bool_(): pa.int8(), pa.uint8(): pa.int16(), pa.uint16(): pa.int32()}.get(flat.type, pa.int64())
+    flat = flat.cast(wanted)
+    values: Tensor = from_dlpack(pc.fill_null(flat, MISSING if discrete else float("nan")) if flat.null_count else flat)
+    return values

@@ -1,9 +1,9 @@
-"""The data of a training: what models and callbacks may read of it, and loaders that visit every sequence exactly once on any number of ranks.
+"""The interface of the data modules, and loaders that visit every sequence exactly once on any number of ranks.
 
-The order of the sequences, shuffled or not, is cut into *global* batches, and rank r of W takes every W-th sequence of each,
-from the r-th on. So all ranks have the same number of batches, the union over the ranks is the same whatever W is, and
-nothing is repeated to even things out: a repeated sequence would be counted twice. The last batch may leave a rank with no
-sequence at all; it then gets an empty batch, which adds nothing.
+The sequences, shuffled or not, are divided into *global* batches. Rank r of W takes sequences r, r + W, r + 2 W, ... of
+each global batch. All ranks have the same number of batches, and the union over the ranks does not depend on W. No
+sequence is repeated to give all ranks the same number, because EM would count it twice. A rank without a sequence in
+the last batch gets an empty batch.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from lightning_hmm.sequences import Sequences
 
 
 class SequenceData(LightningDataModule):
-    """What models and callbacks may read of the data that they are trained on.
+    """The interface through which models and callbacks read the data of a training run.
 
-    `datamodules.SequenceDataModule` and `InMemoryData` implement it. A data module of your own that derives from neither works as well, as long as
-    the model needs nothing but batches.
+    `datamodules.SequenceDataModule` and `InMemoryData` implement it. Other data modules can be used with models that
+    need nothing but batches.
 
     Attributes:
-        columns: What is observed at each step, in order.
-        batch_size: Number of sequences in one batch of all ranks together; ``None`` for all sequences in one batch.
+        columns: Observed columns, in order.
+        batch_size: Global batch size, over all ranks; ``None`` for all sequences in one batch.
         transition_probs: (K, K) transition probabilities of the model that the data were drawn from, if they are known.
         emission_probs: (K, V) symbol probabilities of the model that the data were drawn from, if they are known.
     """
@@ -58,22 +58,26 @@ class SequenceData(LightningDataModule):
 
     @property
     def train_size(self) -> float:
-        """The number of training sequences that are not empty, each counted with its weight."""
+        """The weighted number of training sequences that are not empty."""
         train = self.train_sequences
         filled = train.lengths > 0
         return float(filled.sum() if train.weights is None else train.weights.cpu()[filled].sum())
 
     def true_states(self, part: Any) -> Sequences | None:
-        """The states that the sequences of a part ("train", "val" or "test") were drawn from or labelled with, if they are known."""
+        """Returns the true states of a part ("train", "val" or "test"), if they are known."""
         return None
 
     def train_on_validation(self, yes: bool = True) -> None:
-        """Makes the training set the training and the validation part together, or the training part alone again."""
+        """Adds the validation part to the training set, or removes it again.
+
+        Args:
+            yes: Whether to train on the validation part as well.
+        """
         raise NotImplementedError
 
 
 def data_of(trainer: Trainer) -> SequenceData | None:
-    """The data of a training; ``None`` where it has plain loaders or a data module of another kind."""
+    """Returns the data module of a Trainer; ``None`` if it has plain loaders or a data module of another kind."""
     datamodule = getattr(trainer, "datamodule", None)
     return datamodule if isinstance(datamodule, SequenceData) else None
 
@@ -84,7 +88,7 @@ class InMemoryData(SequenceData):
     Args:
         train: The training set.
         val: The validation set, if there is one.
-        batch_size: Number of sequences in a batch of all ranks together; ``None`` for all sequences in one batch.
+        batch_size: Global batch size, over all ranks; ``None`` for all sequences in one batch.
         shuffle: Whether to draw a new order for every epoch.
         seed: Seed for the order.
     """
@@ -93,7 +97,8 @@ class InMemoryData(SequenceData):
         self, train: Sequences, val: Sequences | None, batch_size: int | None, shuffle: bool, seed: int
     ) -> None:
         super().__init__()
-        self._train, self._val, self._trains_on_validation = train, val, False
+        self._train, self._val = train, val
+        self._trains_on_validation = False
         self.batch_size, self.shuffle, self.seed = batch_size, shuffle, seed
 
     @property
@@ -127,9 +132,9 @@ class SequenceDataset(Dataset[Sequences]):
     """Map-style data set whose index is a whole batch: the numbers of its sequences.
 
     Args:
-        sequences: where the sequences are, perhaps in a memory-mapped file.
-        indices: which of them belong to the data set, in order; all of them if not given. They are looked up batch by batch,
-            so that a part of a large file need not fit into memory.
+        sequences: All sequences, possibly in a memory-mapped file.
+        indices: Numbers of the sequences of the data set, in order. The default is all sequences. They are looked up
+            batch by batch, so that a part of a large file need not fit into memory.
     """
 
     def __init__(self, sequences: Sequences, indices: Tensor | None = None) -> None:
@@ -141,11 +146,11 @@ class SequenceDataset(Dataset[Sequences]):
     def __getitem__(self, batch: Sequence[int]) -> Sequences:
         if isinstance(batch, int):
             raise TypeError(
-                f"The index must be a list of sequence numbers, but is {batch} instead. If you set `Trainer(overfit_batches=...)`, which puts its own "
-                "sampler in place of ours, use `limit_train_batches` and `limit_val_batches` instead."
+                f"The index must be a list of sequence numbers, but is {batch} instead. `Trainer(overfit_batches=...)` "
+                "replaces the sampler; use `limit_train_batches` and `limit_val_batches` instead."
             )
         if isinstance(batch, range) and batch.step == 1 and self.indices is None:
-            # A view; and the whole is the very same object, so what was checked once stays checked.
+            # The result is a view. The whole data set is the same object, so that it is checked only once.
             return self.sequences if len(batch) == len(self) else self.sequences[batch.start : batch.stop]
         chosen = torch.as_tensor(batch, dtype=torch.int64)
         part: Sequences = self.sequences[chosen if self.indices is None else self.indices[chosen]]
@@ -155,16 +160,17 @@ class SequenceDataset(Dataset[Sequences]):
 class GlobalBatchSampler(DistributedSampler[Sequence[int]]):
     """Yields this rank's part of each global batch, as sequence numbers.
 
-    It is a `DistributedSampler` because that is what it does, and because Lightning leaves such a sampler alone: it would
-    otherwise wrap it in its own, which repeats items until all ranks have equally many.
+    It derives from `DistributedSampler`, because Lightning would wrap any other sampler in one that repeats items until
+    all ranks have the same number.
 
     Args:
-        dataset: anything with a length, the number of sequences.
-        batch_size: number of sequences in one batch of all ranks together; ``None`` makes one batch of everything.
-        shuffle: draw a new order for every epoch, from `seed` and the epoch that `set_epoch` was told; never from the rank.
-        seed: start of the random order.
-        rank: which of the processes this is.
-        world_size: how many processes share the work.
+        dataset: Data set whose length is the number of sequences.
+        batch_size: Global batch size, over all ranks; ``None`` for all sequences in one batch.
+        shuffle: Whether to draw a new order for every epoch. It depends on `seed` and on the epoch given to
+            `set_epoch`, not on the rank.
+        seed: Seed for the order.
+        rank: Number of this process.
+        world_size: Number of processes.
     """
 
     def __init__(
@@ -193,7 +199,7 @@ class GlobalBatchSampler(DistributedSampler[Sequence[int]]):
             yield order[first : first + self.batch_size][self.rank :: self.num_replicas]
 
     def __len__(self) -> int:
-        """Number of batches, the same on every rank."""
+        """Returns the number of batches, which is the same on every rank."""
         return math.ceil(self.num_sequences / self.batch_size)
 
 
@@ -208,33 +214,48 @@ def loader(
     world_size: int = 1,
     num_workers: int = 0,
 ) -> DataLoader[Sequences]:
-    """A `DataLoader` of `Sequences` batches; the arguments are those of `SequenceDataset` and `GlobalBatchSampler`.
+    """Returns a `DataLoader` of `Sequences` batches.
 
-    Slicing a packed batch is cheap, so `num_workers` seldom helps; the workers share one copy of the sequences in shared memory.
+    Args:
+        sequences: All sequences, possibly in a memory-mapped file.
+        batch_size: Global batch size, over all ranks; ``None`` for all sequences in one batch.
+        indices: Numbers of the sequences that are loaded. The default is all sequences.
+        shuffle: Whether to draw a new order for every epoch.
+        seed: Seed for the order.
+        rank: Number of this process.
+        world_size: Number of processes.
+        num_workers: Number of worker processes, which share one copy of the sequences. Slicing a packed batch is cheap,
+            so workers rarely make loading faster.
+
+    Example:
+        >>> batches = loader(Sequences.from_list([[0, 1], [1], [2, 2, 0]]), batch_size=2)
+        >>> [batch.tolist() for batch in batches]
+        [[[0, 1], [1]], [[2, 2, 0]]]
     """
     dataset = SequenceDataset(sequences, indices)
     sampler = GlobalBatchSampler(dataset, batch_size, shuffle=shuffle, seed=seed, rank=rank, world_size=world_size)
     return DataLoader(
         dataset,
-        batch_size=None,  # the sampler makes the batches: one index is one batch
+        batch_size=None,  # The sampler creates the batches: one index is one batch.
         sampler=sampler,
         num_workers=num_workers,
-        multiprocessing_context="spawn" if num_workers else None,  # numba's threads do not survive a fork
+        multiprocessing_context="spawn" if num_workers else None,  # Threads of numba do not survive a fork.
         persistent_workers=num_workers > 0,
-        generator=generator(
-            seed, "workers"
-        ),  # a DataLoader draws a number each epoch: not from the global state, which no checkpoint holds
+        # A DataLoader draws one number per epoch, which must not change the global state: checkpoints do not contain
+        # it.
+        generator=generator(seed, "workers"),
     )
 
 
 def sequence_numbers(loader: DataLoader[Any]) -> Iterator[int]:
-    """Yields the numbers in the data of this rank's sequences, in the order in which `loader` draws them for prediction."""
+    """Yields the numbers of this rank's sequences in the order in which `loader` returns them for prediction."""
     if isinstance(loader.sampler, GlobalBatchSampler) and isinstance(loader.dataset, SequenceDataset):
         indices = loader.dataset.indices
         for batch in loader.sampler:
             yield from batch if indices is None else indices[list(batch)].tolist()
     elif (seen := getattr(loader.batch_sampler, "seen_batch_indices", None)) is not None:
-        # Lightning wraps the batch sampler of a map-style data set for prediction, and the wrapper records the numbers.
+        # For prediction, Lightning wraps the batch sampler of a map-style data set, and the wrapper records the
+        # numbers.
         for batch_idx in itertools.count():
             yield from seen[batch_idx]
     else:

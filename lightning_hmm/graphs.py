@@ -1,4 +1,4 @@
-"""A cloned HMM as a graph: its states, how they follow each other, and the communities they form."""
+"""Communities and typical paths in the state graph of a cloned HMM."""
 
 from __future__ import annotations
 
@@ -12,20 +12,28 @@ Method = Literal["auto", "infomap", "louvain"]
 
 
 def communities(graph: nx.DiGraph, method: Method = "auto", seed: int = 0, resolution: float = 1.0) -> list[set[int]]:
-    """Groups of states that mostly follow each other, the one with the most weight inside first.
+    """Returns groups of states with many transitions inside the group, in decreasing order of the weight inside.
 
     Args:
-        graph: as `ClonedHMM.state_graph` makes it.
-        method: "infomap" (Rosvall and Bergstrom, 2008), which the paper uses and which needs the package of that name; "louvain"
-            (Blondel et al., 2008), which is networkx's; "auto" is the first where it is installed.
-        seed: of the search.
-        resolution: of louvain: more than 1 makes smaller groups, which words need. Infomap finds its own size.
+        graph: Graph of the states, as returned by `ClonedHMM.state_graph`.
+        method: "infomap" (Rosvall and Bergstrom, 2008), the method of the paper, which requires the package infomap;
+            "louvain" (Blondel et al., 2008) of networkx; or "auto", which is infomap if it is installed, otherwise
+            louvain.
+        seed: Seed for the search.
+        resolution: Resolution of louvain. Values above 1 give smaller groups, such as words. Infomap determines the
+            size itself.
+
+    Example:
+        >>> graph = nx.DiGraph()
+        >>> graph.add_weighted_edges_from([(0, 1, 3.0), (1, 0, 3.0), (2, 3, 1.0), (3, 2, 1.0), (1, 2, 0.1)])
+        >>> communities(graph, method="louvain")
+        [{0, 1}, {2, 3}]
     """
     if method not in get_args(Method):
         raise ValueError(f"`method` must be one of {', '.join(get_args(Method))}, but is {method!r} instead.")
     installed = find_spec("infomap") is not None
     if method == "infomap" and not installed:
-        raise ModuleNotFoundError("`method` infomap needs the package infomap. Install it, or take louvain.")
+        raise ModuleNotFoundError("`method` infomap requires the package infomap. Install it, or use louvain.")
     if method == "louvain" or not installed:
         found = [
             set(group)
@@ -50,13 +58,20 @@ def _infomap(graph: nx.DiGraph, seed: int) -> list[set[int]]:
 
 
 def strings(graph: nx.DiGraph, states: Collection[int], most: int = 10, longest: int = 12) -> list[str]:
-    """The names along the most probable paths inside a group of states, from where it is entered to where it is left.
+    """Returns the names along the most probable paths that enter a group of states, and end where they leave it.
 
     Args:
-        graph: the whole one, of which the states are a part.
-        states: the group.
-        most: how many to give; those of the largest product of transition shares.
-        longest: steps of a path.
+        graph: Graph of all states.
+        states: States of the group.
+        most: Largest number of paths. The probability of a path is the product of its transition shares.
+        longest: Largest number of states of a path.
+
+    Example:
+        >>> graph = nx.DiGraph()
+        >>> graph.add_nodes_from([(0, {"name": " "}), (1, {"name": "b"}), (2, {"name": "a"}), (3, {"name": "t"})])
+        >>> graph.add_weighted_edges_from([(0, 1, 1.0), (1, 2, 1.0), (2, 3, 1.0), (3, 0, 1.0)])
+        >>> strings(graph, [1, 2, 3])
+        ['bat']
     """
     inside = set(states)
     entered = [state for state in inside if any(source not in inside for source in graph.predecessors(state))] or list(
@@ -71,7 +86,10 @@ def strings(graph: nx.DiGraph, states: Collection[int], most: int = 10, longest:
 
 
 def _paths(graph: nx.DiGraph, start: int, inside: set[int], longest: int) -> Iterator[tuple[list[int], float]]:
-    """Paths that stay inside, with the share of leaving walks that take each; those below a thousandth are not followed."""
+    """Yields paths inside a group and the probability of leaving the group after each.
+
+    Those below 0.001 are dropped.
+    """
     waiting: list[tuple[list[int], float]] = [([start], 1.0)]
     while waiting:
         path, share = waiting.pop()

@@ -1,4 +1,4 @@
-"""The folder of a run, which holds its `config.yaml` and its `checkpoints`: naming it, creating it, and finding checkpoints in it."""
+"""The folder of a run, which contains its `config.yaml` and its `checkpoints`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from lightning.pytorch import Trainer
 
 
 def run_folder(trainer: Trainer) -> Path:
-    """Returns the folder above the one in which `ModelCheckpoint` saves. It is specific to the run for every logger that numbers its runs.
+    """Returns the parent of the folder in which `ModelCheckpoint` saves. Loggers with numbered runs have one per run.
 
-    Loggers such as W&B and MLflow choose the run's name on rank 0 only, so call this function on rank 0 and broadcast the result.
+    Loggers such as W&B and MLflow choose the name of the run on rank 0 only. Call this function on rank 0 and broadcast
+    the result.
     """
     if not trainer.loggers:
         return Path(trainer.default_root_dir)
@@ -23,7 +24,7 @@ def run_folder(trainer: Trainer) -> Path:
 
 
 def claim_version(folder: Path) -> int:
-    """Creates the next free ``version_N`` in `folder` and returns N. Processes that call it at the same time get different numbers."""
+    """Creates the next free ``version_N`` in `folder` and returns N, which differs between concurrent processes."""
     folder.mkdir(parents=True, exist_ok=True)
     taken = [
         int(path.name.removeprefix("version_"))
@@ -35,27 +36,28 @@ def claim_version(folder: Path) -> int:
         try:
             (folder / f"version_{version}").mkdir()
             return version
-        except FileExistsError:  # another process was faster
+        except FileExistsError:  # Another process has created it.
             version += 1
 
 
 def require_local_file(path: str | Path, option: str = "ckpt_path") -> Path:
-    """Returns the absolute path of a file on this machine. Anything else raises an error, and nothing is downloaded."""
+    """Returns the absolute path of a local file. Other paths raise an error, and nothing is downloaded."""
     if "://" in str(path):
         raise ValueError(
-            f"`{option}` must be the path of a local file, but is {str(path)!r} instead. Download the checkpoint first, if you trust its source."
+            f"`{option}` must be the path of a local file, but is {str(path)!r} instead. "
+            "Download the checkpoint first, if you trust its source."
         )
     if not Path(path).is_file():
         raise FileNotFoundError(f"`{option}` must be a checkpoint, but there is no file {path}.")
-    return Path(path).absolute()  # Lightning downloads every path that begins with "http"
+    return Path(path).absolute()  # Lightning downloads every path that begins with "http".
 
 
 def find_checkpoint(which: str, configs: Iterable[str | Path]) -> Path:
     """Returns the last or best checkpoint of the run whose ``config.yaml`` is among the given `configs`.
 
     Args:
-        which: "last" or "best".
-        configs: Configuration files from the command line.
+        which: Either "last" or "best".
+        configs: Configuration files of the command line.
     """
     folders = sorted(
         {
@@ -71,8 +73,9 @@ def find_checkpoint(which: str, configs: Iterable[str | Path]) -> Path:
             else "none of the given `--config` files is in the folder of a run that saved checkpoints"
         )
         raise ValueError(
-            f"`--ckpt_path {which}` is looked up in the folder of the run whose `config.yaml` is given as `--config`, but {found}. "
-            "Give the run's own `config.yaml`, such as logs/<model>/<data>/version_0/config.yaml, or the path of a checkpoint."
+            f"`--ckpt_path {which}` is looked up in the folder of the run whose `config.yaml` is given as `--config`, "
+            f"but {found}. Give the `config.yaml` of the run, such as logs/<model>/<data>/version_0/config.yaml, "
+            "or the path of a checkpoint."
         )
     checkpoint = folders[0] / "last.ckpt" if which == "last" else _best(folders[0])
     if checkpoint is None or not checkpoint.is_file():
@@ -85,14 +88,14 @@ def find_checkpoint(which: str, configs: Iterable[str | Path]) -> Path:
 
 
 def _best(folder: Path) -> Path | None:
-    """The best checkpoint according to the latest one, which stores the state of `BestCheckpoint`."""
+    """Returns the best checkpoint according to the latest one, which contains the state of `BestCheckpoint`."""
     latest = folder / "last.ckpt"
     if not latest.is_file():
         latest = max(folder.glob("*.ckpt"), key=lambda path: path.stat().st_mtime, default=latest)
     if not latest.is_file():
         return None
-    # Not the one with the most steps: without a logger, several runs share a folder.
+    # The one with the most steps may belong to another run, because runs without a logger share a folder.
     callbacks: Any = torch.load(latest, weights_only=True, map_location="cpu", mmap=True).get("callbacks", {})
     states = [state for name, state in callbacks.items() if name.startswith("BestCheckpoint")]
     best = states[0]["best_model_path"] if states else ""
-    return folder / Path(best).name if best else None  # by name, since the folder may have been moved
+    return folder / Path(best).name if best else None  # The folder may have been moved.

@@ -1,10 +1,10 @@
-"""Ragged batches of sequences, packed.
+"""Packed batches of sequences with different lengths.
 
-A batch of N sequences is one tensor of all steps, `values`, and the N + 1 `offsets` at which sequences begin and end; this
-is also the layout of an Arrow list column. Nothing is ever padded. Symbols are signed whole numbers, in the type in which they
-are given, with -1 for a missing one; data modules give the narrowest type. Real
-vectors are (steps, features) with NaN for a missing entry. Other columns may come with each step: labels, inputs, times and
-actions. They follow the values wherever these go.
+A batch of N sequences consists of one tensor with all steps, `values`, and the N + 1 `offsets` at which sequences begin
+and end. Arrow list columns have the same layout. Sequences are not padded. Symbols are signed whole numbers, and -1 is
+a missing symbol; they keep the integer type in which they are given, and data modules use the narrowest type. Real
+vectors have shape (steps, features), and NaN is a missing entry. Each step may also have a label, inputs, a time and an
+action. These columns are sliced, concatenated and moved together with the values.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from lightning_hmm.conversion import (
 )
 from lightning_hmm.vocabulary import MISSING, Vocabulary
 
-# The narrowest type that holds the symbols and the number after the last one, which stands for a missing symbol.
+# Types for symbols and the number of symbols, which represents a missing symbol, with their limits.
 _SYMBOL_TYPES = ((torch.uint8, 2**8), (torch.int16, 2**15), (torch.int32, 2**31))
-_LARGEST = 1e140  # of real values: the sum of 10^28 squares is finite
-# Types in which -1 cannot be written, and the narrowest that can hold it and all of their numbers.
+_LARGEST = 1e140  # Largest absolute value: the sum of 10^28 squares is finite.
+# Types that cannot represent -1, and the narrowest signed type for all of their numbers.
 _SIGNED = {
     torch.bool: torch.int8,
     torch.uint8: torch.int16,
@@ -46,19 +46,29 @@ _SIGNED = {
 
 
 class Sequences:
-    """A ragged batch: sequence n is ``values[offsets[n]:offsets[n + 1]]``.
+    """A packed batch of sequences. Sequence n is ``values[offsets[n]:offsets[n + 1]]``.
 
     Args:
-        values: (steps,) int8, int16, int32 or int64 symbols, or (steps, features) real vectors. Whole numbers with two features or more are vectors, too.
-        offsets: (N + 1,) int64, from 0 to steps, never falling. Kept on the CPU: loops are planned from it.
-        weights: (N,) how often each sequence counts in training; all ones if not given.
-        labels: (steps,) whole numbers, the known state of each step; -1 where it is unknown.
+        values: (steps,) symbols in int8, int16, int32 or int64, or (steps, features) real vectors. Whole numbers with
+            two or more features are vectors as well.
+        offsets: (N + 1,) nondecreasing whole numbers from 0 to the number of steps. They are kept on the CPU.
+        weights: (N,) weight of each sequence in training. The default is 1.
+        labels: (steps,) whole numbers, the known state of each step; -1 if it is unknown.
         inputs: (steps, M) finite numbers that emissions or transitions may depend on.
-        times: (steps,) finite numbers that do not decrease within a sequence; kept as float64.
-        actions: (steps,) whole numbers from 0, what was done at each step.
+        times: (steps,) finite numbers that do not decrease within a sequence. They are kept in float64.
+        actions: (steps,) whole numbers from 0, the action at each step.
 
     Attributes:
-        columns: the names and kinds of the columns of `values`, where they come from DataFrames; otherwise ``None``.
+        columns: Names and kinds of the columns of `values` if they come from DataFrames, otherwise ``None``.
+
+    Example:
+        >>> sequences = Sequences.from_list([[0, 1, 1], [2, 0]])
+        >>> sequences
+        Sequences(2 sequences, 5 symbols)
+        >>> sequences.lengths.tolist()
+        [3, 2]
+        >>> sequences[1].tolist()
+        [2, 0]
     """
 
     columns: tuple[Column, ...] | None
@@ -78,22 +88,7 @@ class Sequences:
         times: Tensor | None = None,
         actions: Tensor | None = None,
     ) -> None:
-        if values.is_floating_point():
-            values = values.unsqueeze(1) if values.dim() == 1 else values
-            if values.dim() != 2:
-                raise ValueError(
-                    f"`values` must be (steps, features) for real vectors, but has shape {tuple(values.shape)} instead."
-                )
-            if values.dtype not in (torch.float32, torch.float64):
-                values = values.double()
-        elif values.dim() == 2 and values.shape[1] > 1:
-            values = values.double()
-        elif values.dim() != 1:
-            raise ValueError(
-                f"`values` must be (steps,) for symbols, but has shape {tuple(values.shape)} instead. Give vectors as floating-point numbers."
-            )
-        else:
-            values = values.to(_SIGNED.get(values.dtype, values.dtype))
+        values = _checked_values(values)
         offsets = offsets.to("cpu", torch.int64)
         boundaries = offsets.numpy()
         if (
@@ -107,16 +102,7 @@ class Sequences:
                 f"`offsets` must rise from 0 to {len(values)}, the number of steps, but is {brief(boundaries)} instead."
             )
         if weights is not None:
-            weights = weights.to(values.device, torch.float64)
-            if weights.shape != (len(boundaries) - 1,):
-                raise ValueError(
-                    f"`weights` must hold one number for each of the {len(boundaries) - 1} sequences, but has shape {tuple(weights.shape)} instead."
-                )
-            if not values.is_cuda and not bool(torch.isfinite(weights).all() and (weights >= 0).all()):
-                bad = int(torch.nonzero(~(torch.isfinite(weights) & (weights >= 0)))[0, 0])
-                raise ValueError(
-                    f"`weights` must be finite and not negative, but the weight of sequence {bad} is {float(weights[bad])} instead."
-                )
+            weights = _checked_weights(weights.to(values.device, torch.float64), len(boundaries) - 1)
         self.values, self.offsets, self.weights = values, offsets, weights
         self.columns = None
         self._checked: object = None
@@ -130,7 +116,7 @@ class Sequences:
                     check_step_column(name, column, offsets, self.locate)
             setattr(self, name, column)
 
-    # Ways in
+    # Constructors
 
     @classmethod
     def from_list(
@@ -143,37 +129,45 @@ class Sequences:
         times: Any = None,
         actions: Any = None,
     ) -> Sequences:
-        """From a list of sequences, each a list, array or tensor of symbols, numbers or vectors; ``None`` is missing.
+        """Creates a batch from a list of sequences.
 
-        One array or tensor may replace the list. Real numbers of shape (steps, features) are one sequence of vectors. Whole
-        numbers of shape (N, T) are N sequences of T symbols. Whole numbers of shape (n, 1) are refused, because they could be
-        either; use `from_lengths` for them. A pandas DataFrame is one sequence with one step per row: symbols if it has a single
-        column of whole numbers, otherwise vectors. A Series of numbers is one sequence as well.
+        A single array or tensor may replace the list: real numbers of shape (steps, features) are one sequence of
+            vectors,
+        and whole numbers of shape (N, T) are N sequences of T symbols. Whole numbers of shape (n, 1) raise a
+        `ValueError`, because they are ambiguous; use `from_lengths` for them. A pandas DataFrame is one sequence with
+        one step per row. Its steps are symbols if it has a single column of whole numbers, otherwise vectors. A Series
+        of numbers is one sequence.
 
-        `labels`, `inputs`, `times` and `actions` are given in the same form: for each sequence a list, array or tensor with one
-        number for each step or, as inputs, one vector for each step. ``None`` is an unknown label.
+        Args:
+            sequences: One list, array or tensor per sequence, of symbols, numbers or vectors. ``None`` is a missing
+                value.
+            weights: (N,) weight of each sequence in training. The default is 1.
+            labels: One list, array or tensor per sequence, with one label per step. ``None`` is an unknown label.
+            inputs: One list, array or tensor per sequence, with one number or vector per step.
+            times: One list, array or tensor per sequence, with one number per step.
+            actions: One list, array or tensor per sequence, with one whole number per step.
+
+        Example:
+            >>> Sequences.from_list([[0.5, None, 1.5], [2.0]]).values.squeeze(1).tolist()
+            [0.5, nan, 1.5, 2.0]
         """
         described = _described(sequences)
         arrays = [as_array(sequence, index) for index, sequence in enumerate(as_list(sequences))]
         given = [array for array in arrays if len(array)]
         if any(array.dtype.kind == "f" or (array.ndim == 2 and array.shape[1] > 1) for array in given):
-            arrays = [as_vectors(array) for array in arrays]
-            widths = [array.shape[1] for array in arrays if len(array)]
-            if len(set(widths)) > 1:
-                odd = next(n for n, array in enumerate(arrays) if len(array) and array.shape[1] != widths[0])
-                raise ValueError(
-                    f"`sequences` must all have {widths[0]} features like the first, but sequence {odd} has {arrays[odd].shape[1]} instead."
-                )
-            values = np.concatenate([array for array in arrays if len(array)])
+            values = _joined_vectors([as_vectors(array) for array in arrays])
         elif given or not any(array.ndim == 2 for array in arrays):
             for n, array in enumerate(arrays):
                 if len(array) and array.ndim != 1:
                     raise ValueError(
-                        f"`sequences` of whole numbers must hold symbols, but sequence {n} has shape {array.shape}. Give vectors as floating-point numbers."
+                        f"`sequences` of whole numbers must hold symbols, but sequence {n} has shape {array.shape}. "
+                        "Give vectors as floating-point numbers."
                     )
             values = np.concatenate([np.zeros(0, np.int64), *map(filled, given)])
         else:
-            values = next(array for array in arrays if array.ndim == 2)  # no steps, but a number of features
+            values = next(
+                array for array in arrays if array.ndim == 2
+            )  # There are no steps, but the features are known.
         lengths = [len(array) for array in arrays]
         columns = zip(STEP_COLUMNS, (labels, inputs, times, actions), strict=True)
         packed = {name: packed_column(column, lengths, name) for name, column in columns if column is not None}
@@ -194,14 +188,18 @@ class Sequences:
         times: Any = None,
         actions: Any = None,
     ) -> Sequences:
-        """From the steps of all sequences, one after another, and the length of each sequence, in the format of hmmlearn.
+        """Creates a batch from the concatenated steps of all sequences and their lengths, the format of hmmlearn.
 
         Args:
-            values: (steps,) or (steps, 1) whole numbers for symbols, (steps,) or (steps, features) real numbers for vectors; an array,
-                tensor, list, DataFrame or Series.
-            lengths: (N,) number of steps in each sequence.
-            weights: (N,) how often each sequence counts in training; all ones if not given.
-            labels, inputs, times, actions: (steps,) or, as inputs, (steps, M) numbers, packed as the values are; see `Sequences`.
+            values: (steps,) or (steps, 1) whole numbers for symbols, (steps,) or (steps, features) real numbers for
+                vectors, as an array, tensor, list, DataFrame or Series.
+            lengths: (N,) number of steps of each sequence.
+            weights: (N,) weight of each sequence in training. The default is 1.
+            labels, inputs, times, actions: (steps,) numbers, or (steps, M) for inputs, packed like the values.
+
+        Example:
+            >>> Sequences.from_lengths([0, 1, 1, 2, 0], lengths=[3, 2]).tolist()
+            [[0, 1, 1], [2, 0]]
         """
         described = _described(values)
         values = packed_steps(values)
@@ -240,10 +238,10 @@ class Sequences:
         times: Any = None,
         actions: Any = None,
     ) -> Sequences:
-        """From an Arrow list column (of whole numbers, numbers, or fixed-size lists of numbers), without copying it.
+        """Creates a batch from an Arrow list column of whole numbers, real numbers or fixed-size lists of numbers.
 
-        Signed whole numbers, float32 and float64 without nulls are taken as they lie in memory; other types are converted. `labels`, `inputs`,
-        `times` and `actions` are Arrow list columns as well, with lists as long as those of `column`.
+        Signed whole numbers, float32 and float64 without nulls are not copied; other types are converted. `labels`,
+        `inputs`, `times` and `actions` are Arrow list columns as well, with lists as long as those of `column`.
         """
         values, offsets = arrow_steps(column)
         packed = {}
@@ -258,7 +256,8 @@ class Sequences:
             if not torch.equal(others, offsets):
                 n = int(torch.nonzero(others.diff() != offsets.diff())[0, 0])
                 raise ValueError(
-                    f"`{name}` must have one entry for each step, but sequence {n} has {offsets.diff()[n]} steps and {others.diff()[n]} entries."
+                    f"`{name}` must have one entry for each step, but sequence {n} has {offsets.diff()[n]} steps "
+                    f"and {others.diff()[n]} entries."
                 )
         return cls(values, offsets, None if weights is None else torch.as_tensor(weights), **packed)
 
@@ -274,7 +273,18 @@ class Sequences:
         times: Any = None,
         actions: Any = None,
     ) -> Sequences:
-        """From strings (a symbol is a character) or lists of names (a symbol is a name). The other columns are given as in `from_list`."""
+        """Creates a batch of symbols from strings or lists of names.
+
+        Args:
+            strings: One string per sequence, whose characters are symbols, or one list of names per sequence.
+            vocabulary: Names of the symbols.
+            weights: (N,) weight of each sequence in training. The default is 1.
+            labels, inputs, times, actions: Other columns, in the format of `from_list`.
+
+        Example:
+            >>> Sequences.from_strings(["abba", "ab"], vocabulary="ab").tolist()
+            [[0, 1, 1, 0], [0, 1]]
+        """
         refuse_one_string(strings)
         vocabulary = vocabulary if isinstance(vocabulary, Vocabulary) else Vocabulary(vocabulary)
         encoded = []
@@ -287,19 +297,18 @@ class Sequences:
 
     @classmethod
     def cat(cls, batches: Sequence[Sequences]) -> Sequences:
-        """One batch of all sequences, in order.
+        """Concatenates batches.
 
-        Where some have weights, the others count once. Where some have labels, those of the others are unknown. Inputs, times and
-        actions must come with all batches that have steps or with none.
+        If only some batches have weights, the weights of the others are 1. If only some have labels, the labels of the
+        others are unknown. Inputs, times and actions must be given in all batches that have steps, or in none.
         """
         if not batches:
             raise ValueError("`batches` must hold at least one `Sequences`, but is empty.")
         given = [batch for batch in batches if batch.num_steps] or [batches[0]]
         kinds = {batch.num_features for batch in given}
         if len(kinds) > 1:
-            raise ValueError(
-                f"`batches` must be alike, but have {sorted(map(str, kinds))} features (None: symbols) instead."
-            )
+            found = " and ".join(sorted("none (symbols)" if kind is None else str(kind) for kind in kinds))
+            raise ValueError(f"All `batches` must have the same number of features, but found {found}.")
         weights = None
         if any(batch.weights is not None for batch in batches):
             weights = torch.cat(
@@ -317,48 +326,50 @@ class Sequences:
 
     @staticmethod
     def collate(items: Sequence[Any]) -> Sequences:
-        """Makes a batch of what a data set's ``__getitem__`` gave: `Sequences`, or single sequences. For `DataLoader`."""
+        """Collates the items of a data set, `Sequences` or single sequences, for a `DataLoader`."""
         if isinstance(items, Sequences):
             return items
         if all(isinstance(item, Sequences) for item in items):
             return Sequences.cat(items)
         return Sequences.from_list(items)
 
-    # What is in it
+    # Properties
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     @property
     def num_steps(self) -> int:
-        """Steps of all sequences together."""
+        """Total number of steps of all sequences."""
         return len(self.values)
 
     @property
     def lengths(self) -> Tensor:
-        """(N,) steps in each sequence, on the CPU."""
+        """(N,) number of steps of each sequence, on the CPU."""
         return self.offsets.diff()
 
     @property
     def is_discrete(self) -> bool:
+        """Whether the values are symbols."""
         return not self.values.is_floating_point()
 
     @property
     def num_features(self) -> int | None:
-        """Entries of each vector; ``None`` for symbols."""
+        """Number of entries of each vector; ``None`` for symbols."""
         return None if self.is_discrete else self.values.shape[1]
 
     @property
     def device(self) -> torch.device:
+        """Device of the values and the other columns."""
         return self.values.device
 
     @property
     def observed(self) -> Tensor:
-        """(steps,) or (steps, features): where a value is not missing."""
+        """(steps,) or (steps, features) mask of the values that are not missing."""
         return self.values >= 0 if self.is_discrete else ~self.values.isnan()
 
     def num_observed(self) -> Tensor:
-        """How many steps have something observed, each counted with its sequence's weight: a float64 scalar. Counted once."""
+        """Weighted number of steps with at least one observed value, as a float64 scalar. It is computed once."""
         if self._num_observed is None:
             observed = self.observed if self.is_discrete else self.observed.any(dim=1)
             weighted = observed if self.weights is None else observed * self.repeat_interleave(self.weights)
@@ -367,95 +378,99 @@ class Sequences:
 
     @property
     def is_complete(self) -> bool:
-        """Whether no value is missing. It is found out once for each batch."""
+        """Whether no value is missing. It is computed once."""
         if self._is_complete is None:
             self._is_complete = bool(self.observed.all())
         return self._is_complete
 
     def step_weights(self) -> Tensor:
-        """(steps,) the weight of each step's sequence, float64; ones where there are no weights."""
+        """(steps,) weight of the sequence of each step in float64; ones if there are no weights."""
         if self.weights is None:
             return torch.ones(self.num_steps, dtype=torch.float64, device=self.device)
         return self.repeat_interleave(self.weights)
 
     def repeat_interleave(self, per_sequence: Tensor) -> Tensor:
-        """(N, ...) -> (steps, ...): each sequence's entry, once for each of its steps."""
+        """Repeats (N, ...) entries of the sequences for each of their steps, giving shape (steps, ...)."""
         lengths = self.lengths.to(per_sequence.device)
         return per_sequence.repeat_interleave(lengths, dim=0, output_size=self.num_steps)
 
     def counted(self) -> Sequences:
-        """The sequences of positive weight; all of them where there are no weights."""
+        """Returns the sequences with positive weight; all sequences if there are no weights."""
         if self.weights is None or bool((self.weights > 0).all()):
             return self
         part: Sequences = self[self.weights > 0]
         return part
 
     def weighted(self, per_sequence: Tensor) -> Tensor:
-        """(..., N) numbers times the weights of the sequences; zero where a weight is zero, even if the number is infinite."""
+        """Multiplies (..., N) numbers by the weights of the sequences. The product of infinity and weight 0 is 0."""
         if self.weights is None:
             return per_sequence
         return torch.where(self.weights == 0, torch.zeros_like(per_sequence), per_sequence * self.weights)
 
     def with_values(self, values: Tensor) -> Sequences:
-        """The same sequences with something else at each step: states, posteriors. The other columns are kept."""
+        """Returns the same sequences with other values, such as states or posteriors. The other columns are kept."""
         return Sequences(values, self.offsets, self.weights)._with_columns(self._columns())
 
     def replaced(self, **changes: Tensor | None) -> Sequences:
-        """The same values with other `weights`, `labels`, `inputs`, `times` or `actions`; ``None`` removes what there was."""
+        """Returns the same values with other weights, labels, inputs, times or actions; ``None`` removes them."""
         return Sequences(
             self.values, self.offsets, **{"weights": self.weights, **self._columns(), **changes}
         ).with_columns(self.columns)
 
     def with_columns(self, columns: Sequence[Column] | None) -> Sequences:
-        """Sets `columns`, and returns this batch."""
+        """Sets `columns` and returns this batch."""
         self.columns = None if columns is None else tuple(columns)
         return self
 
     def with_steps(self, steps: Tensor | slice, offsets: Tensor, weights: Tensor | None = None) -> Sequences:
-        """A batch of some of the steps, with everything that comes with them.
+        """Returns a batch of selected steps, with all columns.
 
         Args:
-            steps: packed steps: their numbers, a mask or a slice.
-            offsets: (M + 1,) where the M new sequences begin and end.
-            weights: (M,) the weights of the new sequences; all ones if not given.
+            steps: Packed steps, as indices, a mask or a slice.
+            offsets: (M + 1,) offsets of the M new sequences.
+            weights: (M,) weights of the new sequences. The default is 1.
         """
         steps = steps.to(self.device) if isinstance(steps, Tensor) else steps
         columns = {name: column[steps] for name, column in self._columns().items() if column is not None}
         return Sequences(self.values[steps], offsets, weights, **columns).with_columns(self.columns)
 
     def _columns(self) -> dict[str, Tensor | None]:
-        """The columns that come with each step, by name."""
+        """Returns labels, inputs, times and actions by name."""
         return {name: getattr(self, name) for name in STEP_COLUMNS}
 
     def _with_columns(self, columns: dict[str, Tensor | None]) -> Sequences:
-        """Sets columns that were checked before, and returns this batch."""
+        """Sets columns that were checked before and returns this batch."""
         for name, column in columns.items():
             setattr(self, name, column)
         return self
 
     def padded(self) -> Tensor:
-        """(N, longest, features) with NaN, or (N, longest) with -1, past the ends: for loops over time that take all sequences at once."""
+        """Returns (N, longest, features) vectors padded with NaN, or (N, longest) symbols padded with -1."""
         shape = (len(self), int(self.lengths.max()) if len(self) else 0, *self.values.shape[1:])
         padded = self.values.new_full(shape, MISSING if self.is_discrete else torch.nan)
         padded[self._inside()] = self.values
         return padded
 
     def packed(self, padded: Tensor) -> Tensor:
-        """(N, longest, ...) -> (steps, ...): the way back from `padded`, for anything with these lengths."""
+        """Removes the padding: returns the entries of (N, longest, ...) that belong to steps, as (steps, ...)."""
         return padded[self._inside()]
 
     def _inside(self) -> Tensor:
+        """(N, longest) mask of the entries that are not padding."""
         lengths = self.lengths.to(self.device)
         return torch.arange(int(self.lengths.max()) if len(self) else 0, device=self.device) < lengths.unsqueeze(1)
 
     def __getitem__(self, index: Any) -> Any:
-        """The values of one sequence as a tensor for a number; a batch, with all columns, for a slice, a list of numbers, a tensor or a mask."""
+        """Returns the values of one sequence for a number.
+
+        For a slice, a list of numbers, a tensor or a mask, returns a batch with all columns.
+        """
         if isinstance(index, Tensor | np.ndarray) and index.ndim == 0:
             index = index.item()
         if isinstance(index, (int, np.integer)):
             position = int(index) + len(self) if index < 0 else int(index)
             if not 0 <= position < len(self):
-                raise IndexError(f"Sequence {index} of a batch of {len(self)}.")
+                raise IndexError(f"The batch has {len(self)} sequences, but sequence {index} was requested.")
             first, last = self.offsets[position : position + 2].tolist()
             return self.values[first:last]
         if isinstance(index, slice) and index.step in (None, 1):
@@ -490,12 +505,15 @@ class Sequences:
         return (self[n] for n in range(len(self)))
 
     def split(self, batch_size: int) -> Iterator[Sequences]:
-        """Consecutive batches of `batch_size` sequences; the last may be smaller."""
+        """Yields consecutive batches of `batch_size` sequences; the last one may be smaller."""
         for first in range(0, len(self), batch_size):
             yield self[first : first + batch_size]
 
     def to(self, *args: Any, **kwargs: Any) -> Sequences:
-        """Moves everything; takes what `Tensor.to` takes. Only vectors and inputs change their type: whole numbers, weights and times keep theirs."""
+        """Moves the batch to a device or dtype, with the arguments of `Tensor.to`.
+
+        Only vectors and inputs change their dtype; whole numbers, weights and times keep theirs.
+        """
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
         values = self.values.to(device, None if self.is_discrete else dtype, non_blocking=non_blocking)
         columns: dict[str, Tensor | None] = {}
@@ -506,17 +524,17 @@ class Sequences:
                 else column.to(device, dtype if name == "inputs" else None, non_blocking=non_blocking)
             )
         if values is self.values and columns["inputs"] is self.inputs:
-            return self  # as with tensors: where nothing is to be done, the same comes back, and what was counted stays known
+            return self  # As `Tensor.to`. The batch also keeps what it has computed, such as `num_observed`.
         moved = Sequences.__new__(Sequences)
         moved.values, moved.offsets, moved.columns = values, self.offsets, self.columns
         moved.weights = None if self.weights is None else self.weights.to(device, non_blocking=non_blocking)
-        moved._checked = (
-            self._checked if values.dtype == self.values.dtype else None
-        )  # what fits float64 may be infinite in float32
+        # Values that are finite in float64 may be infinite in float32, so they are checked again.
+        moved._checked = self._checked if values.dtype == self.values.dtype else None
         moved._num_observed = moved._symbols = moved._is_complete = None
         return moved._with_columns(columns)
 
     def pin_memory(self, device: Any = None) -> Sequences:
+        """Returns a copy in pinned memory. `DataLoader` calls it; `device` is not used."""
         pinned = Sequences(
             self.values.pin_memory(), self.offsets, None if self.weights is None else self.weights.pin_memory()
         )
@@ -526,58 +544,71 @@ class Sequences:
         )
 
     def tolist(self) -> list[Any]:
+        """Returns the values as one list per sequence."""
         return [sequence.tolist() for sequence in self]
 
-    # Whether it fits a model
+    # Checks
 
     def check(self, num_symbols: int | None, num_features: int | None) -> None:
-        """Raises an error that names sequence and position where the values do not fit; once per batch, on the CPU."""
+        """Raises a `ValueError` if the values do not fit a model. The message names the sequence and the position.
+
+        The numbers are checked on the CPU only, and once per batch.
+
+        Args:
+            num_symbols: Number of symbols of the model; ``None`` for a model of vectors.
+            num_features: Number of features of the model; ``None`` for a model of symbols.
+        """
         wanted = (num_symbols, num_features)
         if self._checked == wanted:
             return
         if num_symbols is not None:
-            if not self.is_discrete:
-                raise ValueError(
-                    f"The model emits {num_symbols} symbols, but the sequences hold real vectors of {self.num_features} features instead."
-                )
-            if (
-                self.device.type == "cpu"
-                and self.num_steps
-                and (int(self.values.max()) >= num_symbols or int(self.values.min()) < MISSING)
-            ):
-                wrong = int(torch.nonzero((self.values.long() >= num_symbols) | (self.values < MISSING))[0, 0])
-                n, t = self.locate(wrong)
-                raise ValueError(
-                    f"Symbols must be 0 to {num_symbols - 1}, or {MISSING} for a missing one, "
-                    f"but position {t} of sequence {n} is {int(self.values[wrong])} instead."
-                )
+            self._check_symbols(num_symbols)
         else:
-            if self.is_discrete:
-                raise ValueError(
-                    f"The model emits vectors of {num_features} features, but the sequences hold symbols instead. Give them as floating-point numbers."
-                )
-            if self.num_features != num_features:
-                raise ValueError(f"Each step must have {num_features} features, but has {self.num_features} instead.")
-            largest = min(_LARGEST, torch.finfo(self.values.dtype).max)
-            if self.device.type == "cpu" and self.num_steps and bool((self.values.abs() > largest).any()):
-                row, column = torch.nonzero(self.values.abs() > largest)[0].tolist()
-                n, t = self.locate(row)
-                where, value = f"feature {column} at position {t} of sequence {n}", float(self.values[row, column])
-                if math.isinf(value):
-                    raise ValueError(
-                        f"Values must be finite, or NaN for a missing one, but {where} is {value} instead."
-                    )
-                raise ValueError(
-                    f"Values must be between -{_LARGEST:g} and {_LARGEST:g}, so that sums of squares are finite, but {where} is {value:g}. Rescale it."
-                )
+            self._check_vectors(num_features)
         if self.device.type == "cpu":
             self._checked = wanted
 
-    def check_columns(self, columns: Sequence[Column]) -> None:
-        """Raises an error that names sequence and position where the values are not those of the observed `columns`.
+    def _check_symbols(self, num_symbols: int) -> None:
+        if not self.is_discrete:
+            raise ValueError(
+                f"The model emits {num_symbols} symbols, but the sequences hold real vectors of {self.num_features} "
+                "features instead."
+            )
+        if self.device.type != "cpu" or not self.num_steps:
+            return
+        if int(self.values.max()) >= num_symbols or int(self.values.min()) < MISSING:
+            wrong = int(torch.nonzero((self.values.long() >= num_symbols) | (self.values < MISSING))[0, 0])
+            n, t = self.locate(wrong)
+            raise ValueError(
+                f"Symbols must be 0 to {num_symbols - 1}, or {MISSING} for a missing one, "
+                f"but position {t} of sequence {n} is {int(self.values[wrong])} instead."
+            )
 
-        One categorical column means symbols. Otherwise the values are vectors with one entry for each column, in which a
-        categorical column holds the numbers of categories.
+    def _check_vectors(self, num_features: int | None) -> None:
+        if self.is_discrete:
+            raise ValueError(
+                f"The model emits vectors of {num_features} features, but the sequences hold symbols instead. "
+                "Give them as floating-point numbers."
+            )
+        if self.num_features != num_features:
+            raise ValueError(f"Each step must have {num_features} features, but has {self.num_features} instead.")
+        largest = min(_LARGEST, torch.finfo(self.values.dtype).max)
+        if self.device.type == "cpu" and self.num_steps and bool((self.values.abs() > largest).any()):
+            row, column = torch.nonzero(self.values.abs() > largest)[0].tolist()
+            n, t = self.locate(row)
+            where, value = f"feature {column} at position {t} of sequence {n}", float(self.values[row, column])
+            if math.isinf(value):
+                raise ValueError(f"Values must be finite, or NaN for a missing one, but {where} is {value} instead.")
+            raise ValueError(
+                f"Values must be between -{_LARGEST:g} and {_LARGEST:g}, so that sums of squares are finite, "
+                f"but {where} is {value:g}. Rescale it."
+            )
+
+    def check_columns(self, columns: Sequence[Column]) -> None:
+        """Raises a `ValueError` if the values do not fit `columns`. The message names the sequence and the position.
+
+        A single categorical column requires symbols. Otherwise the values must be vectors with one entry per column,
+        and the entries of a categorical column must be numbers of categories.
         """
         if len(columns) == 1 and columns[0].is_categorical:
             self.check(columns[0].num_categories, None)
@@ -587,10 +618,10 @@ class Sequences:
             check_categories(self.values, columns, self.locate)
 
     def symbols(self, num_symbols: int) -> Tensor:
-        """(steps,) the symbols in the narrowest of uint8, int16 and int32, with `num_symbols` in the place of missing ones.
+        """Returns the (steps,) symbols in the narrowest of uint8, int16 and int32; missing symbols are `num_symbols`.
 
-        They are checked and converted once for each batch and number. On a device other than the CPU, a batch that was not checked
-        before it was moved there is checked here, which waits for the device.
+        The result is cached. On a device other than the CPU, a batch that was not checked before it was moved is
+        checked here, which synchronizes with the device.
         """
         if self._symbols is None or self._symbols[0] != num_symbols:
             dtype = next((dtype for dtype, limit in _SYMBOL_TYPES if num_symbols < limit), None)
@@ -610,18 +641,67 @@ class Sequences:
         return self._symbols[1]
 
     def locate(self, step: int) -> tuple[int, int]:
-        """The sequence and the position in it of a packed step."""
+        """Returns the sequence of a packed step and the position of the step in it."""
         n = int(np.searchsorted(self.offsets.numpy(), step, side="right")) - 1
         return n, step - int(self.offsets[n])
 
     def __repr__(self) -> str:
         what = "symbols" if self.is_discrete else f"vectors of {self.num_features}"
         columns = "".join(f", {name}" for name, column in self._columns().items() if column is not None)
-        return f"Sequences({len(self)} sequences, {self.num_steps} {what}{'' if self.weights is None else ', weighted'}{columns})"
+        weighted = "" if self.weights is None else ", weighted"
+        return f"Sequences({len(self)} sequences, {self.num_steps} {what}{weighted}{columns})"
+
+
+def _checked_values(values: Tensor) -> Tensor:
+    """Returns (steps,) signed whole numbers or (steps, features) real numbers."""
+    if values.is_floating_point():
+        values = values.unsqueeze(1) if values.dim() == 1 else values
+        if values.dim() != 2:
+            raise ValueError(
+                f"`values` must be (steps, features) for real vectors, but has shape {tuple(values.shape)} instead."
+            )
+        return values if values.dtype in (torch.float32, torch.float64) else values.double()
+    if values.dim() == 2 and values.shape[1] > 1:
+        return values.double()
+    if values.dim() != 1:
+        raise ValueError(
+            f"`values` must be (steps,) for symbols, but has shape {tuple(values.shape)} instead. "
+            "Give vectors as floating-point numbers."
+        )
+    return values.to(_SIGNED.get(values.dtype, values.dtype))
+
+
+def _checked_weights(weights: Tensor, num_sequences: int) -> Tensor:
+    """Returns the weights, after a check of their shape and, except on CUDA, of their values."""
+    if weights.shape != (num_sequences,):
+        raise ValueError(
+            f"`weights` must hold one number for each of the {num_sequences} sequences, "
+            f"but has shape {tuple(weights.shape)} instead."
+        )
+    if not weights.is_cuda and not bool(torch.isfinite(weights).all() and (weights >= 0).all()):
+        bad = int(torch.nonzero(~(torch.isfinite(weights) & (weights >= 0)))[0, 0])
+        raise ValueError(
+            f"`weights` must be finite and not negative, but the weight of sequence {bad} is {float(weights[bad])} "
+            "instead."
+        )
+    return weights
+
+
+def _joined_vectors(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Concatenates the steps of sequences of vectors, which must have the same number of features."""
+    filled_arrays = [array for array in arrays if len(array)]
+    width = filled_arrays[0].shape[1]
+    for n, array in enumerate(arrays):
+        if len(array) and array.shape[1] != width:
+            raise ValueError(
+                f"`sequences` must all have {width} features like the first, but sequence {n} has {array.shape[1]} "
+                "instead."
+            )
+    return np.concatenate(filled_arrays)
 
 
 def _described(data: Any) -> list[Column] | None:
-    """The columns of what a user gave, if they are DataFrames, which must all have the same columns in the same order."""
+    """Returns the columns of DataFrames, which must all have the same columns in the same order; otherwise ``None``."""
     frames = frames_of(data)
     if frames is None:
         return None
@@ -629,13 +709,14 @@ def _described(data: Any) -> list[Column] | None:
     for n, frame in enumerate(frames):
         if (others := [str(name) for name in frame.columns]) != names:
             raise ValueError(
-                f"`sequences` must all have the columns {', '.join(names)} like the first, but sequence {n} has {', '.join(others)}."
+                f"`sequences` must all have the columns {', '.join(names)} like the first, "
+                f"but sequence {n} has {', '.join(others)}."
             )
     return as_columns([Column(name) for name in names])
 
 
 def _joined(name: str, given: Sequence[Sequences], batches: Sequence[Sequences]) -> Tensor | None:
-    """The column of all `given` batches, one after the other; ``None`` if no batch has it. `batches` are all, for an error."""
+    """Concatenates a column of the `given` batches; ``None`` if no batch has it. `batches` are used for errors."""
     columns: list[Tensor | None] = [getattr(batch, name) for batch in given]
     if all(column is None for column in columns):
         return None
@@ -653,7 +734,6 @@ def _joined(name: str, given: Sequence[Sequences], batches: Sequence[Sequences])
             f"`batches` must all have `{name}` or none, but batch {lacking} has none. Give them to all batches."
         )
     if len({column.shape[1:] for column in there}) > 1:
-        raise ValueError(
-            f"`batches` must have the same number of `{name}`, but have {' and '.join(str(column.shape[1]) for column in there)}."
-        )
+        numbers = " and ".join(str(column.shape[1]) for column in there)
+        raise ValueError(f"`batches` must have the same number of `{name}`, but have {numbers}.")
     return torch.cat(there)

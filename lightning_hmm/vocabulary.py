@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-MISSING = -1  # stands for a symbol that was not observed, and for a label that is not known
+MISSING = -1  # A symbol that was not observed, or an unknown label.
 
 
 class Vocabulary:
-    """The names of the symbols: symbol 3 is ``vocabulary[3]``.
+    """The names of the symbols. Symbol 3 is ``vocabulary[3]``.
 
     Args:
-        names: the names in the order of their numbers, all different.
-        unknown: the name that stands for anything not in `names`; it must be one of them. Without it an unknown name is an
-            error.
+        names: Different names, in the order of their numbers.
+        unknown: One of the names, to which all names that are not in `names` are mapped. Without it, such a name raises
+            a `ValueError`.
+
+    Example:
+        >>> vocabulary = Vocabulary(["<unk>", "rain", "sun"], unknown="<unk>")
+        >>> vocabulary.encode(["sun", "rain", None, "snow"])
+        [2, 1, -1, 0]
+        >>> vocabulary.decode([2, 1, -1, 0])
+        ['sun', 'rain', None, '<unk>']
     """
 
     def __init__(self, names: Iterable[str], unknown: str | None = None) -> None:
@@ -28,25 +35,31 @@ class Vocabulary:
 
     @classmethod
     def from_data(cls, sequences: Iterable[Iterable[str]], unknown: str | None = None) -> Vocabulary:
-        """All names that occur, sorted, and `unknown` in front of them if given."""
+        """Returns the vocabulary of all names that occur, in sorted order after `unknown`.
+
+        Example:
+            >>> Vocabulary.from_data(["abba", "cab"])
+            Vocabulary(3 symbols: 'a', 'b', 'c')
+        """
         found = sorted({name for sequence in sequences for name in sequence if name is not None} - {unknown})
         return cls([unknown, *found] if unknown is not None else found, unknown)
 
     def encode(self, sequence: Iterable[str | None]) -> list[int]:
-        """The numbers of the names; ``None`` is a missing symbol."""
+        """Returns the numbers of names; ``None`` is a missing symbol."""
         fallback = None if self.unknown is None else self._index[self.unknown]
         numbers = []
         for position, name in enumerate(sequence):
             number = MISSING if name is None else self._index.get(name, fallback)
             if number is None:
                 raise ValueError(
-                    f"`vocabulary` has no symbol {name!r}, found at position {position}. Give it an `unknown` symbol, or leave it out."
+                    f"`vocabulary` has no symbol {name!r}, found at position {position}. "
+                    "Add the symbol, or give an `unknown` symbol."
                 )
             numbers.append(number)
         return numbers
 
     def decode(self, symbols: Iterable[int]) -> list[str | None]:
-        """The names of the numbers; a missing symbol is ``None``."""
+        """Returns the names of numbers; a missing symbol is ``None``."""
         return [None if symbol == MISSING else self.names[symbol] for symbol in symbols]
 
     def __len__(self) -> int:

@@ -1,7 +1,7 @@
 """Runs every row of `tests.table` on the ranks of one `torchrun`; the first rank saves what came out.
 
-Started by `tests/test_ranks.py`, which also calls the functions here on one rank. All rows run in the same processes, since starting a process takes longer
-than training a small model.
+Started by `tests/test_ranks.py`, which also calls the functions here on one rank. All rows run in the same processes,
+since starting a process takes longer than training a small model.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ class ForTesting(LightningDataModule):
 
 
 def ragged(name: str, **ranks: Any) -> dict[str, Any]:
-    """Trains a row on ragged sequences whose number is no multiple of that of ranks. Tests and predicts with starting values, which have no rounding errors."""
+    """Trains a row on ragged sequences whose number is no multiple of that of ranks.
+
+    Tests and predicts with starting values, which have no rounding errors.
+    """
     row = ROWS[name]
     model = row.fit(data(row.kind), shuffle=True, accelerator="cpu", **ranks)
     found: dict[str, Any] = {"state": state(model), "global_step": model.trainer.global_step}
@@ -194,6 +197,7 @@ if __name__ == "__main__":
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    # The process ends here and now. A thread of torch's backend may otherwise abort it while the interpreter shuts down, when all results are saved already,
-    # and a test must not depend on that. `test_exit_of_ranks.py` is about the way in which a run of a user ends.
+    # The process ends here and now. A thread of torch's backend may otherwise abort it while the interpreter shuts
+    # down, when all results are saved already, and a test must not depend on that. `test_exit_of_ranks.py` is about the
+    # way in which a run of a user ends.
     os._exit(status)

@@ -1,6 +1,7 @@
 """One row for each kind of model. The laws that hold for every model are tested on all rows.
 
-Add a model as a row of `ROWS`: `test_laws.py`, `test_ranks.py` and `test_weights.py` then apply to it. The rows use the public interface of the models only.
+Add a model as a row of `ROWS`: `test_laws.py`, `test_ranks.py` and `test_weights.py` then apply to it. The rows use the
+public interface of the models only.
 """
 
 from __future__ import annotations
@@ -42,11 +43,13 @@ class Row:
     Attributes:
         make: returns a new model.
         kind: which of `data` it is trained on.
-        once_per_epoch: parameters are updated once in an epoch, from all of its batches, so that the batches do not matter.
+        once_per_epoch: parameters are updated once in an epoch, from all of its batches, so that the batches do not
+            matter.
         closed: the M-step is exact, so that the objective never decreases.
         random_by_rank: other ranks, or the same sums in another order, make another random run.
         random_shares: a random share of each batch is used, and a sequence of weight 0 changes which one.
-        several_updates: parameters are updated several times inside a batch, so that a sequence of weight 0 changes which sequences share an update.
+        several_updates: parameters are updated several times inside a batch, so that a sequence of weight 0 changes
+            which sequences share an update.
         states: the model has states that can be given other numbers by `set_parameters`.
         tolerance: relative and absolute, of parameters that equal others up to rounding.
         batch_size: number of sequences in a batch of all ranks together.

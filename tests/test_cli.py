@@ -1,4 +1,4 @@
-"""The command line as a person uses it: shipped configs, what it prints and writes, and what it says when something is wrong."""
+"""The command line as a user runs it: the configurations of the repository, printed and written output, and errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import lightning_hmm
-from lightning_hmm.cli import CommandLine, SharedVersion, default_loggers, main, run
+from lightning_hmm.cli import CommandLine, main, run
+from lightning_hmm.cli.run_files import SharedVersion, default_loggers
 from tests.helpers import random_symbols
 
 ROOT = Path(__file__).parent.parent
@@ -209,7 +210,8 @@ def test_last_and_best_are_those_of_the_run_whose_config_is_given(tmp_path):
 def test_last_and_best_of_no_run_are_refused(subcommand, which):
     with pytest.raises(
         ValueError,
-        match=rf"`--ckpt_path {which}` is looked up in the folder of the run .*, but none of the given `--config` files",
+        match=rf"`--ckpt_path {which}` is looked up in the folder of the run .*, but none of the given "
+        "`--config` files",
     ):
         main([subcommand, f"--config={ROOT / 'configs/standard/synthetic.yaml'}", f"--ckpt_path={which}"])
 
@@ -221,7 +223,10 @@ def test_the_best_of_a_run_without_validation_data_is_refused(tmp_path):
 
 
 def test_options_that_disagree_with_the_checkpoint_are_refused(tmp_path):
-    """Those that were typed and those of a configuration file, even if they have the default value; but not defaults that nobody gave."""
+    """Options of the command and of a configuration file are compared, even if they have the default value.
+
+    Defaults that were not given are not compared.
+    """
     logs = fit_small(tmp_path, "--model.init_args.num_states=3", "--model.init_args.transition_pseudocount=0.5")
     shipped, last = ROOT / "configs/standard/synthetic.yaml", f"--ckpt_path={logs / 'checkpoints/last.ckpt'}"
     for subcommand in ("fit", "validate", "test", "predict"):
@@ -237,7 +242,9 @@ def test_options_that_disagree_with_the_checkpoint_are_refused(tmp_path):
         main(["test", f"--config={logs / 'config.yaml'}", "--model.init_args.transition_pseudocount=0", last])
     with pytest.raises(ValueError, match=r"`model\.init_args\.num_symbols` is 5, but 12 in the checkpoint"):
         main(["test", f"--config={logs / 'config.yaml'}", "--model.init_args.num_symbols=5", last])
-    with pytest.raises(ValueError, match=r"`model` is lightning_hmm\.ClonedHMM, but .*last\.ckpt holds a StandardHMM"):
+    with pytest.raises(
+        ValueError, match=r"`model` is lightning_hmm\.ClonedHMM, but .*last\.ckpt contains a StandardHMM"
+    ):
         main(["test", "--model=ClonedHMM", "--data=datamodules.SyntheticDataModule", last])
     bare = [
         "--model=StandardHMM",
@@ -282,8 +289,8 @@ def test_without_validation_data_every_epoch_is_kept_as_the_last(tmp_path, capsy
     logs = fit_small(tmp_path, "--data.init_args.val_fraction=0")
     assert [path.name for path in logs.glob("checkpoints/*")] == ["last.ckpt"]
     printed = capsys.readouterr().out
-    assert f"Last checkpoint:  {logs / 'checkpoints/last.ckpt'} (no validation data to choose by)" in printed
-    assert "Decode with it:" in printed
+    assert f"Last checkpoint:  {logs / 'checkpoints/last.ckpt'} (no validation data to select by)" in printed
+    assert "Predict:" in printed
 
 
 def test_without_a_logger_the_given_configuration_file_is_not_overwritten(tmp_path, monkeypatch):
@@ -413,7 +420,7 @@ def fit_file(folder: Path, rows: list[str]) -> Path:
 
 
 def test_a_new_file_is_scored_as_a_whole(tmp_path, caplog):
-    """The model was trained on none of it, so there is nothing to hold out; and a copy of the training file is no new file."""
+    """The model was not trained on a new file, so nothing is held out. A copy of the training file is not new."""
     logs = fit_file(tmp_path, ["rain", "sun", "cloud"])
     model = lightning_hmm.load(logs / "checkpoints/last.ckpt")
     (tmp_path / "new.csv").write_text(
@@ -624,7 +631,7 @@ def test_a_wrong_key_in_a_file_is_pointed_at(tmp_path, capsys):
 
 @pytest.mark.parametrize("subcommand", ["validate", "test", "predict"])
 def test_a_model_that_was_never_trained_is_not_used(subcommand):
-    with pytest.raises(ValueError, match=f"`--ckpt_path` must say which model to {subcommand}"):
+    with pytest.raises(ValueError, match=f"`--ckpt_path` is required for `{subcommand}`"):
         main([subcommand, f"--config={ROOT / 'configs/standard/synthetic.yaml'}"])
 
 
@@ -653,7 +660,7 @@ def test_a_value_in_the_place_of_a_group_of_options_is_pointed_at(tmp_path, caps
 
 def test_a_size_that_the_data_contradict_is_refused():
     with pytest.raises(
-        ValueError, match=r"`--model\.init_args\.num_symbols` is what the data say, 12, but 5 was given"
+        ValueError, match=r"`num_symbols` is set by the data module \(12\); remove `--model\.init_args\.num_symbols=5`"
     ):
         main(["fit", f"--config={ROOT / 'configs/standard/synthetic.yaml'}", "--model.init_args.num_symbols=5"])
 
@@ -759,7 +766,8 @@ def wait_for_epochs(process: subprocess.Popen, folder: Path, epochs: int) -> Pat
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:
         for path in folder.glob("standard/synthetic/version_0/checkpoints/last.ckpt"):
-            # Not by the file of the best epoch: that one is written first, and a signal between the two leaves the last one behind it.
+            # Wait for the last checkpoint. The best one is written first, and a signal between the two would leave an
+            # older last checkpoint.
             if torch.load(path, weights_only=True)["epoch"] >= epochs:
                 return path
         time.sleep(0.02)
@@ -805,7 +813,7 @@ def test_ctrl_c_keeps_the_last_checkpoint_and_says_how_to_go_on(tmp_path, start)
     process.send_signal(signal.SIGINT)
     printed, _ = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert f"The last finished epoch is in {last}" in printed
+    assert f"The checkpoint of the last completed epoch is {last}" in printed
     command = next(line for line in printed.splitlines() if "python -m lightning_hmm fit" in line)
     config = folder / "standard/synthetic/version_0/config.yaml"
     assert shlex.split(command) == [
@@ -908,7 +916,7 @@ run()
 """
     process = start_script(["-c", script])
     printed, _ = process.communicate(timeout=120)
-    assert "Stopped before the first epoch was finished" in printed
+    assert "Stopped before the first epoch was completed" in printed
     assert "Traceback" not in printed
     assert "KeyboardInterrupt" not in printed.replace("Detected KeyboardInterrupt, attempting graceful shutdown", "")
     assert process.returncode != 0
@@ -929,7 +937,9 @@ model:
           code: {class_path: lightning_hmm.Categorical, init_args: {pseudocount: 0.1}}
 data:
   class_path: datamodules.FileDataModule
-  init_args: {path: train.csv, sequence_column: id, categorical_columns: [weather, code], data_dir: data, val_fraction: 0.0, test_fraction: 0.5}
+  init_args:
+    {path: train.csv, sequence_column: id, categorical_columns: [weather, code], data_dir: data, val_fraction: 0.0,
+     test_fraction: 0.5}
 trainer: {max_epochs: 2, enable_progress_bar: false, accelerator: cpu}
 """
 

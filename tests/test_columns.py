@@ -93,8 +93,8 @@ class TestDescription:
                 lambda: as_columns([{"name": "x", "type": "real"}]),
                 "fields name, kind and categories, but item 0 has 'type'",
             ),
-            (lambda: symbol_column(3, ["a", "b"]), "`names` must be those of 3 symbols, but are 2"),
-            (lambda: feature_columns(1, ["a", "b"]), "`names` must be those of 1 features, but are 2"),
+            (lambda: symbol_column(3, ["a", "b"]), "`names` must hold the names of 3 symbols, but holds 2 names"),
+            (lambda: feature_columns(1, ["a", "b"]), "`names` must hold the names of 1 features, but holds 2 names"),
         ],
     )
     def test_errors(self, make, message):

@@ -9,8 +9,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-# After training, the last collective of rank 0 ends late, and its tensor takes long to be released by the thread of the backend. The interpreter also
-# takes long to shut down, so that the thread asks for its lock at that time: the order of events that happens by chance in a loaded machine.
+# After training, the last collective of rank 0 ends late, and its tensor takes long to be released by the thread of the
+# backend. The interpreter also takes long to shut down, so that the thread asks for its lock at that time: the order of
+# events that happens by chance in a loaded machine.
 SCRIPT = """
 import sys, threading, time
 import torch

@@ -62,5 +62,5 @@ def test_what_is_not_there_is_said():
     with pytest.raises(ValueError, match="but is 'spectral'"):
         communities(chains(), "spectral")
     if find_spec("infomap") is None:
-        with pytest.raises(ModuleNotFoundError, match="take louvain"):
+        with pytest.raises(ModuleNotFoundError, match="use louvain"):
             communities(chains(), "infomap")

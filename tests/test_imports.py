@@ -26,8 +26,7 @@ ORDER = [
     "metrics",
     "graphs",
     "models",
-    "plots",
-    "latent_plots",
+    "plotting",
     "callbacks",
     "training",
     "cli",
@@ -70,7 +69,10 @@ def test_inference_knows_neither_lightning_nor_models():
 
 
 def test_inference_contains_no_density():
-    """Emissions become evidence before inference sees them. A compiled kernel names no family, and no module of inference imports one."""
+    """Emissions become evidence before inference sees them.
+
+    A compiled kernel names no family, and no module of inference imports one.
+    """
     for path in (ROOT / "lightning_hmm/inference").rglob("*.py"):
         assert not {name for name in imported(path) if name.startswith("lightning_hmm.distributions")}, path
     for folder in ("cpu", "kernels"):

@@ -133,7 +133,7 @@ def test_max_epochs_is_a_whole_number_of_any_type(rng):
     found = [fit(categorical(), sequences, number, 0).transition_probs for number in (2, np.int64(2), 2.0)]
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
-    with pytest.raises(ValueError, match=r"`max_epochs` must be a whole number, but is 2\.5"):
+    with pytest.raises(ValueError, match=r"`max_epochs` must be a whole number, .* but is 2\.5"):
         fit(categorical(), sequences, 2.5)
 
 
@@ -174,7 +174,10 @@ def test_many_updates_in_a_batch_equal_one_update_a_batch(rng):
     ],
 )
 def test_batch_em_sums_over_ranks_once_an_epoch(rng, monkeypatch, family, options, per_epoch):
-    """The Trainer is made to report two ranks. An epoch has four batches, and the second and later epochs are counted."""
+    """The Trainer is made to report two ranks.
+
+    An epoch has four batches, and the second and later epochs are counted.
+    """
     sequences, calls = random_symbols(rng, 32, missing=0.0), []
     monkeypatch.setattr(Trainer, "world_size", property(lambda _: 2))
     monkeypatch.setattr(family, "_sum_over_ranks", lambda _, value: calls.append(value) or value)
@@ -542,7 +545,7 @@ def test_unreadable_and_foreign_checkpoints_are_named(checkpoint, tmp_path):
     with pytest.raises(ValueError, match=r"torn\.ckpt is not a checkpoint that can be read"):
         lightning_hmm.load(tmp_path / "torn.ckpt")
     torch.save({"state_dict": {}}, tmp_path / "foreign.ckpt")
-    with pytest.raises(ValueError, match=r"foreign\.ckpt holds no model of lightning_hmm"):
+    with pytest.raises(ValueError, match=r"foreign\.ckpt contains no model of lightning_hmm"):
         lightning_hmm.load(tmp_path / "foreign.ckpt")
     with pytest.raises(FileNotFoundError, match=r"`path` must be a checkpoint, but there is no file .*none\.ckpt"):
         lightning_hmm.load(tmp_path / "none.ckpt")

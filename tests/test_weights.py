@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch import Trainer
 
 from lightning_hmm import Sequences
 from lightning_hmm.callbacks import CooccurrenceReport
-from lightning_hmm.data import loader
+from lightning_hmm.data import SequenceData, loader
 from lightning_hmm.distributions.transitions.clones import ngram_counts, seen_pairs
 from lightning_hmm.models.baselines import KneserNey
 from lightning_hmm.models.contexts import BackOff, Contexts
@@ -38,12 +38,16 @@ def pair(kind: str) -> tuple[Sequences, Sequences]:
     return together, together[: len(kept)]
 
 
-class Data(LightningDataModule):
+class Data(SequenceData):
     """The same sequences for testing, with states that they are said to be drawn from."""
 
     def __init__(self, sequences: Sequences) -> None:
         super().__init__()
-        self.test_sequences = sequences
+        self._test = sequences
+
+    @property
+    def test_sequences(self) -> Sequences:
+        return self._test
 
     def true_states(self, part: str) -> Sequences:
         states = torch.arange(self.test_sequences.num_steps) % 2

@@ -26,7 +26,7 @@ from experiments.panels import GREY, panels
 from experiments.records import markdown_table
 from experiments.run import Case, Experiment, Run, run
 from lightning_hmm import ClonedHMM, Sequences, fit
-from lightning_hmm.plots import COLOURS
+from lightning_hmm.plotting import COLORS
 
 NAMES = "ab()"
 METHODS = {
@@ -140,7 +140,7 @@ def figure(run: Run) -> Figure:
     for number, (axes, (method, name)) in enumerate(zip(all_axes[0], METHODS.items(), strict=True)):
         for curves in run.records.values("curves", method=method, **run.sizes)[: None if method == "em" else 1]:
             for curve in curves:
-                axes.plot(range(len(curve)), curve, color=COLOURS[number], linewidth=0.9, alpha=0.7)
+                axes.plot(range(len(curve)), curve, color=COLORS[number], linewidth=0.9, alpha=0.7)
         axes.axhline(OPTIMUM, color=GREY, linewidth=1, linestyle="--")
         axes.set(
             title=name, xlabel="EM iterations" if method == "em" else "EM iterations after a split", ylim=(0.28, 0.9)

@@ -23,7 +23,7 @@ from experiments.measures import bits_per_symbol
 from experiments.panels import log_ticks, panels
 from experiments.records import markdown_table
 from experiments.run import Case, Experiment, Option, Run, run
-from lightning_hmm.plots import COLOURS
+from lightning_hmm.plotting import COLORS
 
 
 @lru_cache(maxsize=1)
@@ -87,13 +87,13 @@ def figure(run: Run) -> Figure:
     plot, ((left, right),) = panels(8, 3.4, 1, 2, grid="both")
     capacity = sorted(run.records.where(figure="capacity"), key=lambda record: record["num_states"])
     sizes = [record["num_states"] for record in capacity]
-    left.plot(sizes, [record["train"] for record in capacity], "o-", color=COLOURS[0])
+    left.plot(sizes, [record["train"] for record in capacity], "o-", color=COLORS[0])
     left.set(xlabel="states", ylabel="bits per symbol, training part")
     log_ticks(left, sizes)
     pruning = sorted(run.records.where(figure="pruning"), key=lambda record: record["threshold"])
     finite = [record for record in pruning if math.isfinite(record["test"])]
     zeros = [100 * record["zeros"] for record in finite]
-    right.plot(zeros, [record["test"] for record in finite], "o-", color=COLOURS[0])
+    right.plot(zeros, [record["test"] for record in finite], "o-", color=COLORS[0])
     right.set(xlabel="transitions that are zero, %", ylabel="bits per symbol, test part")
     return plot
 

@@ -30,7 +30,7 @@ from experiments.run import Case, Experiment, Option, Run, run
 from lightning_hmm import ClonedHMM, Sequences, StandardHMM, fit, inference
 from lightning_hmm.graphs import communities, strings
 from lightning_hmm.inference.cloned import Layout
-from lightning_hmm.plots import COLOURS, clone_matrix, state_graph, transition_matrix
+from lightning_hmm.plotting import COLORS, clone_matrix, state_graph, transition_matrix
 
 MIN_COUNT, MIN_SHARE = (
     3.0,
@@ -168,7 +168,7 @@ def forward_figures(run: Run) -> dict[str, Figure]:
     dashed: dict[str, Any] = {"lstm": {"linestyle": "--"}, "lstm_whole": {"linestyle": ":"}}
     for number, (what, name) in enumerate(FORWARD.items()):
         style = dashed.get(what, {"marker": "o", "markersize": 4})
-        axes.plot(run.sizes, forward_times(run, what), color=COLOURS[number], label=name, **style)
+        axes.plot(run.sizes, forward_times(run, what), color=COLORS[number], label=name, **style)
     axes.set(xlabel="clones of each of 27 symbols", ylabel="microseconds per step", yscale="log")
     log_ticks(axes, run.sizes)
     legend(axes, outside="upper center", columns=2)

@@ -30,7 +30,7 @@ from lightning_hmm import ClonedHMM, Sequences, StandardHMM, fit
 from lightning_hmm.callbacks import KeepBest
 from lightning_hmm.models.baselines import RecurrentNet
 from lightning_hmm.models.sequence_model import SequenceModel
-from lightning_hmm.plots import COLOURS
+from lightning_hmm.plotting import COLORS
 from lightning_hmm.random import generator
 
 METHODS = {
@@ -253,7 +253,7 @@ def figure(run: Run) -> Figure:
             spread = np.linspace(-0.06, 0.06, max(len(above), 1))[: len(above)]
             places = place + (number - (len(methods) - 1) / 2) * 0.2 + spread
             label = METHODS[method] if place == 0 else None
-            axes.plot(places, above, "o", markersize=4, color=COLOURS[number], label=label)
+            axes.plot(places, above, "o", markersize=4, color=COLORS[number], label=label)
     for place, language in enumerate(languages):
         axes.plot([place - 0.45, place + 0.45], [language.within] * 2, color=GREY, linewidth=1, linestyle="--")
     axes.set_xticks(range(len(languages)), [language.name for language in languages])

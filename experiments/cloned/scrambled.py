@@ -25,7 +25,7 @@ from experiments.panels import legend, panel
 from experiments.records import markdown_table
 from experiments.run import Case, Experiment, Option, Run, run
 from lightning_hmm import ClonedHMM, load
-from lightning_hmm.plots import COLOURS
+from lightning_hmm.plotting import COLORS
 
 SEED = 0
 LENGTH = 600
@@ -171,9 +171,9 @@ def figure(run: Run) -> Figure:
     lengths = sorted(found[False])
     for place, (reuse, name) in enumerate(READINGS.items()):
         shares = [100 * found[reuse][n][1] / found[reuse][n][0] for n in lengths]
-        axes.bar([n + 0.27 * (place - 1) for n in lengths], shares, 0.25, color=COLOURS[place], label=f"ours, {name}")
+        axes.bar([n + 0.27 * (place - 1) for n in lengths], shares, 0.25, color=COLORS[place], label=f"ours, {name}")
     paper = [100 * PAPER_WORDS[n][0] for n in lengths]
-    axes.bar([n + 0.27 for n in lengths], paper, 0.25, color=COLOURS[2], label="the paper's (another word list)")
+    axes.bar([n + 0.27 for n in lengths], paper, 0.25, color=COLORS[2], label="the paper's (another word list)")
     axes.set_xticks(lengths, [f"{n}\n({found[False][n][0]} words)" for n in lengths], fontsize="small")
     axes.set(xlabel="letters of the word", ylabel="unseen words read right, %")
     legend(axes)

@@ -33,7 +33,7 @@ from lightning_hmm import ClonedHMM, Sequences, fit
 from lightning_hmm.callbacks import KeepBest
 from lightning_hmm.models import KneserNey, RecurrentNet
 from lightning_hmm.models.contexts import BackOff, Contexts
-from lightning_hmm.plots import COLOURS
+from lightning_hmm.plotting import COLORS
 
 SEED = 0
 METHODS = {"cloned": "cloned HMM", "ngrams": "n-grams", "lstm": "LSTM"}
@@ -345,10 +345,10 @@ def figure(run: Run) -> Figure:
         places = [n + (number - 1) * 0.22 for n in range(len(texts))]
         found = [run.records.values("test", text=text.name, method=method) for text in texts]
         ours = [bits[0] if bits else math.nan for bits in found]
-        axes.plot(places, ours, "o", color=COLOURS[number], label=name)
+        axes.plot(places, ours, "o", color=COLORS[number], label=name)
         if with_paper:
             bits = [paper_bits(text, method) for text in texts]
-            axes.plot(places, bits, "_", color=COLOURS[number], markersize=11, label=f"{name}, the paper's")
+            axes.plot(places, bits, "_", color=COLORS[number], markersize=11, label=f"{name}, the paper's")
     axes.set_xticks(range(len(texts)), [text.name.replace("-", "\n", 1) for text in texts], fontsize="small")
     axes.set(ylabel="bits per symbol, test part")
     legend(axes, columns=3, loc="upper center", bbox_to_anchor=(0.5, 1.18))

@@ -22,7 +22,7 @@ from experiments.panels import GREY, error_bars, legend, panel
 from experiments.records import markdown_table
 from experiments.run import Case, Experiment, Option, Run, run
 from lightning_hmm.distributions.embedded import Similarity, similarity_log_probs
-from lightning_hmm.plots import COLOURS
+from lightning_hmm.plotting import COLORS
 
 # Median and quartiles in the paper's Table 1 by (n, l), for normAbsLin and softmax.
 PAPER = {
@@ -110,7 +110,7 @@ def table(run: Run) -> str:
 
 def figure(run: Run) -> Figure:
     plot, axes = panel(6.4, 4.2)
-    for similarity, color in zip(SIMILARITIES, COLOURS, strict=False):
+    for similarity, color in zip(SIMILARITIES, COLORS, strict=False):
         for size, marker in zip(sorted({size for size, _ in run.pairs}), "os^", strict=False):
             found = run.records.where(kernel=similarity, n=size, **settings_of(run))
             found = sorted(found, key=lambda record: record["l"])

@@ -31,7 +31,7 @@ from lightning_hmm import HMM, DenseHMM, StandardHMM
 from lightning_hmm.callbacks import CooccurrenceReport
 from lightning_hmm.inference.cooccurrence import pair_counts
 from lightning_hmm.models import fair_num_states
-from lightning_hmm.plots import COLOURS
+from lightning_hmm.plotting import COLORS
 from lightning_hmm.training import quiet_lightning
 
 STARTS = 4
@@ -185,7 +185,7 @@ def figure(run: Run) -> Figure:
             values = [run.records.values(measure_name, **settings_of(run, name, *pair)) for pair in pairs]
             median, low, high = zip(*map(quartiles, values), strict=True)
             places = np.arange(len(pairs)) + (number - (len(models) - 1) / 2) * 0.11
-            style: dict[str, Any] = {"color": COLOURS[number], "linestyle": "none"}
+            style: dict[str, Any] = {"color": COLORS[number], "linestyle": "none"}
             error_bars(axes, places.tolist(), median, low, high, label=NAMES[name], **style)
         axes.set_xticks(range(len(pairs)), [f"{n}, {length}" for n, length in pairs])
         axes.set(title=title, xlabel="number of states n, length of the vectors l")

@@ -21,7 +21,7 @@ from experiments.measures import mean_and_spread
 from experiments.panels import GREY, legend, panels
 from experiments.records import markdown_table
 from experiments.run import Run, run
-from lightning_hmm.plots import COLOURS
+from lightning_hmm.plotting import COLORS
 
 MODELS: dict[str, tuple[int, int | None]] = {
     "full": (20, None),
@@ -31,10 +31,10 @@ MODELS: dict[str, tuple[int, int | None]] = {
 }
 BLUES = ("#00263C", "#004C78", "#0072B2", "#4A9CCB", "#8FC1E0")  # K = 5 to 1
 STYLES: dict[str, dict[str, Any]] = {
-    "full": {"color": COLOURS[1], "linewidth": 2.2},
+    "full": {"color": COLORS[1], "linewidth": 2.2},
     **{f"K = {kept}": {"color": colour} for kept, colour in zip((5, 4, 3, 2, 1), BLUES, strict=True)},
-    "uniform (K = 0)": {"color": COLOURS[6], "linestyle": "--"},
-    "5 states, full": {"color": COLOURS[2], "linestyle": "-."},
+    "uniform (K = 0)": {"color": COLORS[6], "linestyle": "--"},
+    "5 states, full": {"color": COLORS[2], "linestyle": "-."},
 }
 
 

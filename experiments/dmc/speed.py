@@ -25,7 +25,7 @@ from experiments.run import Case, Experiment, Option, Run, run
 from lightning_hmm import DMCHMM, Sequences, StandardHMM, fit, inference
 from lightning_hmm.inference.cpu import estep
 from lightning_hmm.inference.cpu.viterbi import viterbi
-from lightning_hmm.plots import COLOURS
+from lightning_hmm.plotting import COLORS
 
 PARTS = ("inference", "baum_welch", "bounds")
 BOUND_KEPT = 10
@@ -178,7 +178,7 @@ def states_figure(run: Run, part: str) -> Figure:
         shown = [(f"{title}, {way}", measure, way) for title, measure, _ in shown for way in WAYS]
     plot, (all_axes,) = panels(5 * len(shown), 4.2, 1, len(shown), grid="both", sharey=part == "baum_welch")
     for axes, (title, measure, way) in zip(all_axes, shown, strict=True):
-        for kept, color in zip((None, *run.kept), (COLOURS[6], *COLOURS), strict=False):
+        for kept, color in zip((None, *run.kept), (COLORS[6], *COLORS), strict=False):
             found = times(run, part, measure, kept, None if kept is None else way)
             label = "regular" if kept is None else f"K = {kept}"
             axes.plot(run.sizes, found, marker="o", markersize=4, color=color, label=label)
@@ -207,18 +207,18 @@ def bounds_figure(run: Run) -> Figure:
     """Figure 1C: seconds of an iteration, and exact sums per row, by R."""
     gemm, seconds, exact = bound_results(run)
     plot, ((upper,), (lower,)) = panels(6.4, 5.6, 2, 1, grid="both", sharex=True)
-    upper.plot(run.terms, seconds, marker="o", markersize=4, color=COLOURS[0], label="lazily, by bounds")
-    upper.axhline(gemm, color=COLOURS[6], linestyle="--", label="all pairs, by matrix products")
+    upper.plot(run.terms, seconds, marker="o", markersize=4, color=COLORS[0], label="lazily, by bounds")
+    upper.axhline(gemm, color=COLORS[6], linestyle="--", label="all pairs, by matrix products")
     title = f"N = {run.bound_states}, K = {BOUND_KEPT}, T = {run.bound_steps:,}"
     upper.set(title=title, ylabel="seconds per iteration", ylim=(0, 1.15 * max(seconds)))
     legend(upper)
-    lower.plot(run.terms, exact, marker="o", markersize=4, color=COLOURS[0])
+    lower.plot(run.terms, exact, marker="o", markersize=4, color=COLORS[0])
     lower.axhline(BOUND_KEPT, color=GREY, linewidth=0.8, linestyle="--")
     lower.annotate("K", (run.terms[0], BOUND_KEPT), textcoords="offset points", xytext=(0, -12), color=GREY)
     lower.set(ylabel="exact sums per row", xlabel="R, terms in a bound", ylim=(0, 1.15 * max(exact)))
     log_ticks(lower, run.terms)
     for axes in (upper, lower):
-        axes.axvline(run.terms[seconds.index(min(seconds))], color=COLOURS[1], linewidth=0.9, linestyle=":")
+        axes.axvline(run.terms[seconds.index(min(seconds))], color=COLORS[1], linewidth=0.9, linestyle=":")
     return plot
 
 

@@ -18,7 +18,7 @@ from experiments.measures import mean_and_spread
 from experiments.panels import LIGHT, legend, panels
 from experiments.records import markdown_table
 from experiments.run import Run, run
-from lightning_hmm.plots import COLOURS
+from lightning_hmm.plotting import COLORS
 
 MODELS: dict[str, tuple[int, int | None]] = {
     "regular, N = 10": (10, None),
@@ -66,9 +66,9 @@ def figure(run: Run) -> Figure:
     for axes, name in zip(all_axes, run.data, strict=True):
         found = scores(run, name)[:, :, 1]
         gains = found - found[0].mean()
-        axes.plot(np.repeat(places, run.seeds), gains.ravel(), "o", color=COLOURS[0], label="ours, each start", **ours)
-        axes.plot(places, gains.mean(1), "_", color=COLOURS[0], label="ours, mean", **mean)
-        axes.plot(places, np.array(PAPER[name]) - PAPER[name][0], "D", color=COLOURS[1], label="the paper's", **paper)
+        axes.plot(np.repeat(places, run.seeds), gains.ravel(), "o", color=COLORS[0], label="ours, each start", **ours)
+        axes.plot(places, gains.mean(1), "_", color=COLORS[0], label="ours, mean", **mean)
+        axes.plot(places, np.array(PAPER[name]) - PAPER[name][0], "D", color=COLORS[1], label="the paper's", **paper)
         axes.axhline(0, color=LIGHT, linewidth=0.8)
         axes.set_xticks(places, ["10\nall", "20\n5", "25\n4", "50\n2", "100\n1"])
         axes.set(title=DATA[name], xlabel="states N, kept transitions K", xlim=(-0.5, len(MODELS) - 0.5))

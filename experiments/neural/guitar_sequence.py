@@ -14,7 +14,7 @@ from torch import Tensor
 
 from datamodules.guitar import PITCHES
 from experiments.panels import legend, panels
-from lightning_hmm.plots import COLOURS
+from lightning_hmm.plotting import COLORS
 
 
 def write_wav(path: Path, signal: Tensor, rate: int) -> None:
@@ -60,10 +60,10 @@ def figure_profiles(
     edges = [0, *(np.flatnonzero(np.diff(chords.numpy())) + 1), len(chords)]
     for axes in (top, bottom):
         for edge in edges[1:-1]:
-            axes.axvline(edge / frame_rate, color=COLOURS[1], linestyle="--", linewidth=1)
+            axes.axvline(edge / frame_rate, color=COLORS[1], linestyle="--", linewidth=1)
     for first, last in pairwise(edges):
         place, name = (first + last) / 2 / frame_rate, names[int(chords[first])]
-        bottom.text(place, clusters.max() + 0.35, name, ha="center", color=COLOURS[1])
+        bottom.text(place, clusters.max() + 0.35, name, ha="center", color=COLORS[1])
     bottom.set_ylim(-0.4, clusters.max() + 0.8)
     return plot
 
@@ -76,7 +76,7 @@ def figure_latents(latents: Tensor, chords: Tensor, clusters: np.ndarray, names:
     kinds = [(clusters, labels, "Clusters"), (chords.numpy(), names, "Chords played")]
     for axes, (numbers, words, title) in zip(all_axes, kinds, strict=True):
         for place, number in enumerate(np.unique(numbers[numbers >= 0])):
-            rows, color = numbers == number, COLOURS[place % len(COLOURS)]
+            rows, color = numbers == number, COLORS[place % len(COLORS)]
             axes.plot(shown[rows, 0], shown[rows, 1], "o", markersize=3, color=color, label=words[number])
         axes.set(title=title, xlabel="first principal direction", ylabel="second")
         legend(axes)
@@ -91,8 +91,8 @@ def figure_clusters(profiles: Tensor, chords: Tensor, clusters: np.ndarray, name
         rows = torch.from_numpy(clusters == cluster)
         chord = int(chords[rows].mode().values)
         played = (chords == chord) & ~profiles.isnan().any(1)
-        axes.bar(range(12), profiles[rows].mean(0), color=COLOURS[0], width=0.75, label="cluster")
-        axes.plot(range(12), profiles[played].mean(0), "o", markersize=4, color=COLOURS[1], label="chord as played")
+        axes.bar(range(12), profiles[rows].mean(0), color=COLORS[0], width=0.75, label="cluster")
+        axes.plot(range(12), profiles[played].mean(0), "o", markersize=4, color=COLORS[1], label="chord as played")
         axes.set_xticks(range(12), PITCHES, fontsize=6)
         axes.set_title(f"cluster {cluster}: {names[chord]}", fontsize="medium")
     legend(all_axes[-1], fontsize="x-small")

@@ -27,7 +27,7 @@ from experiments.records import markdown_table
 from experiments.run import Case, Experiment, Option, Run, run
 from lightning_hmm.models import LinearGaussianHMM, NeuralHMM, RecurrentNet
 from lightning_hmm.models.baselines import persistence
-from lightning_hmm.plots import COLOURS
+from lightning_hmm.plotting import COLORS
 
 LATENT = (2, 3, 4, 5, 10, 20)
 SIZES: dict[str, Any] = {"num_sequences": 400, "val_fraction": 0.125, "test_fraction": 0.375}
@@ -186,7 +186,7 @@ def draw(run: Run, axes: Axes, d: int) -> None:
         found = {latent: run.records.values("error", model=name, d=d, latent=latent) for latent in latents}
         means, spreads = ([function(errors) for errors in found.values() if errors] for function in (np.mean, np.std))
         places = [latent for latent in latents if found[latent]]
-        style: dict[str, Any] = {"marker": "o", "markersize": 4, "capsize": 2, "color": COLOURS[number]}
+        style: dict[str, Any] = {"marker": "o", "markersize": 4, "capsize": 2, "color": COLORS[number]}
         axes.errorbar(places, means, spreads, label=NAMES[name], **style)
     for name, label, style_of_line in (("persistence", "standing still", "--"), ("floor", "floor", ":")):
         error = np.mean(run.records.values("error", model=name, d=d))

@@ -24,7 +24,7 @@ from experiments.panels import GREY, panels
 from experiments.records import markdown_table
 from experiments.run import Case, Experiment, Option, Run, run
 from lightning_hmm import NeuralHMM, fit
-from lightning_hmm.plots import COLOURS
+from lightning_hmm.plotting import COLORS
 
 NEURAL: dict[str, Any] = {
     "transition_order": 2,
@@ -77,7 +77,7 @@ def figure(run: Run) -> Figure:
     plot, (all_axes,) = panels(8, 3.8, 1, len(MEASURES), grid="both")
     for axes, (name, (one, two)) in zip(all_axes, results(run).items(), strict=True):
         axes.axline((one.mean(), one.mean()), slope=1, color=GREY, linewidth=0.8)
-        axes.plot(one, two, "o", markersize=4, color=COLOURS[0])
+        axes.plot(one, two, "o", markersize=4, color=COLORS[0])
         axes.set(title=MEASURES[name], xlabel="one rank", ylabel="two ranks")
     return plot
 

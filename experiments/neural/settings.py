@@ -26,7 +26,7 @@ from experiments.panels import legend, panels
 from experiments.records import markdown_table
 from experiments.run import Case, Experiment, Option, Run, run
 from lightning_hmm.models import LinearGaussianHMM, NeuralDiscreteHMM, NeuralHMM, StandardHMM
-from lightning_hmm.plots import COLOURS
+from lightning_hmm.plotting import COLORS
 from lightning_hmm.sequences import Sequences
 
 LATENT, STATES = 5, 5
@@ -139,7 +139,7 @@ def figure_results(run: Run) -> Figure:
                 found = [run.records.values(what, kind=kind, variant=variant, value=value) for value in values]
                 places = [place for place, runs in enumerate(found) if runs]
                 means, spreads = ([function(found[place]) for place in places] for function in (np.mean, np.std))
-                style: dict[str, Any] = {"marker": "o", "markersize": 4, "capsize": 2, "color": COLOURS[number]}
+                style: dict[str, Any] = {"marker": "o", "markersize": 4, "capsize": 2, "color": COLORS[number]}
                 axes.errorbar(places, means, spreads, label=variant, **style)
             axes.set_xticks(range(len(values)), [f"{value:g}" for value in values])
             axes.set(xlabel=TITLES[kind], ylabel=label)
@@ -153,9 +153,9 @@ def figure_data(data: MovingTargetDataModule, count: int = 3) -> Figure:
     states = data.true_states("test")
     assert states is not None
     for number, trajectory in zip(range(count), data.test_sequences, strict=False):
-        left.plot(*trajectory.T, "-o", markersize=2, linewidth=0.7, alpha=0.8, color=COLOURS[number])
+        left.plot(*trajectory.T, "-o", markersize=2, linewidth=0.7, alpha=0.8, color=COLORS[number])
         heights = states[number] + 1 + 0.12 * number
-        right.step(range(len(heights)), heights, where="post", linewidth=1, color=COLOURS[number])
+        right.step(range(len(heights)), heights, where="post", linewidth=1, color=COLORS[number])
     left.plot(*data.targets.T, "*", markersize=13, color="#333333")
     for number, (x, y) in enumerate(data.targets.tolist()):
         left.annotate(str(number + 1), (x, y), xytext=(6, 6), textcoords="offset points")

@@ -29,7 +29,7 @@ from experiments.panels import LIGHT, legend, panels
 from experiments.records import markdown_table
 from experiments.run import Case, Experiment, Option, Run, run
 from lightning_hmm import NeuralHMM, StandardHMM, fit
-from lightning_hmm.plots import COLOURS
+from lightning_hmm.plotting import COLORS
 from lightning_hmm.sequences import Sequences
 
 SHORTEST = 1.0  # meters, added to step lengths before the logarithm
@@ -163,7 +163,7 @@ def figure_map(data: GPSDataModule, clusters: np.ndarray, truth: np.ndarray) -> 
     right = truth, data.state_names, "Ways of visiting"
     for axes, (numbers, names, title) in zip(all_axes, [left, right], strict=True):
         for number, name in enumerate(names):
-            style = {"markersize": 1.6, "markeredgewidth": 0, "alpha": 0.5, "color": COLOURS[number]}
+            style = {"markersize": 1.6, "markeredgewidth": 0, "alpha": 0.5, "color": COLORS[number]}
             axes.plot(*places[numbers == number].T, "o", label=name, **style)
         axes.set(title=title, xlabel="meters east", ylabel="meters north", aspect="equal")
         legend(axes, loc="upper right", markerscale=4, fontsize="medium")
@@ -182,7 +182,7 @@ def figure_tracks(data: GPSDataModule, clusters: np.ndarray, truth: np.ndarray, 
         axes.plot(*places[rows].T, color=LIGHT, linewidth=0.6)
         for number, name in enumerate(data.state_names):
             here = clusters[rows] == number
-            axes.plot(*places[rows][here].T, "o", markersize=3.5, color=COLOURS[number], label=name)
+            axes.plot(*places[rows][here].T, "o", markersize=3.5, color=COLORS[number], label=name)
         wrong = clusters[rows] != truth[rows]
         axes.plot(*places[rows][wrong].T, "o", label="labelled otherwise", **ring)
         axes.set(aspect="equal", xlabel="meters", ylabel="meters")

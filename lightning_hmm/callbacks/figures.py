@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from lightning_hmm import latent_plots, plots
+from lightning_hmm import plotting
 from lightning_hmm.columns import are_named
 from lightning_hmm.distributions import Poisson, Product
 from lightning_hmm.observing import reporting
@@ -159,13 +159,13 @@ class Figures(Callback):
         transition = _matrix(model, "transition_probs")
         occupancy = functools.cache(lambda: self._occupancy(model, transition))
         if transition is not None:
-            yield "transition_matrix", lambda: plots.transition_matrix(transition, self.max_labels)
+            yield "transition_matrix", lambda: plotting.transition_matrix(transition, self.max_labels)
         yield from self._emission_figures(model, occupancy)
         yield "state_usage", lambda: _state_usage(*occupancy(), transition)
         if hasattr(model, "embeddings"):
             yield (
                 "composition",
-                lambda: plots.composition(
+                lambda: plotting.composition(
                     _composition(model.at_start()), _composition(model), _symbol_names(model), self.max_labels
                 ),
             )
@@ -173,7 +173,7 @@ class Figures(Callback):
         if target is not None and len(target) <= _MAX_PAIRED:
             yield (
                 "cooccurrences",
-                lambda: plots.cooccurrences(target, model.cooccurrences, _symbol_names(model), self.max_labels),
+                lambda: plotting.cooccurrences(target, model.cooccurrences, _symbol_names(model), self.max_labels),
             )
         if hasattr(model, "one_step_predictions"):
             yield from self._latent_figures(model)
@@ -182,7 +182,7 @@ class Figures(Callback):
             unknown = [np.nan] * model.restarts
             train = [self.train.get(epoch, unknown) for epoch in epochs]
             val = [self.val.get(epoch, np.nan) for epoch in epochs]
-            yield "convergence", lambda: plots.convergence(epochs, train, val, int(model.best_restart))
+            yield "convergence", lambda: plotting.convergence(epochs, train, val, int(model.best_restart))
 
     def _latent_figures(self, model: Any) -> Iterator[tuple[str, Callable[[], Figure | None]]]:
         excerpt = self._excerpts.get("validation", self._excerpts.get("training"))
@@ -190,13 +190,13 @@ class Figures(Callback):
             return
         data = excerpt[:_MAX_TRACKS]
         predicted = functools.cache(lambda: model.one_step_predictions(data))
-        yield "effective_size", lambda: latent_plots.effective_size(predicted().effective_size.values, data.lengths)
+        yield "effective_size", lambda: plotting.effective_size(predicted().effective_size.values, data.lengths)
         yield "latents", lambda: self._latents(model, data)
         yield "predictions", lambda: _predictions(data, predicted())
 
     def _latents(self, model: Any, data: Sequences) -> Figure:
         clusters = model.cluster_latents(data, min(self.num_clusters, data.num_steps), lead=self.lead)
-        return latent_plots.latents(model.latents(data, lead=self.lead).values, clusters.values, data.lengths)
+        return plotting.latents(model.latents(data, lead=self.lead).values, clusters.values, data.lengths)
 
     def _emission_figures(
         self, model: Any, occupancy: Callable[[], tuple[np.ndarray | None, str]]
@@ -225,7 +225,7 @@ class Figures(Callback):
             columns = [model.columns[number] for number in place]
         probs = _matrix(model, "emission_probs") if place is None else _matrix(emission, "probs")
         if probs is not None:
-            return plots.emission_matrix(
+            return plotting.emission_matrix(
                 probs, _symbol_names(model) if place is None else columns[0].category_names, self.max_labels
             )
         if hasattr(emission, "moments"):
@@ -239,17 +239,17 @@ class Figures(Callback):
         points = None if excerpt is None else excerpt.values if place is None else excerpt.values[:, place]
         names = [column.name for column in columns] if columns is not None and are_named(columns) else None
         if isinstance(emission, Poisson) and means.shape[1] == 1:
-            return plots.count_emissions(
+            return plotting.count_emissions(
                 means[:, 0],
                 occupancy()[0],
                 None if points is None else points[:, 0],
                 None if names is None else names[0],
             )
-        return plots.gaussian_emissions(
+        return plotting.gaussian_emissions(
             means,
             variances,
             occupancy()[0],
-            centre=getattr(emission, "center", None),
+            center=getattr(emission, "center", None),
             variance=getattr(emission, "data_variance", None),
             points=points,
             max_labels=self.max_labels,
@@ -264,7 +264,7 @@ class Figures(Callback):
                 if visits is not None and visits.sum() > 0:
                     return visits / visits.sum(), f"{self._excerpts[part].num_steps:,} steps of {part} data"
         if transition is not None and len(transition) <= _MAX_STATIONARY:
-            return plots.stationary_distribution(transition), "stationary distribution"
+            return plotting.stationary_distribution(transition), "stationary distribution"
         return None, ""
 
     def state_dict(self) -> dict[str, Any]:
@@ -286,14 +286,14 @@ def _writers(trainer: Trainer) -> list[Any]:
 def _state_usage(occupancy: np.ndarray | None, source: str, transition: np.ndarray | None) -> Figure | None:
     if occupancy is None and transition is None:
         return None
-    return plots.state_usage(occupancy, None if transition is None else plots.expected_dwell(transition), source)
+    return plotting.state_usage(occupancy, None if transition is None else plotting.expected_dwell(transition), source)
 
 
 def _predictions(data: Sequences, predicted: Any) -> Figure:
     """Draws the longest sequence with its one-step predictions."""
     longest = int(data.lengths.argmax())
     mean, half = predicted.mean[longest], _WITHIN_90 * predicted.variance[longest].sqrt()
-    return latent_plots.predictions(data[longest], mean, mean - half, mean + half, 0.9)
+    return plotting.predictions(data[longest], mean, mean - half, mean + half, 0.9)
 
 
 def _matrix(model: Any, name: str) -> np.ndarray | None:

@@ -275,7 +275,7 @@ def predict(initial: Tensor, operator: Operator, evidence: Evidence, offsets: Te
                 [0.3037, 0.6963]])
     """
     if not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"`steps` must be a whole number and at least 1, but is {steps!r} instead.")
+        raise ValueError(f"`steps` must be a whole number of at least 1, but is {steps!r} instead.")
     own = backends.choose(operator, evidence, initial.device).predict
     if own is not None:
         return own(initial, operator, evidence, offsets, steps=steps)

@@ -240,7 +240,7 @@ class _Complements(NamedTuple):
         padded = torch.nn.functional.pad(numbers, (0, (1 << self.num_levels) - numbers.shape[1]))
         table = [padded]
         for level in range(1, self.num_levels + 1):
-            halves = padded.reshape(len(numbers), -1, 2, 1 << (level - 1))
+            halves = padded.reshape(len(numbers), 1 << (self.num_levels - level), 2, 1 << (level - 1))
             left, right = halves[:, :, 0].flip(-1).cumsum(-1).flip(-1), halves[:, :, 1].cumsum(-1)
             table.append(torch.stack([left, right], 2).flatten(1))
         entries = torch.cat([*table, numbers.new_zeros(len(numbers), 1)], 1)

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
-from lightning_hmm import DenseHMM, NeuralHMM, Sequences, StandardHMM, fit, latent_plots
+from lightning_hmm import DenseHMM, NeuralHMM, Sequences, StandardHMM, fit, plotting
 from lightning_hmm.callbacks import Figures
 from lightning_hmm.callbacks import figures as figures_module
 from lightning_hmm.models import LinearGaussianHMM
@@ -172,7 +172,7 @@ def test_a_figure_that_fails_is_reported_once_and_training_continues(rng, tmp_pa
     def fail(*_):
         raise ValueError("'alpha' must be between 0 and 1")
 
-    monkeypatch.setattr(figures_module.plots, "transition_matrix", fail)
+    monkeypatch.setattr(figures_module.plotting, "transition_matrix", fail)
     model = categorical()
     with pytest.warns(UserWarning, match="transition_matrix") as caught:
         fit(
@@ -485,7 +485,7 @@ def test_latent_states_are_drawn(rng, tmp_path):
     assert len(shown) == 3
     joined = next(line for line in found["latents"].axes[0].lines if str(line.get_label())[0] not in "012")
     np.testing.assert_allclose(np.transpose(joined.get_data()), model.latents(data, lead=1)[0])
-    many = latent_plots.latents(np.arange(40.0).reshape(20, 2), np.arange(20), [20])
+    many = plotting.latents(np.arange(40.0).reshape(20, 2), np.arange(20), [20])
     assert [note.get_text() for note in many.axes[0].texts] == [
         str(cluster) for cluster in range(20)
     ]  # so many colours are alike

@@ -190,5 +190,5 @@ def test_columns_given_in_float32():
 
 
 def test_wrong_steps_are_named():
-    with pytest.raises(ValueError, match="`steps` must be at least 1, but is 0"):
+    with pytest.raises(ValueError, match="`steps` must be a whole number of at least 1, but is 0"):
         inference.predict(*oracle.make("table", 3, [4, 2]).problem, steps=0)

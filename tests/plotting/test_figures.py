@@ -14,7 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Ellipse
 
-from lightning_hmm import plots
+from lightning_hmm import plotting
 
 
 def rows(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -46,7 +46,7 @@ def labels(axis) -> list[str]:
 def test_ellipses_follow_the_correlation():
     """The ends of the axes of an ellipse are at two standard deviations along the eigenvectors."""
     covariances = np.array([[[4.0, 1.9], [1.9, 1.0]], [[1.0, -0.5], [-0.5, 9.0]], [[4.0, 0.0], [0.0, 1.0]]])
-    axes = plots.gaussian_emissions(np.zeros((3, 2)), covariances, names=["width", "height"]).axes[0]
+    axes = plotting.gaussian_emissions(np.zeros((3, 2)), covariances, names=["width", "height"]).axes[0]
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("width", "height")
     outer = [patch for patch in axes.patches if isinstance(patch, Ellipse)][::2]
     for ellipse, covariance in zip(outer, covariances, strict=True):
@@ -57,7 +57,7 @@ def test_ellipses_follow_the_correlation():
 
 
 def test_counts_are_drawn_with_their_probabilities(rng):
-    axes = plots.count_emissions([1.0, 6.0], [0.25, 0.75], rng.poisson(4, 500), "visits").axes[0]
+    axes = plotting.count_emissions([1.0, 6.0], [0.25, 0.75], rng.poisson(4, 500), "visits").axes[0]
     lines = {line.get_label(): line for line in axes.lines}
     assert set(lines) == {"state 0 (25%)", "state 1 (75%)", "all states"}
     counts, values = lines["state 0 (25%)"].get_data()
@@ -69,8 +69,8 @@ def test_counts_are_drawn_with_their_probabilities(rng):
 
 @pytest.mark.parametrize("rates", [[1e-3], [5.0, 4000.0], list(np.linspace(1, 50, 30))])
 def test_counts_of_all_sizes_can_be_drawn(rng, rates):
-    render(plots.count_emissions(rates, points=rng.poisson(rates[-1], 100)))
-    render(plots.count_emissions(rates))
+    render(plotting.count_emissions(rates, points=rng.poisson(rates[-1], 100)))
+    render(plotting.count_emissions(rates))
 
 
 # Heat maps
@@ -79,7 +79,7 @@ def test_counts_of_all_sizes_can_be_drawn(rng, rates):
 @pytest.mark.parametrize("num_states", [1, 3, 12])
 def test_small_transition_matrix_has_its_numbers_in_the_cells(rng, num_states):
     probs = rows(rng, num_states, num_states)
-    figure = plots.transition_matrix(torch.from_numpy(probs))
+    figure = plotting.transition_matrix(torch.from_numpy(probs))
     assert written(figure) == {cell: float(f"{value:.2f}") for cell, value in np.ndenumerate(probs)}
     axes = figure.axes[0]
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("to state", "from state")
@@ -88,7 +88,7 @@ def test_small_transition_matrix_has_its_numbers_in_the_cells(rng, num_states):
 
 def test_rows_of_the_picture_are_rows_of_the_matrix(rng):
     probs = rows(rng, 20, 20)
-    figure = plots.transition_matrix(probs)
+    figure = plotting.transition_matrix(probs)
     image = figure.axes[0].images[0]
     np.testing.assert_array_equal(image.get_array(), probs)
     assert image.get_extent() == [-0.5, 19.5, 19.5, -0.5]
@@ -98,7 +98,7 @@ def test_rows_of_the_picture_are_rows_of_the_matrix(rng):
 
 def test_clones_of_a_symbol_are_between_lines(rng):
     probs = rows(rng, 15, 15)
-    figure = plots.clone_matrix(probs, [2, 10, 3], ["a", " ", "c"])
+    figure = plotting.clone_matrix(probs, [2, 10, 3], ["a", " ", "c"])
     axes = figure.axes[0]
     np.testing.assert_array_equal(axes.images[0].get_array(), probs)
     assert labels(axes.xaxis) == labels(axes.yaxis) == ["a", "␣", "c"]
@@ -114,7 +114,7 @@ def test_groups_of_a_graph_have_a_panel_each():
     for state, name in enumerate("bat $"):
         graph.add_node(state, name=name)
     graph.add_weighted_edges_from([(0, 1, 1.0), (1, 2, 0.5), (2, 1, 0.1), (3, 3, 1.0)])
-    figure = plots.state_graph(graph, [{0, 1, 2}, {3}, {4}], ["bat", "space", "$"], columns=2)
+    figure = plotting.state_graph(graph, [{0, 1, 2}, {3}, {4}], ["bat", "space", "$"], columns=2)
     assert len(figure.axes) == 4
     assert [sorted(text.get_text() for text in axes.texts) for axes in figure.axes] == [
         ["a", "b", "t"],
@@ -127,7 +127,7 @@ def test_groups_of_a_graph_have_a_panel_each():
 
 def test_large_matrix_is_drawn_as_means_of_blocks_and_says_so(rng):
     probs = rows(rng, 1003, 30)
-    figure = plots.emission_matrix(probs)
+    figure = plotting.emission_matrix(probs)
     axes, drawn = figure.axes[0], np.asarray(figure.axes[0].images[0].get_array())
     np.testing.assert_allclose(drawn[:334], probs[:1002].reshape(334, 3, 30).mean(1), rtol=1e-12)
     np.testing.assert_allclose(drawn[334], probs[1002], rtol=1e-12)
@@ -139,10 +139,10 @@ def test_large_matrix_is_drawn_as_means_of_blocks_and_says_so(rng):
 def test_symbols_have_their_names_up_to_a_number(rng):
     names = [" ", "\n", "$a$", "", "a very long name", *(f"w{i}" for i in range(35))]
     shown = ["␣", "\\n", "$a$", "", "a very long…", *names[5:]]
-    axes = plots.emission_matrix(rows(rng, 3, 40), names, max_labels=40).axes[0]
+    axes = plotting.emission_matrix(rows(rng, 3, 40), names, max_labels=40).axes[0]
     assert labels(axes.xaxis) == shown
     assert not any(text.get_parse_math() for text in axes.get_xticklabels())
-    axes = plots.emission_matrix(rows(rng, 3, 40), names, max_labels=10).axes[0]
+    axes = plotting.emission_matrix(rows(rng, 3, 40), names, max_labels=10).axes[0]
     assert labels(axes.xaxis) == shown[::5]
     assert list(axes.get_xticks()) == list(range(0, 40, 5))
 
@@ -156,7 +156,7 @@ def test_densities_are_weighted_by_the_share_of_time(rng):
         np.array([[0.5], [2.0], [1e-4]]),
         np.array([0.2, 0.5, 0.3]),
     )
-    axes = plots.gaussian_emissions(means, variances, share, points=rng.normal(size=(50, 1))).axes[0]
+    axes = plotting.gaussian_emissions(means, variances, share, points=rng.normal(size=(50, 1))).axes[0]
     *states, total = axes.lines
     for state, line in enumerate(states):
         x, y = line.get_data()
@@ -169,18 +169,18 @@ def test_densities_are_weighted_by_the_share_of_time(rng):
 @pytest.mark.parametrize("num_features", [1, 2])
 def test_no_share_is_printed_where_none_was_given(rng, num_features):
     means, variances = rng.normal(size=(3, num_features)), np.ones((3, num_features))
-    named = plots.gaussian_emissions(means, variances).axes[0]
+    named = plotting.gaussian_emissions(means, variances).axes[0]
     found = [line.get_label() for line in named.lines]
     assert found[:3] == ["state 0", "state 1", "state 2"]
     assert "share" not in named.get_ylabel()
     share = np.array([0.2, 0.5, 0.3])
-    found = [line.get_label() for line in plots.gaussian_emissions(means, variances, share).axes[0].lines]
+    found = [line.get_label() for line in plotting.gaussian_emissions(means, variances, share).axes[0].lines]
     assert found[:3] == ["state 0 (20%)", "state 1 (50%)", "state 2 (30%)"]
 
 
 def test_ellipses_have_one_and_two_standard_deviations():
     means, variances = np.array([[0.0, 1.0], [5.0, -3.0]]), np.array([[4.0, 9.0], [0.25, 1.0]])
-    axes = plots.gaussian_emissions(means, variances, points=np.array([[np.nan, 0.0], [1.0, 2.0]])).axes[0]
+    axes = plotting.gaussian_emissions(means, variances, points=np.array([[np.nan, 0.0], [1.0, 2.0]])).axes[0]
     ellipses = [patch for patch in axes.patches if isinstance(patch, Ellipse)]
     found = [(*ellipse.center, ellipse.width, ellipse.height) for ellipse in ellipses]
     assert found == [(0, 1, 8, 12), (0, 1, 4, 6), (5, -3, 2, 4), (5, -3, 1, 2)]
@@ -193,20 +193,20 @@ def test_the_most_visited_of_many_states_is_opaque():
     assert 0.8 * largest / largest > 0.8
     share = np.full(20, (1 - largest) / 19)
     share[7] = largest
-    axes = plots.gaussian_emissions(np.zeros((20, 2)), np.ones((20, 2)), share).axes[0]
+    axes = plotting.gaussian_emissions(np.zeros((20, 2)), np.ones((20, 2)), share).axes[0]
     edges = [patch.get_edgecolor()[3] for patch in axes.patches if isinstance(patch, Ellipse)]
     assert max(edges) == edges[14] == edges[15] == 1
 
 
 def test_means_of_many_features_are_in_units_of_the_data(rng):
-    means, centre, variance = rng.normal(size=(4, 5)), rng.normal(size=5), rng.gamma(2, size=5)
-    figure = plots.gaussian_emissions(means, np.ones((4, 5)), centre=centre, variance=variance)
+    means, center, variance = rng.normal(size=(4, 5)), rng.normal(size=5), rng.gamma(2, size=5)
+    figure = plotting.gaussian_emissions(means, np.ones((4, 5)), center=center, variance=variance)
     image = figure.axes[0].images[0]
-    np.testing.assert_allclose(image.get_array(), (means - centre) / np.sqrt(variance), rtol=1e-12)
+    np.testing.assert_allclose(image.get_array(), (means - center) / np.sqrt(variance), rtol=1e-12)
     assert image.norm.vmin == -image.norm.vmax
     assert "standard deviations" in figure.axes[1].get_ylabel()
     np.testing.assert_allclose(
-        plots.gaussian_emissions(means, np.ones((4, 5))).axes[0].images[0].get_array(), means, rtol=1e-12
+        plotting.gaussian_emissions(means, np.ones((4, 5))).axes[0].images[0].get_array(), means, rtol=1e-12
     )
 
 
@@ -215,7 +215,7 @@ def test_means_of_many_features_are_in_units_of_the_data(rng):
 
 def test_bars_are_the_share_and_points_the_dwell_time():
     share, probs = np.array([0.5, 0.3, 0.2]), np.array([[0.9, 0.1, 0.0], [0.0, 1.0, 0.0], [0.5, 0.5, 0.0]])
-    figure = plots.state_usage(share, plots.expected_dwell(probs), "data")
+    figure = plotting.state_usage(share, plotting.expected_dwell(probs), "data")
     above, below = figure.axes
     assert [bar.get_height() for bar in above.patches] == share.tolist()
     assert [bar.get_x() + bar.get_width() / 2 for bar in above.patches] == pytest.approx([0, 1, 2])
@@ -228,22 +228,22 @@ def test_bars_are_the_share_and_points_the_dwell_time():
 
 def test_many_bars_become_an_outline(rng):
     share = rng.dirichlet(np.ones(150))
-    (axes,) = plots.state_usage(share).axes
+    (axes,) = plotting.state_usage(share).axes
     (outline,) = axes.patches
     np.testing.assert_array_equal(outline.get_data().values, share)
 
 
 def test_dwell_alone():
-    (axes,) = plots.state_usage(None, [1.0, 2.0]).axes
+    (axes,) = plotting.state_usage(None, [1.0, 2.0]).axes
     assert axes.lines[0].get_ydata().tolist() == [1, 2]
 
 
 def test_stationary_distribution():
-    np.testing.assert_allclose(plots.stationary_distribution([[0.9, 0.1], [0.3, 0.7]]), [0.75, 0.25], rtol=1e-10)
-    apart = plots.stationary_distribution([[0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [0.0, 0.0, 1.0]])
+    np.testing.assert_allclose(plotting.stationary_distribution([[0.9, 0.1], [0.3, 0.7]]), [0.75, 0.25], rtol=1e-10)
+    apart = plotting.stationary_distribution([[0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [0.0, 0.0, 1.0]])
     assert apart.sum() == pytest.approx(1)
     assert apart[0] == pytest.approx(apart[1])
-    absorbed = plots.stationary_distribution([[0.5, 0.5], [0.0, 1.0]])
+    absorbed = plotting.stationary_distribution([[0.5, 0.5], [0.0, 1.0]])
     np.testing.assert_allclose(absorbed, [0, 1], atol=1e-12)
 
 
@@ -251,7 +251,7 @@ def test_stationary_distribution():
 
 
 def test_curves_and_gains():
-    figure = plots.convergence(
+    figure = plotting.convergence(
         [1, 2, 3, 5], [[-4.0, -3.0], [-2.0, -2.5], [-1.0, np.nan], [-1.5, -2.0]], [-3.0, np.nan, -2.0, -2.5], chosen=0
     )
     above, below = figure.axes
@@ -272,7 +272,7 @@ def test_curves_and_gains():
 @pytest.mark.parametrize("chosen", [0, 3])
 def test_the_chosen_restart_is_the_thick_one(rng, chosen):
     train = rng.normal(size=(6, 4)).cumsum(0)
-    *thin, thick = plots.convergence(range(1, 7), train, chosen=chosen).axes[0].lines
+    *thin, thick = plotting.convergence(range(1, 7), train, chosen=chosen).axes[0].lines
     np.testing.assert_array_equal(thick.get_ydata(), train[:, chosen])
     np.testing.assert_array_equal([line.get_ydata() for line in thin], np.delete(train, chosen, axis=1).T)
     assert sum(not line.get_label().startswith("_") for line in thin) == 1
@@ -284,18 +284,18 @@ def test_the_chosen_restart_is_the_thick_one(rng, chosen):
 def every_figure(rng: np.random.Generator, size: int) -> list[Figure]:
     share, epochs = rng.dirichlet(np.ones(size)), np.arange(1, size + 1)
     gaussian = [
-        plots.gaussian_emissions(
+        plotting.gaussian_emissions(
             rng.normal(size=(size, d)), rng.gamma(2, size=(size, d)), share, points=rng.normal(size=(99, d))
         )
         for d in (1, 2, 5)
     ]
     return [
-        plots.transition_matrix(rows(rng, size, size)),
-        plots.emission_matrix(rows(rng, size, 27)),
+        plotting.transition_matrix(rows(rng, size, size)),
+        plotting.emission_matrix(rows(rng, size, 27)),
         *gaussian,
-        plots.state_usage(share, plots.expected_dwell(rows(rng, size, size))),
-        plots.convergence(epochs, rng.normal(size=(size, 4))),
-        plots.convergence(epochs, np.full(size, -np.inf)),
+        plotting.state_usage(share, plotting.expected_dwell(rows(rng, size, size))),
+        plotting.convergence(epochs, rng.normal(size=(size, 4))),
+        plotting.convergence(epochs, np.full(size, -np.inf)),
     ]
 
 
@@ -325,7 +325,7 @@ def test_vectors_are_drawn_with_their_matrices(rng, length):
 
     matrices = {"transition": rows(rng, 4, 4), "emission": rows(rng, 4, 6)}
     before, after = vectors() | matrices, vectors() | matrices
-    figure = plots.composition(before, after, names=["a", "$b", " ", "d", "e", "f"])
+    figure = plotting.composition(before, after, names=["a", "$b", " ", "d", "e", "f"])
     render(figure)
     assert len(figure.axes) == 8
     assert [axes.get_title("left") for axes in figure.axes[4:]] == [
@@ -338,12 +338,12 @@ def test_vectors_are_drawn_with_their_matrices(rng, length):
     if length == 2:
         np.testing.assert_allclose(figure.axes[4].collections[1].get_offsets(), after["U"])
     del before["emission"], after["emission"]
-    assert len(plots.composition(before, after).axes) == 6
+    assert len(plotting.composition(before, after).axes) == 6
 
 
 def test_pairs_of_data_and_model_and_their_difference(rng):
     target, model = (rng.dirichlet(np.ones(25)).reshape(5, 5) for _ in range(2))
-    figure = plots.cooccurrences(target, model, names=list("abcde"))
+    figure = plotting.cooccurrences(target, model, names=list("abcde"))
     render(figure)
     drawn = [axes.images[0].get_array() for axes in figure.axes[:3]]
     for found, expected in zip(drawn, (target, model, model - target), strict=True):
