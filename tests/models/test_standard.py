@@ -272,3 +272,11 @@ def test_bad_gaussian_parameters_are_named(gaussian, clinic):
         gaussian.emission_probs  # noqa: B018
     with pytest.raises(AttributeError, match="'Categorical' object has no attribute 'mean'"):
         clinic.emission.mean  # noqa: B018
+
+
+def test_an_emission_that_becomes_impossible_between_updates_stays_impossible():
+    """States alternate. The first update leaves each state one symbol, so that the second sequence is impossible."""
+    model = StandardHMM(2, 2, discount=0.0, sequences_per_update=1, frozen=["initial", "transition"])
+    model.set_parameters(initial=[1.0, 0.0], transition=[[0.0, 1.0], [1.0, 0.0]])
+    with pytest.raises(ValueError, match="Sequence 1 has probability zero"):
+        fit(model, [[0, 1, 0, 1], [1, 0, 1, 0]], 1, 0)

@@ -80,8 +80,8 @@ def fill_table(log_probs, table, shifts, tiny):
             largest = max(largest, log_probs[k, v])
         shifts[v] = largest
         for k in range(num_states):
-            if log_probs[k, v] > -np.inf:
-                table[v, k] = max(np.exp(log_probs[k, v] - largest), tiny)
+            # The table may hold the values of an earlier update, so zeros are written, too.
+            table[v, k] = max(np.exp(log_probs[k, v] - largest), tiny) if log_probs[k, v] > -np.inf else 0.0
     for k in range(num_states):
         table[num_symbols, k] = 1.0
 
