@@ -19,6 +19,7 @@ MODULES = sorted(
 
 @pytest.mark.parametrize("name", MODULES)
 def test_the_examples_of_a_module_run(name):
-    result = doctest.testmod(importlib.import_module(name.removesuffix(".__init__")))
+    module = importlib.import_module(name.removesuffix(".__init__"))
+    result = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert result.attempted > 0
     assert result.failed == 0

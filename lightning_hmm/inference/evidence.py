@@ -29,8 +29,8 @@ Example:
     >>> x = torch.tensor([[0.0], [2.0]])  # one column; the number 1 stands for a factor of 1
     >>> pairs = torch.tensor([[0, 0], [0, 1]])  # x * x and x * 1
     >>> Quadratic(x, pairs, weights=torch.tensor([[-0.5, 0.0], [-0.5, 1.0]])).rows()
-    tensor([[0., 0.],
-            [-2., 0.]])
+    tensor([[ 0.,  0.],
+            [-2.,  0.]])
     >>> Rows(torch.zeros(2, 2), labels=torch.tensor([1, -1])).rows()
     tensor([[-inf, 0.],
             [0., 0.]])

@@ -16,7 +16,7 @@ Example:
     >>> walk = kalman.LinearGaussian(zero, one, one, zero, one, one, zero, one)  # a random walk, observed with noise
     >>> steps = Sequences.from_lengths(torch.tensor([[1.0], [torch.nan], [1.0]]), [3])
     >>> kalman.posterior(walk, steps).mean.flatten()
-    tensor([0.5714, 0.6429, 0.7143])
+    tensor([0.5714, 0.7143, 0.8571])
 """
 
 from __future__ import annotations

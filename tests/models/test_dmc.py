@@ -289,7 +289,7 @@ def test_odd_columns(rng):
             {"num_states": 4, "num_kept": 1, "criterion": "largest", "selection": "lazy", "bound_terms": 0},
             "`bound_terms` must be a whole number of at least 1",
         ),
-        ({"num_states": 4, "num_kept": 1, "bound_terms": 5}, "`bound_terms` is for the selection lazy"),
+        ({"num_states": 4, "num_kept": 1, "bound_terms": 5}, "`bound_terms` requires the selection lazy"),
     ],
 )
 def test_bad_options_are_named(options, message):

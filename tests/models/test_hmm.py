@@ -381,9 +381,9 @@ def set_emission(values: Any, emission: Any = "Gaussian", data: Any = VECTORS) -
         (lambda: TorchEmission(torch.nn.Linear, m_steps="a"), "`m_steps` must be a positive number, but is 'a' instead"),
         # training
         (lambda: fit(3, SYMBOLS), "`model` must be a model, .* but is 3 instead"),
-        (lambda: fit(HMM(2), SYMBOLS, max_epochs="5"), "`max_epochs` must be a whole number, but is '5' instead"),
-        (lambda: fit(HMM(2), SYMBOLS, max_epochs=float("nan")), "`max_epochs` must be a whole number, but is nan instead"),
-        (lambda: fit(HMM(2), SYMBOLS, max_epochs=-3), "`max_epochs` must be a whole number, but is -3 instead"),
+        (lambda: fit(HMM(2), SYMBOLS, max_epochs="5"), "`max_epochs` must be a whole number, or -1 for no limit, but is '5' instead"),
+        (lambda: fit(HMM(2), SYMBOLS, max_epochs=float("nan")), "`max_epochs` must be a whole number, or -1 for no limit, but is nan instead"),
+        (lambda: fit(HMM(2), SYMBOLS, max_epochs=-3), "`max_epochs` must be a whole number, or -1 for no limit, but is -3 instead"),
         (lambda: fit(HMM(2), SYMBOLS, tolerance="a"), "`tolerance` must be a finite number, but is 'a' instead"),
         (lambda: fit(HMM(2), SYMBOLS, batch_size=1.5), "`batch_size` must be a whole number, .* but is 1.5 instead"),
         (lambda: fit(HMM(2), SYMBOLS, seed="a"), "`seed` .* but is 'a' instead"),

@@ -214,7 +214,7 @@ def test_bad_options_are_said(options, said):
 def test_bad_data_are_said(rng):
     with pytest.raises(ValueError, match="Symbols must be 0 to 2"):
         RecurrentNet(2, num_symbols=3).score([[0, 3]])
-    with pytest.raises(ValueError, match="Vectors are in units of the training data"):
+    with pytest.raises(ValueError, match="Vectors are standardized with the mean and variance of the training set"):
         RecurrentNet(2, num_features=2).on_train_start()
     with pytest.raises(ValueError, match="`precision` must be that of the network's parameters, but is float64"):
         fit(RecurrentNet(2, num_symbols=5), random_symbols(rng), 1, precision=64)
