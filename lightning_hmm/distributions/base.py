@@ -180,8 +180,26 @@ class Emission(Distribution):
     reads_counts: ClassVar[bool] = False
     # Whether initial values or statistics such as a center are computed from the training data.
     starts_from_data: bool = True
+    # Names of the parameters, which are properties, arguments of `set`, and values of the options `tied` and `frozen`.
+    names: tuple[str, ...] = ()
     # Whether `set_data_stats` has been called.
     has_data_stats: Tensor
+
+    def __init__(self, tied: Sequence[str] = (), frozen: Sequence[str] = ()) -> None:
+        super().__init__()
+        self.tied = self._checked_names("tied", tied)  # parameters that have the same value in all states
+        self.frozen = self._checked_names("frozen", frozen)  # parameters that training leaves unchanged
+
+    def _checked_names(self, option: str, given: Sequence[str]) -> tuple[str, ...]:
+        given = (given,) if isinstance(given, str) else tuple(given)
+        strange = next((name for name in given if name not in self.names), None)
+        if strange is not None:
+            names = ", ".join(self.names) or "none"
+            raise ValueError(
+                f"`{option}` must name parameters of a {type(self).__name__} emission ({names}), "
+                f"but names {strange!r} instead."
+            )
+        return given
 
     def _begin_allocation(self) -> None:
         super()._begin_allocation()
@@ -221,6 +239,13 @@ class Emission(Distribution):
     @abstractmethod
     def sample(self, states: Tensor, generator: torch.Generator) -> Tensor:
         """Draws an observation for each of the given states: (steps,) symbols or (steps, columns) vectors."""
+
+    def emit(self, states: Sequences, generator: torch.Generator) -> Sequences:
+        """Draws an observation for each step of sequences of states.
+
+        Override it if an observation depends on earlier observations or on other columns of the sequences.
+        """
+        return states.with_values(self.sample(states.values, generator))
 
     @abstractmethod
     def predict(self, state_probs: Tensor) -> Any:

@@ -65,7 +65,6 @@ class ExponentialFamily(Emission):
     weights: nn.Parameter  # (restarts, K, T + 1, D)
     # Each statistic as the product of two blocks of columns, given by their numbers; ``None`` stands for a constant 1.
     products: ClassVar[tuple[tuple[int, int | None], ...]]
-    names: ClassVar[tuple[str, ...]]  # names of the parameters of `set` and `weights_of`, each (K, D)
 
     def allocate(self, restarts: int, num_states: int, columns: Sequence[Column]) -> None:
         categorical = next((column.name for column in columns if column.is_categorical), None)

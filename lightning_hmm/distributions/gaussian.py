@@ -69,7 +69,7 @@ class Gaussian(ExponentialFamily):
         self.kind = covariance
         self.prior = {"variance_prior": variance_prior}
         self.has_matrices = covariance in ("full", "tied")  # whether columns are correlated given the state
-        self.names = ("mean", "covariance" if self.has_matrices else "variance")  # type: ignore[misc]
+        self.names = ("mean", "covariance" if self.has_matrices else "variance")
 
     def allocate(self, restarts: int, num_states: int, columns: Sequence[Column]) -> None:
         super().allocate(restarts, num_states, columns)

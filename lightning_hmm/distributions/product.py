@@ -51,7 +51,7 @@ class Product(Emission):
                 f"The keys of `parts` must be names of columns, but one is {strange!r}. "
                 "Give a list to take the columns in order."
             )
-        self.names = (
+        self.column_groups = (
             [[name.strip() for name in names.split(",")] for names in parts] if isinstance(parts, Mapping) else None
         )
         given = list(parts.values() if isinstance(parts, Mapping) else parts)
@@ -104,14 +104,14 @@ class Product(Emission):
     def _places(self, columns: Sequence[Column]) -> list[list[int]]:
         """Returns the numbers of the columns of each part."""
         names = [column.name for column in columns]
-        if self.names is None:
+        if self.column_groups is None:
             if len(columns) != len(self.parts):
                 raise ValueError(
                     f"A Product of {len(self.parts)} parts must have as many columns, but there are {len(columns)}: "
                     f"{', '.join(names)}. Give parts of several columns by name: Product({{'x, y': ..., 'z': ...}})."
                 )
             return [[number] for number in range(len(columns))]
-        given = [name for group in self.names for name in group]
+        given = [name for group in self.column_groups for name in group]
         for name in given:
             if name not in names:
                 raise ValueError(
@@ -123,7 +123,7 @@ class Product(Emission):
         left = next((name for name in names if name not in given), None)
         if left is not None:
             raise ValueError(f"The parts of a Product must cover all columns of the data, but no part names {left!r}.")
-        return [[names.index(name) for name in group] for group in self.names]
+        return [[names.index(name) for name in group] for group in self.column_groups]
 
     def _each(self, batch: Sequences) -> Iterator[tuple[Emission, Sequences]]:
         """Yields each part with its columns of the batch."""

@@ -17,7 +17,6 @@ from lightning_hmm.conversion import as_reals, frames_of
 from lightning_hmm.data import data_of
 from lightning_hmm.distributions import Categorical, Distribution, Emission, Full, Initial, Transition
 from lightning_hmm.distributions.base import make_part
-from lightning_hmm.distributions.exponential import ExponentialFamily
 from lightning_hmm.distributions.starting import excerpt, guess_states
 from lightning_hmm.inference.evidence import Evidence
 from lightning_hmm.inference.operators import Dense, Operator
@@ -211,7 +210,7 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         """Raises a `ValueError` if an emission that is initialized from data has no values yet."""
         self._require_allocated()
         for part in getattr(self.emission, "parts", [self.emission]):
-            if isinstance(part, ExponentialFamily) and not bool(part.is_set):
+            if part.starts_from_data and part.names and not bool(part.is_set):
                 names = " and ".join(f"`{name}`" for name in part.names)
                 raise ValueError(
                     f"The {type(part).__name__} emission has no values yet. Train the model, or set {names} with "
@@ -259,7 +258,7 @@ class HMM(BaumWelchTraining, DiscreteHMM):
             )
         if name == "emission_probs":
             message = "`emission_probs` is for categorical emissions"
-            if isinstance(self.emission, ExponentialFamily) and self.emission.names:
+            if isinstance(self.emission, Emission) and self.emission.names:
                 names = " and ".join(f"`{name}`" for name in self.emission.names)
                 message += f": a {type(self.emission).__name__} emission has {names}"
             raise AttributeError(f"{message}.")
@@ -304,7 +303,8 @@ class HMM(BaumWelchTraining, DiscreteHMM):
 
     def emit(self, states: Sequences, generator: torch.Generator) -> Sequences:
         self._require_values()
-        return states.with_values(self.emission.sample(states.values, generator))
+        emitted: Sequences = self.emission.emit(states, generator)
+        return emitted
 
     def predict_emission(self, state_probs: Tensor) -> Any:
         return self.emission.predict(state_probs)
