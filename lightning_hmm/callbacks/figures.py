@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_hmm import plotting
 from lightning_hmm.columns import are_named
-from lightning_hmm.distributions import Poisson, Product
+from lightning_hmm.distributions import Gaussian, Product
 from lightning_hmm.observing import reporting
 from lightning_hmm.sequences import Sequences
 
@@ -24,6 +24,7 @@ _MAX_SEQUENCES = 256
 _MAX_POSTERIOR = 2_000_000  # maximum of steps times states, which is 16 MB
 _MAX_PAIRED = 2000  # maximum number of symbols for a figure of their pairs, which are 32 MB
 _MAX_STATIONARY = 1000  # maximum number of states for a stationary distribution, whose cost is cubic
+_MAX_PANELS = 6  # number of columns whose densities are drawn; for more columns, only the means are
 _MAX_TRACKS = 32  # number of sequences on which particle filters are run for a figure
 _WITHIN_90 = 1.645  # half the width, in standard deviations, of an interval with 90 % of a Gaussian
 
@@ -238,13 +239,9 @@ class Figures(Callback):
         excerpt = self._excerpts.get("validation", self._excerpts.get("training"))
         points = None if excerpt is None else excerpt.values if place is None else excerpt.values[:, place]
         names = [column.name for column in columns] if columns is not None and are_named(columns) else None
-        if isinstance(emission, Poisson) and means.shape[1] == 1:
-            return plotting.count_emissions(
-                means[:, 0],
-                occupancy()[0],
-                None if points is None else points[:, 0],
-                None if names is None else names[0],
-            )
+        if not isinstance(emission, Gaussian) and means.shape[1] <= _MAX_PANELS and points is not None:
+            densities = _column_densities(emission, points, [column.name for column in columns])
+            return plotting.column_emissions(densities, occupancy()[0])
         return plotting.gaussian_emissions(
             means,
             variances,
@@ -281,6 +278,28 @@ def _writers(trainer: Trainer) -> list[Any]:
         if trainer.is_global_zero
         else []
     )
+
+
+def _column_densities(emission: Any, points: Tensor, names: list[str]) -> list[plotting.ColumnDensities]:
+    """Evaluates the densities of each column on the range of the data, with all other columns missing."""
+    natural, found = emission.natural(emission.restart), []
+    for number, name in enumerate(names):
+        observed = points[:, number].double().numpy()
+        observed = observed[np.isfinite(observed)]
+        if not len(observed):
+            continue
+        is_count = bool((observed == np.floor(observed)).all())
+        if is_count:
+            low, high = observed.min(), max(observed.max(), observed.min() + 1)
+            values = np.unique(np.linspace(low, high, min(int(high - low) + 1, 400)).round())
+        else:
+            values = np.linspace(*np.quantile(observed, [0.005, 0.995]), 400)
+        grid = torch.full((len(values), len(names)), torch.nan, dtype=torch.float64)
+        grid[:, number] = torch.from_numpy(values)
+        with torch.no_grad():
+            rows = emission.evidence(natural, Sequences.from_list([grid]).to(natural[0].device)).rows()
+        found.append(plotting.ColumnDensities(values, rows.exp().cpu().numpy(), observed, name, is_count))
+    return found
 
 
 def _state_usage(occupancy: np.ndarray | None, source: str, transition: np.ndarray | None) -> Figure | None:

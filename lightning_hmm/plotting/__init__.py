@@ -5,7 +5,7 @@ In the shapes, K is the number of states, V of symbols, D of features, R of rest
 
 from lightning_hmm.plotting.curves import convergence
 from lightning_hmm.plotting.embeddings import composition
-from lightning_hmm.plotting.emissions import count_emissions, gaussian_emissions
+from lightning_hmm.plotting.emissions import ColumnDensities, column_emissions, gaussian_emissions
 from lightning_hmm.plotting.latent_states import effective_size, latents, predictions
 from lightning_hmm.plotting.matrices import clone_matrix, cooccurrences, emission_matrix, transition_matrix
 from lightning_hmm.plotting.state_graphs import state_graph
@@ -14,11 +14,12 @@ from lightning_hmm.plotting.usage import expected_dwell, state_usage, stationary
 
 __all__ = [
     "COLORS",
+    "ColumnDensities",
     "clone_matrix",
+    "column_emissions",
     "composition",
     "convergence",
     "cooccurrences",
-    "count_emissions",
     "effective_size",
     "emission_matrix",
     "expected_dwell",

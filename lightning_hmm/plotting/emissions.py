@@ -1,16 +1,16 @@
-"""Figures of emission densities: Gaussians and counts."""
+"""Figures of emission densities: Gaussians, and columns with any distribution."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Ellipse
 from matplotlib.ticker import MaxNLocator
-from scipy import stats
 
 from lightning_hmm.plotting.matrices import heat_map
 from lightning_hmm.plotting.style import (
@@ -82,51 +82,85 @@ def gaussian_emissions(
     return figure
 
 
-def count_emissions(
-    rates: Array, share: Array | None = None, points: Array | None = None, name: str | None = None
-) -> Figure:
-    """Poisson emissions of one column: the probability of each count, times the share of time in each state.
+class ColumnDensities(NamedTuple):
+    """Densities of one column for each state, as the input of `column_emissions`.
+
+    values: (G,) values at which the densities are evaluated, in ascending order.
+    densities: (G, K) densities of the states, or probabilities if `is_count`.
+    points: (steps,) a sample of the data, drawn as a histogram in the background.
+    name: Name of the column.
+    is_count: Whether the column contains whole numbers, so that a histogram has bars at whole numbers.
+    """
+
+    values: np.ndarray
+    densities: np.ndarray
+    points: np.ndarray
+    name: str
+    is_count: bool
+
+
+def column_emissions(columns: Sequence[ColumnDensities], share: Array | None = None) -> Figure:
+    """Emissions of columns that are independent given the state: one panel of densities for each column.
 
     Args:
-        rates: (K,) rates of the states.
-        share: (K,) share of time spent in each state. The default is equal weights.
-        points: (steps,) a sample of the data, drawn as a histogram in the background.
-        name: Name of the column.
+        columns: The columns, from top to bottom.
+        share: (K,) share of time spent in each state, by which the densities are multiplied. The default is equal
+            weights.
 
     Example:
-        >>> figure = count_emissions([1.0, 6.0], name="visits")
-        >>> figure.axes[0].get_xlabel()
+        >>> values = np.arange(10.0)
+        >>> probabilities = stats.poisson.pmf(values[:, None], [1.0, 6.0])
+        >>> visits = ColumnDensities(values, probabilities, np.empty(0), "visits", is_count=True)
+        >>> column_emissions([visits]).axes[0].get_xlabel()
         'visits'
     """
-    means = to_numpy(rates)
-    weights = np.full(len(means), 1 / len(means)) if share is None else to_numpy(share)
-    data = np.empty(0) if points is None else to_numpy(points)
-    data = data[np.isfinite(data)]
-    visited = weights >= min(1e-3, weights.max())
-    highest = int(np.ceil((means + 4 * np.sqrt(means))[visited].max()))
-    highest = max(highest, int(np.quantile(data, 0.995))) if len(data) else highest
-    counts = np.unique(np.linspace(0, highest, min(highest + 1, 400)).round().astype(int))
-    figure, (axes,) = new_figure()
-    if len(data):
-        counts_per_bar = -(-(highest + 1) // 100)
-        edges = np.arange(-0.5, highest + counts_per_bar, counts_per_bar).tolist()
-        axes.hist(data, bins=edges, density=True, color="#E4E4E4", rwidth=0.9, label="data")
-    colors, few = state_colors(len(means))
-    mark = "o" if len(counts) <= 60 else None
-    for state, (rate, weight) in enumerate(zip(means, weights, strict=True)):
-        name_of_state = f"state {state}" if share is None else f"state {state} ({weight:.0%})"
-        line: dict[str, Any] = {"color": colors(state), "linewidth": 1.8 if few else 1, "marker": mark, "markersize": 3}
-        axes.plot(counts, weight * stats.poisson.pmf(counts, rate), label=name_of_state if few else None, **line)
-    if len(means) > 1:
-        total = (weights * stats.poisson.pmf(counts[:, None], means)).sum(1)
-        axes.plot(counts, total, color=INK, linewidth=1, linestyle=(0, (4, 2)), zorder=1.5, label="all states")
-    weighted = "probability, equal weight for each state" if share is None else "probability times share of time"
-    axes.set(xlim=(-0.6, highest + 0.6), ylim=(0, None), ylabel=weighted)
-    axes.set_xlabel("count" if name is None else visible_name(name), parse_math=False)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    set_title(axes, "Emission probabilities")
-    name_states(figure, axes, len(means), few)
+    num_states = columns[0].densities.shape[1]
+    weights = np.full(num_states, 1 / num_states) if share is None else to_numpy(share)
+    figure, panels = new_figure(len(columns))
+    figure.set_size_inches(7, max(5.0, 2.6 * len(columns)))
+    colors, few = state_colors(num_states)
+    for axes, column in zip(panels, columns, strict=True):
+        _draw_histogram(axes, column)
+        mark = "o" if column.is_count and len(column.values) <= 60 else None
+        line: dict[str, Any] = {"linewidth": 1.8 if few else 1, "marker": mark, "markersize": 3}
+        weighted = column.densities * weights
+        for state in range(num_states):
+            name = f"state {state}" if share is None else f"state {state} ({weights[state]:.0%})"
+            axes.plot(column.values, weighted[:, state], color=colors(state), label=name if few else None, **line)
+        if num_states > 1:
+            total = {"color": INK, "linewidth": 1, "linestyle": (0, (4, 2)), "zorder": 1.5, "label": "all states"}
+            axes.plot(column.values, weighted.sum(1), **total)
+        axes.set_ylim(0, _highest(weighted))
+        axes.set_xlabel(visible_name(column.name), parse_math=False)
+        if column.is_count:
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    quantity = "probability" if all(column.is_count for column in columns) else "density"
+    panels[0].set_ylabel(f"{quantity}, equal weights" if share is None else f"{quantity} times share of time")
+    set_title(panels[0], "Emission probabilities" if quantity == "probability" else "Emission densities")
+    name_states(figure, panels[0], num_states, few)
     return figure
+
+
+def _draw_histogram(axes: Axes, column: ColumnDensities) -> None:
+    low, high = float(column.values[0]), float(column.values[-1])
+    shown = column.points[(column.points >= low) & (column.points <= high)]
+    style: dict[str, Any] = {"density": True, "color": "#E4E4E4", "label": "data"}
+    if column.is_count:
+        counts_per_bar = -(-int(high - low + 1) // 100)
+        style |= {"bins": np.arange(low - 0.5, high + counts_per_bar, counts_per_bar).tolist(), "rwidth": 0.9}
+        low, high = low - 0.6, high + 0.6
+    else:
+        style |= {"bins": 60, "range": (low, high)}
+    if len(shown):
+        axes.hist(shown, **style)
+    axes.set_xlim(low, high)
+
+
+def _highest(densities: np.ndarray) -> float | None:
+    """Returns the upper limit of the axis of densities, which may be infinite at the border of their support."""
+    peaks = np.where(np.isfinite(densities), densities, 0.0).sum(1)
+    typical, highest = float(np.quantile(peaks, 0.95)), float(peaks.max())
+    return 4 * typical if highest > 8 * typical > 0 else None
 
 
 def _densities(means: np.ndarray, spreads: np.ndarray, share: np.ndarray, names: list[str], data: np.ndarray) -> Figure:

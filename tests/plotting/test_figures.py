@@ -13,6 +13,7 @@ from matplotlib import pyplot
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Ellipse
+from scipy import stats
 
 from lightning_hmm import plotting
 
@@ -56,12 +57,17 @@ def test_ellipses_follow_the_correlation():
     assert outer[2].width == pytest.approx(8)
 
 
+def counts(rates: list[float], points: np.ndarray, highest: int) -> plotting.ColumnDensities:
+    values = np.arange(highest + 1.0)
+    return plotting.ColumnDensities(values, stats.poisson.pmf(values[:, None], rates), points, "visits", True)
+
+
 def test_counts_are_drawn_with_their_probabilities(rng):
-    axes = plotting.count_emissions([1.0, 6.0], [0.25, 0.75], rng.poisson(4, 500), "visits").axes[0]
+    axes = plotting.column_emissions([counts([1.0, 6.0], rng.poisson(4, 500), 20)], [0.25, 0.75]).axes[0]
     lines = {line.get_label(): line for line in axes.lines}
     assert set(lines) == {"state 0 (25%)", "state 1 (75%)", "all states"}
-    counts, values = lines["state 0 (25%)"].get_data()
-    assert values[list(counts).index(0)] == pytest.approx(0.25 * np.exp(-1))
+    values, heights = lines["state 0 (25%)"].get_data()
+    assert heights[list(values).index(0)] == pytest.approx(0.25 * np.exp(-1))
     assert lines["all states"].get_ydata().sum() == pytest.approx(1, abs=1e-3)
     assert sum(bar.get_height() for bar in axes.patches) == pytest.approx(1)
     assert axes.get_xlabel() == "visits"
@@ -69,8 +75,19 @@ def test_counts_are_drawn_with_their_probabilities(rng):
 
 @pytest.mark.parametrize("rates", [[1e-3], [5.0, 4000.0], list(np.linspace(1, 50, 30))])
 def test_counts_of_all_sizes_can_be_drawn(rng, rates):
-    render(plotting.count_emissions(rates, points=rng.poisson(rates[-1], 100)))
-    render(plotting.count_emissions(rates))
+    render(plotting.column_emissions([counts(rates, rng.poisson(rates[-1], 100), int(rates[-1]) + 5)]))
+    render(plotting.column_emissions([counts(rates, np.empty(0), 3)]))
+
+
+def test_columns_have_one_panel_each_and_densities_that_are_infinite_at_a_border_are_cut(rng):
+    values = np.linspace(0, 5, 100)
+    spiked = plotting.ColumnDensities(
+        values, stats.gamma.pdf(values[:, None], [0.1, 3.0]), rng.gamma(3, 1, 50), "x", False
+    )
+    figure = plotting.column_emissions([spiked, counts([1.0, 6.0], rng.poisson(4, 50), 9)])
+    render(figure)
+    assert [axes.get_xlabel() for axes in figure.axes] == ["x", "visits"]
+    assert figure.axes[0].get_ylim()[1] < 10
 
 
 # Heat maps
