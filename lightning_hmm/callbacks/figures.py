@@ -293,7 +293,8 @@ def _column_densities(emission: Any, points: Tensor, names: list[str]) -> list[p
             low, high = observed.min(), max(observed.max(), observed.min() + 1)
             values = np.unique(np.linspace(low, high, min(int(high - low) + 1, 400)).round())
         else:
-            values = np.linspace(*np.quantile(observed, [0.005, 0.995]), 400)
+            low, high = np.quantile(observed, 0.005), np.quantile(observed, 0.995)
+            values = np.linspace(low, high, 400)
         grid = torch.full((len(values), len(names)), torch.nan, dtype=torch.float64)
         grid[:, number] = torch.from_numpy(values)
         with torch.no_grad():

@@ -128,7 +128,13 @@ def column_emissions(columns: Sequence[ColumnDensities], share: Array | None = N
             name = f"state {state}" if share is None else f"state {state} ({weights[state]:.0%})"
             axes.plot(column.values, weighted[:, state], color=colors(state), label=name if few else None, **line)
         if num_states > 1:
-            total = {"color": INK, "linewidth": 1, "linestyle": (0, (4, 2)), "zorder": 1.5, "label": "all states"}
+            total: dict[str, Any] = {
+                "color": INK,
+                "linewidth": 1,
+                "linestyle": (0, (4, 2)),
+                "zorder": 1.5,
+                "label": "all states",
+            }
             axes.plot(column.values, weighted.sum(1), **total)
         axes.set_ylim(0, _highest(weighted))
         axes.set_xlabel(visible_name(column.name), parse_math=False)
