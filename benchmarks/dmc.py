@@ -1,8 +1,8 @@
 """Speed of dense, mostly constant transitions, compared with our dense routines, torch's products and hmmlearn.
 
-    python benchmarks/dmc.py table gaussian em large hmmlearn growth [--out docs/benchmarks]   # about 12 minutes; any of the parts alone
-    python benchmarks/dmc.py report                                                          # writes the page and the plot again
-    python benchmarks/dmc.py costs selection   # the numbers in `inference/cpu/routes.py`; selection over all pairs and lazily
+    python benchmarks/dmc.py table gaussian em large hmmlearn growth [--out docs/benchmarks]   # about 12 minutes
+    python benchmarks/dmc.py report            # writes the page and the plot again
+    python benchmarks/dmc.py costs selection   # the constants in `inference/cpu/routes.py`; the two ways of selection
 
 Both sides use one thread. The kept columns are random and have 0.8 of each row's mass. Each side runs several rounds,
 and the best counts. A dense pass over 2,000 steps of 5,000 states would take a minute per call, so dense routines are
@@ -50,7 +50,8 @@ WANTED = {  # what each row is held against
     ("Viterbi, one sequence", 1000): 6, ("Viterbi, one sequence", 2000): 12, ("Viterbi, one sequence", 5000): 25,
     ("forward with Gaussians, one sequence", 1000): 4, ("forward with Gaussians, one sequence", 2000): 8,
     ("forward with Gaussians, one sequence", 5000): 25,
-    ("EM iteration, choosing each time", 2000): 3, ("EM iteration, choosing every 5th", 2000): 6, ("EM iteration, fixed set", 10000): 10,
+    ("EM iteration, choosing each time", 2000): 3, ("EM iteration, choosing every 5th", 2000): 6,
+    ("EM iteration, fixed set", 10000): 10,
     ("score, hmmlearn log", 500): 50, ("Viterbi, hmmlearn log", 500): 50,
 }  # fmt: skip
 HOW = {  # by the beginning of a task: what was called, its precision and its rounds, ours and the other side's
@@ -384,7 +385,8 @@ def costs() -> None:
                     measured.append((size * kept, size, seconds))
                 array = np.array(measured)
                 entry, state = np.linalg.lstsq(array[:, :2] / array[:, 2:], np.ones(len(array)), rcond=None)[0]
-                name = f"{'e_step' if smooth else 'forward'}, {'many' if sequences > 1 else 'one'}, {'float32' if single else 'float64'}"
+                calls = f"{'e_step' if smooth else 'forward'}, {'many' if sequences > 1 else 'one'}"
+                name = f"{calls}, {'float32' if single else 'float64'}"
                 entries = ", ".join(f"{value * 1e9:.3f}" for value in full)
                 print(
                     f"{name}: dense {np.median(full) * 1e9:.3f} ({entries}), kept {entry * 1e9:.3f}, state "

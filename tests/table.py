@@ -103,7 +103,7 @@ def data(kind: str, seed: int = 0) -> Sequences:
 
 
 def suited(kind: str, sequences: Sequences) -> Sequences:
-    """Real vectors as what the models of a kind observe: counts for "count vectors", and two numbers, a symbol and a count for "mixed vectors"."""
+    """Real vectors of a kind: counts for "count vectors"; two numbers, a symbol and a count for "mixed vectors"."""
     counts = sequences.values.abs().floor()
     if kind == "count vectors":
         return sequences.with_values(counts)

@@ -56,7 +56,7 @@ class SaveInside(Callback):
 @rows()
 @pytest.mark.parametrize("at", ["last batch", "end of epoch"])
 def test_resumed_equals_never_stopped(tmp_path, name, at):
-    """Lightning writes files at the last batch, too, and calls no hook for the start of the epoch that is resumed from one."""
+    """Lightning also saves at the last batch and calls no hook at the start of an epoch that is resumed from there."""
     row = ROWS[name]
     sequences = data(row.kind)
     common: dict[str, Any] = {"shuffle": True, "tolerance": 1e-300}

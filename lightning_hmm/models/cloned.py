@@ -193,7 +193,7 @@ class ClonedHMM(HMM):
 
     @torch.no_grad()
     def state_graph(self, sequences: Any = None, threshold: float = 1e-3) -> Any:
-        """Returns the states as a directed graph of networkx, as `graphs.communities` and `plotting.state_graph` take it.
+        """Returns the states as a directed graph of networkx, for `graphs.communities` and `plotting.state_graph`.
 
         Nodes are states with the attributes `symbol` and `name`. The `weight` of an edge is the probability of the
         transition or, if `sequences` is given, its expected count in them, which emphasizes states that are visited

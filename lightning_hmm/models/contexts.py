@@ -127,7 +127,8 @@ class Contexts:
 class BackOff:
     r"""Clones of trained models that back off to contexts, so that no sequence is impossible.
 
-    .. math:: A_{ij} = \frac{n_{ij}}{n_i + s}, \quad A_{i, cx} = \frac{s}{n_i + s} \sum_c p(c \mid i)\, p(x \mid c), \quad
+    .. math:: A_{ij} = \frac{n_{ij}}{n_i + s}, \quad
+        A_{i, cx} = \frac{s}{n_i + s} \sum_c p(c \mid i)\, p(x \mid c), \quad
         A_{c, cx} = (1 - r)\, p(x \mid c), \quad A_{cj} = r\, p(x \mid c)\, p(j \mid cx)
 
     with the strength s, the share r of `returning`, expected counts n and Kneser-Ney n-grams p(x | c). On the most

@@ -20,7 +20,7 @@ MODES = [("window", "gemm"), ("largest", "gemm"), ("largest", "lazy")]
 
 @pytest.fixture(autouse=True)
 def sparse(monkeypatch):
-    """Models as small as these would use the dense routine by themselves, and leave the one that is to be tested alone."""
+    """Disables the dense kernels, which models of this size would use otherwise."""
     for module in (routes, models_dmc):
         monkeypatch.setattr(module, "prefers_dense", lambda *sizes, **options: False)
 
