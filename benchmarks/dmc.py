@@ -2,7 +2,7 @@
 
     python benchmarks/dmc.py table gaussian em large hmmlearn growth [--out docs/benchmarks]   # about 12 minutes
     python benchmarks/dmc.py report            # writes the page and the plot again
-    python benchmarks/dmc.py costs selection   # the constants in `inference/cpu/routes.py`; the two ways of selection
+    python benchmarks/dmc.py costs             # the constants in `inference/cpu/routes.py`
 
 Both sides use one thread. The kept columns are random and have 0.8 of each row's mass. Each side runs several rounds,
 and the best counts. A dense pass over 2,000 steps of 5,000 states would take a minute per call, so dense routines are
@@ -275,7 +275,7 @@ def em_iteration(problem: Problem, choose: bool) -> Callable[[], object]:
         if choose:
             sums = selection.PairSums(problem.operator)
             sums.add(selection.factored_pairs(problem.operator, found, offsets))
-            choice = selection.choose_gemm(sums, "window")
+            choice = selection.choose(sums, "window")
             kept, rest = choice.kept, choice.rest
         total = kept.sum(1) + rest
         return (kept / total[:, None]).log(), (rest / total).log()
@@ -395,26 +395,6 @@ def costs() -> None:
                 )
 
 
-def compare_selection() -> None:
-    """Seconds of selection with the criterion largest, over all pairs and lazily."""
-    for size, steps in ((100, 10_000), (500, 5000), (1000, 5000), (2000, 10_000)):
-        problem = Problem(size, 10, 1, steps, gaussian=True)
-        found = problem.e_step(problem.operator, steps, smooth=True, single=True, per_step=True)()
-        pairs = selection.factored_pairs(problem.operator, found, torch.tensor([0, steps]))
-        sums = selection.PairSums(problem.operator)
-        sums.add(pairs)
-        gemm = best(lambda s=sums: selection.choose_gemm(s, "largest"), 2)
-        for terms in (steps // 200, steps // 20, steps // 5):
-            arguments_lazy = pairs.alpha, pairs.kappa, problem.operator, *found.counts, terms
-            lazy = best(lambda a=arguments_lazy: selection.choose_lazily(*a), 1)
-            exact = selection.choose_lazily(*arguments_lazy).dot_products.double().mean()
-            print(
-                f"N={size}, T={steps}: gemm {gemm:.3f} s, lazy with R={terms} {lazy:.3f} s, {exact:.1f} exact sums per "
-                "row",
-                flush=True,
-            )
-
-
 def machine() -> str:
     model = next(
         (
@@ -497,7 +477,7 @@ def report(out: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="+", choices=[*PARTS, "costs", "selection", "report"])
+    parser.add_argument("parts", nargs="+", choices=[*PARTS, "costs", "report"])
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -512,8 +492,8 @@ def main() -> None:
     }
     file = options.out / "dmc.csv"
     for part in options.parts:
-        if part in ("costs", "selection"):
-            (costs if part == "costs" else compare_selection)()
+        if part == "costs":
+            costs()
         if part not in makers:
             continue
         load = f"{os.getloadavg()[0]:.2f}"
