@@ -182,7 +182,7 @@ ROWS: dict[str, Row] = {
     "DMC, many states": Row(
         lambda: DMCHMM(160, 2, V, restarts=2, transition_pseudocount=0.1, reselect_every=2)
     ),  # the sparse routine
-    "DMC, lazy": Row(lambda: LazyDMCHMM(8, 2, num_symbols=V, reselect_every=2, restarts=2), epochs=4),
+    "DMC, lazy": Row(lambda: LazyDMCHMM(8, 2, V, criterion="largest", reselect_every=2, restarts=2), epochs=4),
     "DMC, Gaussian": Row(lambda: DMCHMM(4, 1, **GAUSSIAN), "vectors"),
     "dense, EM": Row(lambda: DenseHMM(3, V, 2, objective="em", m_steps=3, restarts=2), closed=False),
     "dense, likelihood": Row(lambda: DenseHMM(3, V, 2, objective="likelihood", restarts=2), **GRADIENT),

@@ -8,7 +8,7 @@ included here.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -39,27 +39,26 @@ class FactoredPairSums(PairSums):
 
 
 class LazyDMCHMM(DMCHMM):
-    """A `DMCHMM` with the criterion ``largest`` whose entries are selected lazily.
+    """A `DMCHMM` whose entries are selected lazily. The criterion must be ``largest``.
 
     In epochs with selection, `train/dot_products` is the mean number of exact sums over all steps per row.
 
-    Args:
-        num_states: Number of states N, at least 2.
-        num_kept: Number K of kept entries per row.
-        bound_terms: Number of largest terms in a bound. By default a twentieth of the steps, as in the paper.
-        **options: As for `DMCHMM`, except `criterion`.
+    Attributes:
+        bound_terms: Number of largest terms in a bound. By default a twentieth of the steps, as in the paper. It is not
+            saved in checkpoints.
+        dot_products: Number of exact sums of each row in the last selection, by restart.
     """
 
-    def __init__(self, num_states: int, num_kept: int, bound_terms: int | None = None, **options: Any) -> None:
-        self._record_options({"num_states": num_states, "num_kept": num_kept, "bound_terms": bound_terms, **options})
-        if bound_terms is not None and (not isinstance(bound_terms, int) or bound_terms < 1):
-            raise ValueError(f"`bound_terms` must be a whole number of at least 1, but is {bound_terms} instead.")
-        super().__init__(num_states, num_kept, criterion="largest", **options)
-        self.bound_terms = bound_terms
-        self.dot_products: list[Tensor] = []  # exact sums of each row in the last selection, by restart
+    bound_terms: int | None = None
+    dot_products: Sequence[Tensor] = ()
+
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        if self.criterion != "largest":
+            raise ValueError(f"`criterion` must be largest for lazy selection, but is {self.criterion} instead.")
 
     def _new_pair_sums(self) -> list[PairSums]:
-        self.dot_products = []
+        self.dot_products = ()
         return super()._new_pair_sums()
 
     def _pair_sums_of(self, restart: int) -> PairSums:
@@ -76,7 +75,7 @@ class LazyDMCHMM(DMCHMM):
             return choose(sums, self.criterion, pseudocount, self._sum_over_ranks)
         kept, rest = (counts[restart] for counts in self._counts["transition"])
         choice, exact = choose_lazily(alpha, kappa, sums.operator, kept, rest, self.bound_terms, pseudocount)
-        self.dot_products.append(exact)
+        self.dot_products = [*self.dot_products, exact]
         return choice
 
     def on_train_epoch_end(self) -> None:

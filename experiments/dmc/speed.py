@@ -35,7 +35,7 @@ KEPT_MASS = 0.8
 ROUNDS = 3
 WAYS: dict[str, dict[str, Any]] = {  # of selecting the entries to keep
     "choosing each time": {},
-    "choosing lazily": {"family": LazyDMCHMM},
+    "choosing lazily": {"family": LazyDMCHMM, "criterion": "largest"},
     "fixed set": {"reselect_every": 1_000_000},
 }
 MEASURES = {
@@ -112,11 +112,10 @@ def time_baum_welch(num_states: int, num_kept: int | None, way: str | None, step
 def time_bounds(terms: int | None, num_states: int, num_kept: int, steps: int, iterations: int) -> dict[str, float]:
     """Returns means over the iterations of EM from a random start; without `terms`, all pairs are multiplied."""
     sequences = random_model(num_states, num_kept).sample(1, steps)
-    emission: dict[str, Any] = {"emission": "gaussian", "num_features": 2}
-    if terms is None:
-        model = DMCHMM(num_states, num_kept, criterion="largest", **emission)
-    else:
-        model = LazyDMCHMM(num_states, num_kept, terms, **emission)
+    family = DMCHMM if terms is None else LazyDMCHMM
+    model = family(num_states, num_kept, emission="gaussian", num_features=2, criterion="largest")
+    if isinstance(model, LazyDMCHMM):
+        model.bound_terms = terms
     times = iterate(model, sequences, iterations + 1)
     return {"seconds": sum(times.seconds[1:]) / iterations, "exact": sum(times.exact[1:]) / iterations}
 

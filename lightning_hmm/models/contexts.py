@@ -210,20 +210,30 @@ class BackOff:
                 )
             )
             first += num_clones
-        of_state = np.concatenate([lower.symbols, *self._symbols])
         sources, targets, values = map(np.concatenate, zip(*entries, strict=True))
-        order = np.argsort(of_state, kind="stable")
+        return self._assembled(np.concatenate([lower.symbols, *self._symbols]), sources, targets, values, symbol_names)
+
+    def _assembled(
+        self,
+        symbols: np.ndarray,
+        sources: np.ndarray,
+        targets: np.ndarray,
+        values: np.ndarray,
+        symbol_names: list[str] | None,
+    ) -> ClonedHMM:
+        """Returns the model with these symbols of the states and these transition probabilities."""
+        order = np.argsort(symbols, kind="stable")
         new = np.empty_like(order)
         new[order] = np.arange(len(order))
         known = values > 0
         layout, place = Layout.of_entries(
-            np.bincount(of_state, minlength=num_symbols),
+            np.bincount(symbols, minlength=self.num_symbols),
             *(torch.from_numpy(new[ends[known]]) for ends in (sources, targets)),
         )
         single = self.arithmetic == "float32"
         model = ClonedHMM(
             num_states=len(order),
-            num_symbols=num_symbols,
+            num_symbols=self.num_symbols,
             arithmetic="float32" if single else "float64",
             symbol_names=symbol_names,
         )

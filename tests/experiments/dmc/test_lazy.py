@@ -49,12 +49,12 @@ def test_trains_the_same_model(rng, kind):
     """In one batch and in several, as with the sums of all pairs."""
     sequences = random_symbols(rng) if kind == "categorical" else random_vectors(rng)
     options = {"num_symbols": 5} if kind == "categorical" else {"emission": "gaussian", "num_features": 2}
-    options |= {"transition_pseudocount": 0.1, "restarts": 2}
+    options |= {"criterion": "largest", "transition_pseudocount": 0.1, "restarts": 2}
     whole, parts = (
         fit(LazyDMCHMM(9, 3, **options), sequences, 6, 0, batch_size=size, shuffle=size is not None)
         for size in (None, 4)
     )
-    expected = fit(DMCHMM(9, 3, criterion="largest", **options), sequences, 6, 0)
+    expected = fit(DMCHMM(9, 3, **options), sequences, 6, 0)
     for model in (parts, expected):
         assert torch.equal(whole.transition.indices, model.transition.indices)
         assert_same_parameters(whole, model)
@@ -82,7 +82,9 @@ def test_bad_arguments_are_named(rng):
         message = f"`bound_terms` must be from 1 to 10, the transitions in the data, but is {bad}"
         with pytest.raises(ValueError, match=message):
             choose_lazily(rows, rows, operator, torch.ones(4, 2), torch.ones(4), bad)
-    with pytest.raises(ValueError, match="`bound_terms` must be a whole number of at least 1, but is 0"):
-        LazyDMCHMM(4, 1, 0, num_symbols=3)
+    with pytest.raises(ValueError, match="`criterion` must be largest for lazy selection, but is window"):
+        fit(LazyDMCHMM(5, 1, 3), [rng.integers(0, 3, 10)], 1)
+    model = LazyDMCHMM(5, 1, 3, criterion="largest")
+    model.bound_terms = 50
     with pytest.raises(ValueError, match="`bound_terms` must be from 1 to 9, the transitions in the data, but is 50"):
-        fit(LazyDMCHMM(5, 1, 50, num_symbols=3), [rng.integers(0, 3, 10)], 1)
+        fit(model, [rng.integers(0, 3, 10)], 1)
