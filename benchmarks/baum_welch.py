@@ -1,7 +1,7 @@
 """Time of a Baum-Welch iteration for our code and the peers, on the same data from the same initial parameters.
 
-    python benchmarks/baum_welch.py [--quick] [--out docs/benchmarks]   # iterations, score and decode, scaling: about 7 minutes
-    python benchmarks/baum_welch.py --corpus                            # one iteration over 50 million symbols, and its memory
+    python benchmarks/baum_welch.py [--quick] [--out docs/benchmarks]   # about 7 minutes
+    python benchmarks/baum_welch.py --corpus   # one iteration over 50 million symbols, and its memory
 
 Symbols and initial parameters are random, and an iteration is an E-step and an M-step. Before anything is timed, the
 new transition matrices must agree, so that all programs do the same work. Then the programs take turns, and the best
@@ -38,10 +38,10 @@ PEERS = ("hmmlearn", "dynamax", "pomegranate")
 COLUMNS = ("ours float32", "ours float64", "ours fit float32", "ours fit float64", *PEERS)
 TOLERANCE = 1e-4  # between new transition matrices; float32 against float64
 ROUNDS, SLOW_ROUNDS, SLOW = 10, 3, 2.0  # programs that need SLOW seconds per call get SLOW_ROUNDS
-INTRO = """This page is written by `benchmarks/baum_welch.py`. Times are for one call in the best round. Every program gets all
-data in one batch. Our code uses all threads; an iteration is
-`inference.e_step` and `BaumWelch.step`, and "fit" is an epoch of `lightning_hmm.fit`. hmmlearn is `CategoricalHMM(implementation="scaling")` with
-its public methods, which always use float64 and one thread. dynamax and pomegranate use float32 and all threads.
+INTRO = """This page is written by `benchmarks/baum_welch.py`. Times are for one call in the best round. Every program
+gets all data in one batch. Our code uses all threads; an iteration is `inference.e_step` and `BaumWelch.step`, and
+"fit" is an epoch of `lightning_hmm.fit`. hmmlearn is `CategoricalHMM(implementation="scaling")` with its public
+methods, which always use float64 and one thread. dynamax and pomegranate use float32 and all threads.
 [benchmarks/README.md](../../benchmarks/README.md) describes what is timed."""
 BURST = 0.02  # seconds; a faster call is repeated until a round lasts this long
 
@@ -160,7 +160,10 @@ class Remote:
 
 
 def environment(name: str) -> Path | None:
-    """The Python interpreter with the peer `name`: this one, or that of a virtual environment, which is created if it is missing."""
+    """Returns the Python interpreter of the peer `name`.
+
+    This is the running one, or that of a virtual environment, which is created if it is missing.
+    """
     if find_spec(name) is not None:
         return Path(sys.executable)
     folder = HERE / f".venv-{name}"
@@ -625,7 +628,10 @@ def corpus(options: argparse.Namespace) -> None:
         )
     options.out.mkdir(parents=True, exist_ok=True)
     write_csv(options.out / "corpus.csv", records)
-    title = f"One Baum-Welch iteration over {num_sequences * CORPUS.length:,} symbols ({CORPUS.states} states, {CORPUS.symbols} symbols)"
+    title = (
+        f"One Baum-Welch iteration over {num_sequences * CORPUS.length:,} symbols "
+        f"({CORPUS.states} states, {CORPUS.symbols} symbols)"
+    )
     table = markdown(
         ["arithmetic", "seconds", "million symbols per second", "memory of the data", "peak memory in addition"], lines
     )
@@ -751,11 +757,15 @@ def tables(rows: Sequence[Row], off: float | None, threads: int) -> str:
             seconds = {row.contestant: row.seconds for row in chosen if row.setting == setting}
             cells = [str(setting), *(show(seconds[name]) if name in seconds else "-" for name in names)]
             lines.append([*cells, *(ratio(seconds, "hmmlearn", name) for name in against)])
-        text += f"\n## {title}\n\n{fewer_rounds(chosen)}\n\n{markdown(['states, symbols, sequences x length', *names, *against.values()], lines)}"
+        header = ["states, symbols, sequences x length", *names, *against.values()]
+        text += f"\n## {title}\n\n{fewer_rounds(chosen)}\n\n{markdown(header, lines)}"
         if task == "iteration":
             text += f"\nTime of the peers divided by ours:\n\n{iteration_ratios(chosen, threads)}"
             if off is not None:
-                text += f"\npomegranate's new transition matrix differs by up to {off:.0e}, because it has an end state. With rows normalized it agrees.\n"
+                text += (
+                    f"\npomegranate's new transition matrix differs by up to {off:.0e}, because it has an end state. "
+                    "With rows normalized it agrees.\n"
+                )
     trainer = {
         row.contestant: row.seconds for row in rows if row.task == "iteration" and row.setting == TRAINER_SETTING
     }
@@ -776,9 +786,9 @@ def write(rows: Sequence[Row], off: dict[str, float], options: argparse.Namespac
     options.out.mkdir(parents=True, exist_ok=True)
     write_csv(options.out / "baum_welch.csv", [row.record() for row in rows])
     kind = "A quick run, not for quoting. " if options.quick else ""
-    (options.out / "baum_welch.md").write_text(
-        f"# Baum-Welch, compared with the peers\n\n{kind}{INTRO}\n{machine(options, versions)}{tables(rows, max(off.values(), default=None), options.threads)}"
-    )
+    page = f"# Baum-Welch, compared with the peers\n\n{kind}{INTRO}\n{machine(options, versions)}"
+    page += tables(rows, max(off.values(), default=None), options.threads)
+    (options.out / "baum_welch.md").write_text(page)
 
 
 def use_threads(threads: int) -> None:

@@ -1,13 +1,14 @@
-"""Time of an EM iteration of the cloned HMM, compared with its authors' public code; cost of the Trainer; scoring, compared with an LSTM.
+"""Speed of the cloned HMM: an EM iteration and scoring, compared with its authors' code and with an LSTM.
 
     python benchmarks/cloned.py [--quick] [--peer path/to/chmm_actions.py] [--out docs/benchmarks]
-    python benchmarks/cloned.py --parts forward --path milton-paradise.txt --checkpoint model.ckpt    # trains the model if there is none
+    python benchmarks/cloned.py --parts forward --path milton-paradise.txt --checkpoint model.ckpt
     python benchmarks/cloned.py --parts large --path carroll-alice.txt
 
-The peer is one file of vicariousinc/naturecomm_cscg, which is not on PyPI; without `--peer` it is skipped. Both sides
-iterate on the same symbols from the same initial parameters, and their new transitions must agree before anything is
-timed. The sides take turns, and the best round counts. Run it on an idle machine. The load average before each part,
-the threads and the rounds are written with the results.
+The peer is one file of vicariousinc/naturecomm_cscg, which is not on PyPI; without `--peer` it is skipped. The part
+`forward` trains a model if the checkpoint does not exist. Both sides iterate on the same symbols from the same initial
+parameters, and their new transitions must agree before anything is timed. The sides take turns, and the best round
+counts. Run it on an idle machine. The load average before each part, the threads and the rounds are written with the
+results.
 """
 
 from __future__ import annotations
@@ -197,7 +198,10 @@ def trainer(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def trained(arguments: argparse.Namespace, data: TextDataModule) -> ClonedHMM:
-    """Clones of contexts of three letters, trained until few transitions are left, and joined with these contexts so that every text is possible."""
+    """Returns clones of contexts of three letters, trained until few transitions are left.
+
+    They are joined with these contexts, so that every text is possible.
+    """
     train, num_symbols = data.train_sequences, data.num_symbols
     assert num_symbols is not None
     contexts = Contexts(train, num_symbols, 3)
@@ -214,7 +218,10 @@ def trained(arguments: argparse.Namespace, data: TextDataModule) -> ClonedHMM:
 
 @torch.no_grad()
 def forward(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Scoring the test part of a text, and a one-layer LSTM of 256 units that reads it one symbol per call and all symbols in one call."""
+    """Times the scores of the test part of a text by our code and by a one-layer LSTM of 256 units.
+
+    The LSTM is called once per symbol, and once with all symbols.
+    """
     data = TextDataModule(arguments.path, val_fraction=0.0)
     data.setup()
     if arguments.checkpoint is not None and arguments.checkpoint.exists():
@@ -256,7 +263,7 @@ def forward(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def large(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Epochs of a model of 30,000 states through the Trainer: seconds, density, and the peak memory of this process so far."""
+    """Trains a model of 30,000 states with the Trainer and measures seconds, density and the peak memory per epoch."""
     data = TextDataModule(arguments.path, batch_size=10_000)
     states = 300 if arguments.quick else STATES
     layout = {"allocation": "ngram", "ngram_order": 6, "pairs": "all", "arithmetic": "float32"}
@@ -297,21 +304,28 @@ def large(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 PARTS = {"iterations": iterations, "trainer": trainer, "forward": forward, "large": large}
 _WORDS = {
-    "iterations": "The table gives the seconds of one EM iteration on the same random symbols, 27 of them, from the same initial parameters, as one "
-    "sequence. `ours` is "
-    "`inference.e_step` and `BaumWelch.step` in float32. "
-    "`peer` is `learn_em_T` of the authors' public code, in float32, compiled by numba without its parallel mode.",
-    "trainer": "The table gives the seconds of an epoch of `fit` and of the same work in a bare loop, in the same precision and on the same number of threads.",
-    "forward": "The table gives the seconds of the forward pass over the test part of a text as one sequence, in float32. `ours` is `ClonedHMM.score` of "
-    "30,000 clones of contexts of three letters joined with these contexts, after 60 EM iterations; it is not the "
-    "model of Table 4. `LSTM` is a "
-    "one-layer `torch.nn.LSTM` of 256 untrained units, called once per symbol; most of its time is the cost of the "
-    "calls. "
-    "`LSTM, one call` is the same network, called once with all symbols.",
-    "large": "The table describes the epochs of a large model that is trained with the Trainer from sparse initial transitions and pruned between epochs. "
-    "`density` is the fraction of transitions above 1e-4, and `stored` the fraction that is stored. `GiB` is the peak "
-    "resident memory so far, and "
-    "`bits before` is the bits per symbol of the training text one epoch earlier.",
+    "iterations": (
+        "The table gives the seconds of one EM iteration on the same random symbols, 27 of them, from the same "
+        "initial parameters, as one sequence. `ours` is `inference.e_step` and `BaumWelch.step` in float32. `peer` is "
+        "`learn_em_T` of the authors' public code, in float32, compiled by numba without its parallel mode."
+    ),
+    "trainer": (
+        "The table gives the seconds of an epoch of `fit` and of the same work in a bare loop, in the same precision "
+        "and on the same number of threads."
+    ),
+    "forward": (
+        "The table gives the seconds of the forward pass over the test part of a text as one sequence, in float32. "
+        "`ours` is `ClonedHMM.score` of 30,000 clones of contexts of three letters joined with these contexts, after "
+        "60 EM iterations; it is not the model of Table 4. `LSTM` is a one-layer `torch.nn.LSTM` of 256 untrained "
+        "units, called once per symbol; most of its time is the cost of the calls. `LSTM, one call` is the same "
+        "network, called once with all symbols."
+    ),
+    "large": (
+        "The table describes the epochs of a large model that is trained with the Trainer from sparse initial "
+        "transitions and pruned between epochs. `density` is the fraction of transitions above 1e-4, and `stored` the "
+        "fraction that is stored. `GiB` is the peak resident memory so far, and `bits before` is the bits per symbol "
+        "of the training text one epoch earlier."
+    ),
 }
 
 

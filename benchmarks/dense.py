@@ -94,7 +94,7 @@ def m_step_seconds(sequences: Sequences, steps: int) -> float:
 
 
 def large_model() -> None:
-    """Prints the seconds per step and the peak memory of this process, after a few steps of a large model through the Trainer."""
+    """Trains a large model for a few steps with the Trainer and prints seconds per step and the peak memory."""
     states, symbols, length = LARGE
     model = DenseHMM(states, symbols, embedding_dim=length, objective="cooccurrence", steps_per_epoch=1)
     sequences = random_sequences(1000, 1000, symbols)

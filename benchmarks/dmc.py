@@ -1,8 +1,8 @@
 """Speed of dense, mostly constant transitions, compared with our dense routines, torch's products and hmmlearn.
 
-    python benchmarks/dmc.py table gaussian em large hmmlearn growth [--out docs/benchmarks]   # about 12 minutes; any of the parts alone
-    python benchmarks/dmc.py report                                                          # writes the page and the plot again
-    python benchmarks/dmc.py costs selection   # the numbers in `inference/cpu/routes.py`; selection over all pairs and lazily
+    python benchmarks/dmc.py table gaussian em large hmmlearn growth [--out docs/benchmarks]   # about 12 minutes
+    python benchmarks/dmc.py report            # writes the page and the plot again
+    python benchmarks/dmc.py costs             # the constants in `inference/cpu/routes.py`
 
 Both sides use one thread. The kept columns are random and have 0.8 of each row's mass. Each side runs several rounds,
 and the best counts. A dense pass over 2,000 steps of 5,000 states would take a minute per call, so dense routines are
@@ -50,7 +50,8 @@ WANTED = {  # what each row is held against
     ("Viterbi, one sequence", 1000): 6, ("Viterbi, one sequence", 2000): 12, ("Viterbi, one sequence", 5000): 25,
     ("forward with Gaussians, one sequence", 1000): 4, ("forward with Gaussians, one sequence", 2000): 8,
     ("forward with Gaussians, one sequence", 5000): 25,
-    ("EM iteration, choosing each time", 2000): 3, ("EM iteration, choosing every 5th", 2000): 6, ("EM iteration, fixed set", 10000): 10,
+    ("EM iteration, choosing each time", 2000): 3, ("EM iteration, choosing every 5th", 2000): 6,
+    ("EM iteration, fixed set", 10000): 10,
     ("score, hmmlearn log", 500): 50, ("Viterbi, hmmlearn log", 500): 50,
 }  # fmt: skip
 HOW = {  # by the beginning of a task: what was called, its precision and its rounds, ours and the other side's
@@ -274,7 +275,7 @@ def em_iteration(problem: Problem, choose: bool) -> Callable[[], object]:
         if choose:
             sums = selection.PairSums(problem.operator)
             sums.add(selection.factored_pairs(problem.operator, found, offsets))
-            choice = selection.choose_gemm(sums, "window")
+            choice = selection.choose(sums, "window")
             kept, rest = choice.kept, choice.rest
         total = kept.sum(1) + rest
         return (kept / total[:, None]).log(), (rest / total).log()
@@ -384,33 +385,14 @@ def costs() -> None:
                     measured.append((size * kept, size, seconds))
                 array = np.array(measured)
                 entry, state = np.linalg.lstsq(array[:, :2] / array[:, 2:], np.ones(len(array)), rcond=None)[0]
-                name = f"{'e_step' if smooth else 'forward'}, {'many' if sequences > 1 else 'one'}, {'float32' if single else 'float64'}"
+                calls = f"{'e_step' if smooth else 'forward'}, {'many' if sequences > 1 else 'one'}"
+                name = f"{calls}, {'float32' if single else 'float64'}"
                 entries = ", ".join(f"{value * 1e9:.3f}" for value in full)
                 print(
                     f"{name}: dense {np.median(full) * 1e9:.3f} ({entries}), kept {entry * 1e9:.3f}, state "
                     f"{state * 1e9:.2f}",
                     flush=True,
                 )
-
-
-def compare_selection() -> None:
-    """Seconds of selection with the criterion largest, over all pairs and lazily."""
-    for size, steps in ((100, 10_000), (500, 5000), (1000, 5000), (2000, 10_000)):
-        problem = Problem(size, 10, 1, steps, gaussian=True)
-        found = problem.e_step(problem.operator, steps, smooth=True, single=True, per_step=True)()
-        pairs = selection.factored_pairs(problem.operator, found, torch.tensor([0, steps]))
-        sums = selection.PairSums(problem.operator)
-        sums.add(pairs)
-        gemm = best(lambda s=sums: selection.choose_gemm(s, "largest"), 2)
-        for terms in (steps // 200, steps // 20, steps // 5):
-            arguments_lazy = pairs.alpha, pairs.kappa, problem.operator, *found.counts, terms
-            lazy = best(lambda a=arguments_lazy: selection.choose_lazily(*a), 1)
-            exact = selection.choose_lazily(*arguments_lazy).dot_products.double().mean()
-            print(
-                f"N={size}, T={steps}: gemm {gemm:.3f} s, lazy with R={terms} {lazy:.3f} s, {exact:.1f} exact sums per "
-                "row",
-                flush=True,
-            )
 
 
 def machine() -> str:
@@ -495,7 +477,7 @@ def report(out: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="+", choices=[*PARTS, "costs", "selection", "report"])
+    parser.add_argument("parts", nargs="+", choices=[*PARTS, "costs", "report"])
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -510,8 +492,8 @@ def main() -> None:
     }
     file = options.out / "dmc.csv"
     for part in options.parts:
-        if part in ("costs", "selection"):
-            (costs if part == "costs" else compare_selection)()
+        if part == "costs":
+            costs()
         if part not in makers:
             continue
         load = f"{os.getloadavg()[0]:.2f}"

@@ -1,4 +1,6 @@
-"""CPU time of an EM iteration with Gaussian emissions through `fit`, compared with hmmlearn; cost of structural zeros and of the torch reference.
+"""CPU time of an EM iteration with Gaussian emissions through `fit`, compared with hmmlearn.
+
+Also measures the cost of structural zeros and of the torch reference.
 
     python benchmarks/emissions.py [--quick] [--rounds 15] [--out docs/benchmarks]
 

@@ -1,4 +1,4 @@
-"""Speed of the particle filter and of backward simulation, compared with the package particles on the same model and data, and their accuracy.
+"""Speed and accuracy of the particle filter and of backward simulation, compared with the package particles.
 
     python benchmarks/particle.py [--out docs/benchmarks]      # about 4 minutes, on an idle machine
     python benchmarks/particle.py --memory 128                # only the memory of the filter with 128 particles
@@ -168,7 +168,10 @@ def check_agreement(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
             f"Both sides must agree, but likelihoods are {likelihood:.1f} standard errors and smoothed means "
             f"{means:.2f} times their noise apart."
         )
-    return f"likelihoods are {likelihood:+.1f} standard errors apart, and smoothed means {means:.2f} times as far as in two runs of ours"
+    return (
+        f"likelihoods are {likelihood:+.1f} standard errors apart, and smoothed means {means:.2f} times as far as in "
+        "two runs of ours"
+    )
 
 
 def linear_gaussian(dtype: torch.dtype = torch.float64) -> kalman.LinearGaussian:
@@ -180,7 +183,10 @@ def linear_gaussian(dtype: torch.dtype = torch.float64) -> kalman.LinearGaussian
 
 
 def em_iteration(values: np.ndarray, rounds: int) -> dict[str, float]:
-    """Seconds of the parts of an EM iteration of a `NeuralHMM` in float32, with networks of the same size: the best of some rounds of each."""
+    """Returns the seconds of the parts of an EM iteration of a `NeuralHMM` in float32, each as the best of `rounds`.
+
+    The networks have the same sizes as those of the comparison.
+    """
     data = Sequences.from_lengths(torch.from_numpy(values).flatten(0, 1), [values.shape[1]] * len(values))
     model = NeuralHMM(
         STATE,

@@ -35,9 +35,9 @@ class Peer(Protocol):
 
 
 def mean_seconds(reset: Callable[[], object], run: Callable[[], object], calls: int) -> float:
-    """Seconds for one `run`, the mean of `calls`. Every call does the same work, because `reset` is called before each and is not timed.
+    """Returns the mean seconds of `calls` calls of `run`. `reset` is called before each and is not timed.
 
-    Where there are several calls, one more goes first, untimed: it wakes the threads and fills the caches.
+    If there are several calls, an untimed one precedes them, which starts the threads and fills the caches.
     """
     if calls > 1:
         reset()

@@ -1,4 +1,6 @@
-"""The package particles: a bootstrap filter and backward sampling of the model that `particle.py` describes. Started by it, in an environment of its own.
+"""The package particles: a bootstrap filter and backward sampling of the model that `particle.py` describes.
+
+`particle.py` starts this program in an environment of its own.
 
     python benchmarks/peer_particles.py <problem.npz> <results.npz> <num_particles> <num_paths> <rounds>
 

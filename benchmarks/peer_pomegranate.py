@@ -1,4 +1,6 @@
-"""pomegranate's `DenseHMM`, one `summarize` and one `from_summaries` in float32. Started by `baum_welch.py`; see `peer.py`.
+"""pomegranate's `DenseHMM`: one `summarize` and one `from_summaries` in float32.
+
+`baum_welch.py` starts this program; see `peer.py`.
 
 These two calls are what its `fit` makes in each iteration, without the sorting of sequences by length that `fit` does
 first.

@@ -70,9 +70,10 @@ def main() -> None:
         )
     text = f"""# The E-step in plain torch, compared with the compiled kernels
 
-This page is written by `benchmarks/reference.py`. The table gives milliseconds of CPU time of one thread in float64, for symbols, as the best of
-{ROUNDS} rounds in which both sides alternate. `compiled` is the backend `cpu` of `inference.e_step`; `plain` is the backend `reference`, which other
-devices run. The load average at the end was {os.getloadavg()[0]:.1f}.
+This page is written by `benchmarks/reference.py`. The table gives milliseconds of CPU time of one thread in float64,
+for symbols, as the best of {ROUNDS} rounds in which both sides alternate. `compiled` is the backend `cpu` of
+`inference.e_step`; `plain` is the backend `reference`, which other devices run. The load average at the end was
+{os.getloadavg()[0]:.1f}.
 
 | states, symbols, sequences x steps | compiled | plain | plain / compiled |
 | --- | ---: | ---: | ---: |

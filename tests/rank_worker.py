@@ -100,7 +100,7 @@ class Synthetic(SyntheticDataModule):
 
 
 def few(name: str, **ranks: Any) -> dict[str, Any]:
-    """Trains and tests a row with a datamodule of two sequences to train on, one to validate on, one to test on: for more ranks than sequences."""
+    """Trains and tests a row on more ranks than sequences: two for training, one for validation, one for the test."""
     row = ROWS[name]
     model = row.make()
     synthetic = Synthetic(

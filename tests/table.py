@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback
 
+from experiments.dmc.lazy import LazyDMCHMM
 from lightning_hmm import DMCHMM, HMM, ClonedHMM, DenseHMM, NeuralHMM, Sequences, StandardHMM, fit
 from lightning_hmm.callbacks import Pruning
 from lightning_hmm.columns import Column
@@ -103,7 +104,7 @@ def data(kind: str, seed: int = 0) -> Sequences:
 
 
 def suited(kind: str, sequences: Sequences) -> Sequences:
-    """Real vectors as what the models of a kind observe: counts for "count vectors", and two numbers, a symbol and a count for "mixed vectors"."""
+    """Real vectors of a kind: counts for "count vectors"; two numbers, a symbol and a count for "mixed vectors"."""
     counts = sequences.values.abs().floor()
     if kind == "count vectors":
         return sequences.with_values(counts)
@@ -181,16 +182,8 @@ ROWS: dict[str, Row] = {
     "DMC, many states": Row(
         lambda: DMCHMM(160, 2, V, restarts=2, transition_pseudocount=0.1, reselect_every=2)
     ),  # the sparse routine
-    "DMC, lazy": Row(
-        lambda: DMCHMM(8, 2, V, criterion="largest", selection="lazy", reselect_every=2, restarts=2), epochs=4
-    ),
+    "DMC, lazy": Row(lambda: LazyDMCHMM(8, 2, V, criterion="largest", reselect_every=2, restarts=2), epochs=4),
     "DMC, Gaussian": Row(lambda: DMCHMM(4, 1, **GAUSSIAN), "vectors"),
-    "DMC, lazy, Gaussian": Row(
-        lambda: DMCHMM(
-            9, 3, criterion="largest", selection="lazy", transition_pseudocount=0.1, variance_prior=0.1, **GAUSSIAN
-        ),
-        "vectors",
-    ),
     "dense, EM": Row(lambda: DenseHMM(3, V, 2, objective="em", m_steps=3, restarts=2), closed=False),
     "dense, likelihood": Row(lambda: DenseHMM(3, V, 2, objective="likelihood", restarts=2), **GRADIENT),
     "dense, co-occurrences": Row(

@@ -53,10 +53,12 @@ def test_peak_memory_is_that_of_the_process_itself():
     child = (
         f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); from baum_welch import peak_bytes; print(peak_bytes())"
     )
-    parent = f"import subprocess, sys; held = b'x' * 400_000_000; subprocess.run([sys.executable, '-c', {child!r}], check=True)"
+    run = f"subprocess.run([sys.executable, '-c', {child!r}], check=True)"
+    parent = f"import subprocess, sys; held = b'x' * 400_000_000; {run}"
     peak = int(subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True, check=True).stdout)
     assert peak < 300_000_000
-    grown = f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); from baum_welch import peak_bytes, resident_bytes; before = resident_bytes(); "
+    grown = f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); from baum_welch import peak_bytes, resident_bytes; "
+    grown += "before = resident_bytes(); "
     grown += "held = b'x' * 50_000_000; print(resident_bytes() - before, peak_bytes() - before)"
     for growth in subprocess.run(
         [sys.executable, "-c", grown], capture_output=True, text=True, check=True

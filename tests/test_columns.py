@@ -377,7 +377,10 @@ class TestCheck:
 
     @pytest.mark.parametrize("bad", [2.0, -1.0, 0.5])
     def test_what_is_no_category(self, bad):
-        message = f"Column 'w' must hold the whole numbers 0 to 1, or NaN for a missing one, but position 1 of sequence 1 has {bad:g} instead"
+        message = (
+            "Column 'w' must hold the whole numbers 0 to 1, or NaN for a missing one, but position 1 of sequence 1 "
+        )
+        message += f"has {bad:g} instead"
         with pytest.raises(ValueError, match=message):
             Sequences.from_list([[[9.0, 0.0]], [[9.0, 1.0], [9.0, bad]]]).check_columns(self.MIXED)
 

@@ -1,4 +1,4 @@
-"""Every experiment runs with ``--quick`` and continues where it was stopped, and published records make the published tables."""
+"""Every experiment runs with ``--quick`` and resumes, and the published records reproduce the published tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two and three processes against one: every row of `tests.table` gives the same model, the same metrics and the same predictions.
+"""Two and three processes against one: every row of `tests.table` gives the same model, metrics and predictions.
 
 Two ranks share ragged sequences in global batches, the last of which may leave a rank without any. Three ranks have
 fewer sequences than ranks.

@@ -1,4 +1,4 @@
-"""Runs the code blocks and the commands of the README and the pages in `docs`, and checks that links and paths in them exist."""
+"""Runs the code and the commands of the README and of `docs`, and checks that links and paths in them exist."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from tests.table import ROWS, D, Row, V, assert_same_state, state, suited
 
 
 def pair(kind: str) -> tuple[Sequences, Sequences]:
-    """Sequences of which the last two have weight 0, and the same without those two, which are unlike the others and longer than they are."""
+    """Sequences of which the last two have weight 0, and the same without those two, which are longer and different."""
     rng = np.random.default_rng(3)
     lengths = [6, 1, 0, 9, 4, 7]
     weights = [1.0, 2.0, 1.0, 0.5, 1.5, 1.0]

@@ -18,6 +18,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from matplotlib.figure import Figure
 
+from experiments.dmc.lazy import LazyDMCHMM
 from experiments.measures import best_seconds
 from experiments.panels import GREY, legend, log_ticks, panels
 from experiments.records import markdown_table
@@ -34,7 +35,7 @@ KEPT_MASS = 0.8
 ROUNDS = 3
 WAYS: dict[str, dict[str, Any]] = {  # of selecting the entries to keep
     "choosing each time": {},
-    "choosing lazily": {"criterion": "largest", "selection": "lazy"},
+    "choosing lazily": {"family": LazyDMCHMM, "criterion": "largest"},
     "fixed set": {"reselect_every": 1_000_000},
 }
 MEASURES = {
@@ -44,14 +45,14 @@ MEASURES = {
 COMPILED: set[tuple[str, str | None]] = set()  # parts and ways whose kernels have been compiled
 
 
-def random_model(num_states: int, num_kept: int, **options: Any) -> DMCHMM:
+def random_model(num_states: int, num_kept: int, family: type[DMCHMM] = DMCHMM, **options: Any) -> DMCHMM:
     """Returns a model with random kept columns that have 0.8 of the probability of each row."""
     draw = torch.Generator().manual_seed(0)
     indices = torch.rand(num_states, num_states, generator=draw).topk(num_kept, dim=1).indices
     weights = torch.rand(num_states, num_kept, dtype=torch.float64, generator=draw) + 0.5
     means = 3 * torch.randn(num_states, 2, dtype=torch.float64, generator=draw)
     variances = 0.1 + 0.4 * torch.rand(num_states, 2, dtype=torch.float64, generator=draw)
-    model = DMCHMM(num_states, num_kept, emission="gaussian", num_features=2, **options)
+    model = family(num_states, num_kept, emission="gaussian", num_features=2, **options)
     values = KEPT_MASS * weights / weights.sum(1, keepdim=True)
     return model.set_parameters(indices=indices, values=values, emission={"mean": means, "variance": variances})
 
@@ -70,7 +71,8 @@ class IterationTimes(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.seconds.append(time.process_time() - self.begin)
         if isinstance(pl_module, DMCHMM) and pl_module.choices:
-            self.exact.append(float(pl_module.choices[0].dot_products.double().mean()))
+            lazy = isinstance(pl_module, LazyDMCHMM)
+            self.exact.append(float(pl_module.dot_products[0].double().mean()) if lazy else pl_module.num_states)
 
 
 def iterate(model: StandardHMM | DMCHMM, sequences: Sequences, iterations: int) -> IterationTimes:
@@ -110,8 +112,10 @@ def time_baum_welch(num_states: int, num_kept: int | None, way: str | None, step
 def time_bounds(terms: int | None, num_states: int, num_kept: int, steps: int, iterations: int) -> dict[str, float]:
     """Returns means over the iterations of EM from a random start; without `terms`, all pairs are multiplied."""
     sequences = random_model(num_states, num_kept).sample(1, steps)
-    how: dict[str, Any] = {"selection": "gemm"} if terms is None else {"selection": "lazy", "bound_terms": terms}
-    model = DMCHMM(num_states, num_kept, emission="gaussian", num_features=2, criterion="largest", **how)
+    family = DMCHMM if terms is None else LazyDMCHMM
+    model = family(num_states, num_kept, emission="gaussian", num_features=2, criterion="largest")
+    if isinstance(model, LazyDMCHMM):
+        model.bound_terms = terms
     times = iterate(model, sequences, iterations + 1)
     return {"seconds": sum(times.seconds[1:]) / iterations, "exact": sum(times.exact[1:]) / iterations}
 

@@ -23,6 +23,8 @@ Example:
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -151,7 +153,7 @@ def _sensitivity(factors: tuple[Tensor, Tensor], probs: Tensor, gradient: Tensor
 
 class _Stationary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, transition):
+    def forward(ctx: Any, transition: Tensor) -> Tensor:
         factors = _stationary_system(transition)
         probs = _solve_stationary(factors, transition)
         ctx.save_for_backward(*factors, probs)
@@ -159,7 +161,7 @@ class _Stationary(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         *factors, probs = ctx.saved_tensors
         return _sensitivity(factors, probs, gradient)
 
@@ -168,7 +170,9 @@ class _SquaredError(torch.autograd.Function):
     """Computes gradients together with the error, because autograd would store several (V, V) matrices."""
 
     @staticmethod
-    def forward(ctx, transition, emission, target, differentiate_stationary):
+    def forward(
+        ctx: Any, transition: Tensor, emission: Tensor, target: Tensor, differentiate_stationary: bool
+    ) -> Tensor:
         factors = _stationary_system(transition)
         probs = _solve_stationary(factors, transition)
         pairs = probs[..., None] * transition  # P(z_t, z_t+1)
@@ -198,7 +202,7 @@ class _SquaredError(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
         transition_gradient, emission_gradient = ctx.saved_tensors
         scale = -2 * gradient[..., None, None]
         return scale * transition_gradient, scale * emission_gradient, None, None

@@ -10,13 +10,8 @@ all others. Q is the expected log-likelihood after the M-step. There are two cri
   interval of the sorted row: the a largest and the K - a smallest entries are kept, for the best of the K + 1 values of
   a.
 
-There are two algorithms, which select the same entries:
-
-- `choose_gemm` computes all entries of :math:`\alpha^T \kappa` in blocks of rows. It supports both criteria.
-- `choose_lazily` (Siddiqi & Moore, 2005, section 4.4.1) computes upper bounds from the largest terms, and exact sums
-  only where the bounds require it. It supports ``largest``. The text of the paper ranks by the sum over
-  :math:`\alpha_t(i) \kappa_t(j)`, without the factor :math:`a_{ij}` of its equation 11. The likelihood can then
-  decrease, so the factor is included here.
+All entries of :math:`S` are computed as matrix products in blocks of rows. The algorithm of Siddiqi & Moore (2005),
+which avoids most of these sums, was not faster in our measurements; it is in ``experiments/dmc/lazy.py``.
 
 Ties are broken in favor of the column with the lower number. A row changes only if the gain exceeds rounding errors.
 """
@@ -39,7 +34,6 @@ from lightning_hmm.inference.results import EStep
 CRITERIA = ("largest", "window")
 _BLOCK_ENTRIES = 1 << 20  # entries of a block of rows
 _TILE_ROWS = 128  # rows of one compiled product
-_LAZY_ROWS = 32  # rows of one call of the lazy kernel
 
 
 class Pairs(NamedTuple):
@@ -89,7 +83,6 @@ class Choice(NamedTuple):
     kept: (N, K) expected transitions of the selected entries.
     rest: (N,) sum of the expected transitions of all other entries of a row.
     changes: (N,) number of columns of each row that were not in the old set.
-    dot_products: (N,) number of exact sums over all steps that were computed for each row.
     """
 
     indices: Tensor
@@ -97,7 +90,6 @@ class Choice(NamedTuple):
     kept: Tensor
     rest: Tensor
     changes: Tensor
-    dot_products: Tensor
 
 
 class PairSums:
@@ -108,11 +100,9 @@ class PairSums:
 
     Args:
         operator: Transitions of the epoch.
-        factored: Whether to store all batches in factored form, as `choose_lazily` requires.
     """
 
-    def __init__(self, operator: MostlyConstant, factored: bool = False) -> None:
-        self.factored = factored
+    def __init__(self, operator: MostlyConstant) -> None:
         self.operator = MostlyConstant(operator.indices, operator.log_values.detach(), operator.log_constants.detach())
         self.factors: list[Pairs] = []
         self.counts: Tensor | None = None
@@ -127,7 +117,7 @@ class PairSums:
             self.counts = pairs.counts.clone() if self.counts is None else self.counts.add_(pairs.counts)
         if len(pairs.alpha):
             self.factors.append(pairs)
-        several = len(self.factors) + (self.counts is not None) > 1 and not self.factored
+        several = len(self.factors) + (self.counts is not None) > 1
         if several and 2 * sum(len(factor.alpha) for factor in self.factors) >= self.num_states:
             counts = torch.empty(
                 self.num_states, self.num_states, dtype=torch.float64, device=self.operator.log_constants.device
@@ -135,13 +125,6 @@ class PairSums:
             for first, last in self.blocks():
                 counts[first:last] = self.rows(first, last)
             self.counts, self.factors = counts, []
-
-    def messages(self) -> tuple[Tensor, Tensor]:
-        """Returns the concatenated rows of `alpha` and of `kappa` of all batches."""
-        size, none = self.num_states, [self.operator.log_constants.new_zeros(0, self.num_states)]
-        alpha = torch.cat(none + [pairs.alpha[:, :size] for pairs in self.factors])
-        kappa = torch.cat(none + [pairs.kappa[:, :size] for pairs in self.factors])
-        return alpha, kappa
 
     def blocks(self) -> list[tuple[int, int]]:
         """Returns the first and last row (exclusive) of each block of rows."""
@@ -175,7 +158,7 @@ def _multiply_compiled(first: int, last: int, alpha: np.ndarray, kappa: np.ndarr
     run_shares(shares, work)
 
 
-def choose_gemm(
+def choose(
     sums: PairSums, criterion: str, pseudocount: float = 0.0, total: Callable[[Tensor], Tensor] | None = None
 ) -> Choice:
     """Selects the entries to keep from all entries, one block of rows at a time.
@@ -191,10 +174,9 @@ def choose_gemm(
     for first, last in sums.blocks():
         pairs = sums.rows(first, last)
         pairs = pairs if total is None else total(pairs)
-        choose = _choose_compiled if pairs.is_cpu else _choose_portable
-        blocks.append(choose(pairs, sums.operator, slice(first, last), criterion == "window", pseudocount))
-    indices, log_values, kept, rest, changes = (torch.cat(parts) for parts in zip(*blocks, strict=True))
-    return Choice(indices, log_values, kept, rest, changes, torch.full_like(changes, sums.num_states))
+        choose_rows = _choose_compiled if pairs.is_cpu else _choose_portable
+        blocks.append(choose_rows(pairs, sums.operator, slice(first, last), criterion == "window", pseudocount))
+    return Choice(*(torch.cat(parts) for parts in zip(*blocks, strict=True)))
 
 
 def _check_criterion(criterion: str) -> None:
@@ -215,7 +197,7 @@ def _choose_compiled(
         np.empty(len(rows)),
         np.empty(len(rows), np.int64),
     )
-    _over_rows(
+    over_rows(
         len(rows), loops.choose_rows, rows, indices, log_values, log_constants, float(pseudocount), window, *outputs
     )
     return tuple(map(torch.from_numpy, outputs))
@@ -254,82 +236,7 @@ def _choose_portable(
     return chosen, logs.gather(1, chosen), pairs.gather(1, chosen), pairs.scatter(1, chosen, 0.0).sum(1), fresh
 
 
-def default_bound_terms(num_steps: int) -> int:
-    """Returns R, the number of terms in the bounds: a twentieth of the steps, as in the paper."""
-    return max(1, num_steps // 20)
-
-
-def choose_lazily(
-    alpha: Tensor,
-    kappa: Tensor,
-    operator: MostlyConstant,
-    kept: Tensor,
-    rest: Tensor,
-    bound_terms: int | None = None,
-    pseudocount: float = 0.0,
-) -> Choice:
-    """Selects the K largest entries of each row, using upper bounds to avoid most of the exact sums.
-
-    Args:
-        alpha: (T, N) messages of all data, as in `Pairs`.
-        kappa: (T, N) messages of all data, as in `Pairs`.
-        operator: Transitions of the epoch.
-        kept: (N, K) exact counts of the entries that are kept at present.
-        rest: (N,) exact sums of the counts of all other entries.
-        bound_terms: R, the number of largest terms of each alpha(i) and kappa(j) from which the bounds are computed.
-        pseudocount: Number that is added to the expected count of each possible transition for the comparison.
-    """
-    given = operator.indices, operator.log_values, operator.log_constants
-    indices, log_values, log_constants = (tensor.detach().cpu().contiguous().numpy() for tensor in given)
-    size = len(indices)
-    rows, following = (tensor.cpu().numpy()[:, :size] for tensor in (alpha[:-1], kappa[1:]))
-    num_steps = len(rows)
-    if num_steps < 1:
-        raise ValueError("`alpha` and `kappa` must hold at least two steps, but there is no transition in them.")
-    num_terms = default_bound_terms(num_steps) if bound_terms is None else bound_terms
-    if not 1 <= num_terms <= num_steps:
-        raise ValueError(
-            f"`bound_terms` must be from 1 to {num_steps}, the transitions in the data, but is {num_terms} instead."
-        )
-    rows, following = np.ascontiguousarray(rows), np.ascontiguousarray(following)
-    alpha_columns, kappa_columns = np.ascontiguousarray(rows.T), np.ascontiguousarray(following.T)
-    large = [*_large_entries(alpha_columns, num_terms), *_large_entries(kappa_columns, num_terms)]
-    outputs: Any = (
-        np.empty_like(indices),
-        np.empty_like(log_values),
-        np.empty_like(log_values),
-        np.empty(size),
-        np.empty(size, np.int64),
-        np.empty(size, np.int64),
-    )
-    counts = [tensor.detach().double().cpu().contiguous().numpy() for tensor in (kept, rest)]
-    blocks = range(0, size, _LAZY_ROWS)
-    shares = num_shares(len(blocks), 0)
-    messages = rows, following, alpha_columns, kappa_columns
-    data: Any = (*messages, *large, indices, log_values, log_constants, float(pseudocount), *counts)
-
-    def work(share: int) -> None:
-        for first in blocks[share::shares]:
-            loops.lazy_rows(first, min(first + _LAZY_ROWS, size), *data, *outputs)
-
-    run_shares(shares, work)
-    return Choice(*(torch.from_numpy(output).to(alpha.device) for output in outputs))
-
-
-def _large_entries(columns: np.ndarray, num_terms: int) -> Any:
-    """Returns the results of `selection_loops.large_entries` for all rows of `columns` (states by steps)."""
-    size = len(columns)
-    arrays: Any = (
-        np.empty((size, num_terms), np.int64),
-        np.empty(size, np.int64),
-        np.empty(size, columns.dtype),
-        np.empty(size),
-    )
-    _over_rows(size, loops.large_entries, columns, num_terms, *arrays)
-    return arrays
-
-
-def _over_rows(size: int, kernel: Any, *arguments: Any) -> None:
+def over_rows(size: int, kernel: Any, *arguments: Any) -> None:
     """Runs a kernel on shares of the rows.
 
     All array arguments have `size` rows, and each call gets its share of them.

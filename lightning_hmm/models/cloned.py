@@ -19,6 +19,18 @@ from lightning_hmm.models.hmm import HMM
 from lightning_hmm.sequences import Sequences
 
 
+def _number_of_states(num_states: int | None, clones: list[int] | None) -> int:
+    if clones is not None:
+        if num_states not in (None, sum(clones)):
+            raise ValueError(
+                f"`num_states` must be the sum of `clones`, {sum(clones)}, but is {num_states} instead. Leave it out."
+            )
+        return sum(clones)
+    if num_states is None:
+        raise ValueError("`num_states` must be given, or `clones`.")
+    return num_states
+
+
 class ClonedHMM(HMM):
     r"""A hidden Markov model in which every state emits exactly one symbol.
 
@@ -114,15 +126,7 @@ class ClonedHMM(HMM):
         self._record_options(locals())
         if num_symbols is None:
             raise ValueError("`num_symbols` must be given, because a cloned HMM is a model of symbols.")
-        if clones is not None:
-            if num_states not in (None, sum(clones)):
-                raise ValueError(
-                    f"`num_states` must be the sum of `clones`, {sum(clones)}, but is {num_states} instead. "
-                    "Leave it out."
-                )
-            num_states = sum(clones)
-        if num_states is None:
-            raise ValueError("`num_states` must be given, or `clones`.")
+        num_states = _number_of_states(num_states, clones)
         if online_epochs is not None and (discount is None or online_epochs < 0):
             raise ValueError(
                 f"`online_epochs` must not be negative and requires a `discount`, but is {online_epochs} with "
@@ -193,7 +197,7 @@ class ClonedHMM(HMM):
 
     @torch.no_grad()
     def state_graph(self, sequences: Any = None, threshold: float = 1e-3) -> Any:
-        """Returns the states as a directed graph of networkx, as `graphs.communities` and `plotting.state_graph` take it.
+        """Returns the states as a directed graph of networkx, for `graphs.communities` and `plotting.state_graph`.
 
         Nodes are states with the attributes `symbol` and `name`. The `weight` of an edge is the probability of the
         transition or, if `sequences` is given, its expected count in them, which emphasizes states that are visited

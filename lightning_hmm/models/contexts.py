@@ -127,7 +127,8 @@ class Contexts:
 class BackOff:
     r"""Clones of trained models that back off to contexts, so that no sequence is impossible.
 
-    .. math:: A_{ij} = \frac{n_{ij}}{n_i + s}, \quad A_{i, cx} = \frac{s}{n_i + s} \sum_c p(c \mid i)\, p(x \mid c), \quad
+    .. math:: A_{ij} = \frac{n_{ij}}{n_i + s}, \quad
+        A_{i, cx} = \frac{s}{n_i + s} \sum_c p(c \mid i)\, p(x \mid c), \quad
         A_{c, cx} = (1 - r)\, p(x \mid c), \quad A_{cj} = r\, p(x \mid c)\, p(j \mid cx)
 
     with the strength s, the share r of `returning`, expected counts n and Kneser-Ney n-grams p(x | c). On the most
@@ -209,20 +210,30 @@ class BackOff:
                 )
             )
             first += num_clones
-        of_state = np.concatenate([lower.symbols, *self._symbols])
         sources, targets, values = map(np.concatenate, zip(*entries, strict=True))
-        order = np.argsort(of_state, kind="stable")
+        return self._assembled(np.concatenate([lower.symbols, *self._symbols]), sources, targets, values, symbol_names)
+
+    def _assembled(
+        self,
+        symbols: np.ndarray,
+        sources: np.ndarray,
+        targets: np.ndarray,
+        values: np.ndarray,
+        symbol_names: list[str] | None,
+    ) -> ClonedHMM:
+        """Returns the model with these symbols of the states and these transition probabilities."""
+        order = np.argsort(symbols, kind="stable")
         new = np.empty_like(order)
         new[order] = np.arange(len(order))
         known = values > 0
         layout, place = Layout.of_entries(
-            np.bincount(of_state, minlength=num_symbols),
+            np.bincount(symbols, minlength=self.num_symbols),
             *(torch.from_numpy(new[ends[known]]) for ends in (sources, targets)),
         )
         single = self.arithmetic == "float32"
         model = ClonedHMM(
             num_states=len(order),
-            num_symbols=num_symbols,
+            num_symbols=self.num_symbols,
             arithmetic="float32" if single else "float64",
             symbol_names=symbol_names,
         )

@@ -46,6 +46,18 @@ def fair_num_states(num_states: int, num_symbols: int, embedding_dim: int) -> in
     return max(1, round(-half + math.sqrt(half**2 + 1 + embedding_dim * (3 * num_states + num_symbols + 1))))
 
 
+def _check_objective(objective: Objective, emission: Emission, symbolic: bool) -> None:
+    embedded, name = isinstance(emission, Embedded), type(emission).__name__
+    if objective == "cooccurrence" and not (embedded and symbolic):
+        suited = "em or likelihood" if embedded else "em"
+        raise ValueError(
+            f"`objective` must be {suited} for {name} emissions. "
+            "The objective cooccurrence requires symbols with embeddings."
+        )
+    if objective == "likelihood" and not embedded:
+        raise ValueError(f"`objective` must be em for {name} emissions, which are not trained by gradients.")
+
+
 class DenseHMM(HMM):
     r"""A hidden Markov model whose probabilities are functions of embeddings of length L.
 
@@ -148,17 +160,7 @@ class DenseHMM(HMM):
             part = EmbeddedCategorical(embedding_dim, similarity, tied=tied)
         elif emission == "gaussian":
             part = EmbeddedGaussian(embedding_dim, tied=tied)
-        embedded = isinstance(part, Embedded)
-        if objective == "cooccurrence" and not (embedded and symbolic):
-            suited = "em or likelihood" if embedded else "em"
-            raise ValueError(
-                f"`objective` must be {suited} for {type(part).__name__} emissions. "
-                "The objective cooccurrence requires symbols with embeddings."
-            )
-        if objective == "likelihood" and not embedded:
-            raise ValueError(
-                f"`objective` must be em for {type(part).__name__} emissions, which are not trained by gradients."
-            )
+        _check_objective(objective, part, symbolic)
         super().__init__(
             num_states,
             part,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, Self
 
-import torch
 from torch import Tensor
 
 from lightning_hmm import inference
@@ -41,11 +40,8 @@ class DMCHMM(HMM):
         num_symbols, emission, num_features, seed, restarts, initialization: As for `StandardHMM`.
         criterion: Which entries of a row EM keeps: "window", those that maximize the expected log-likelihood, or
             "largest", those with the largest expected counts.
-        selection: Algorithm that finds them: "gemm" computes the counts of all pairs, "lazy" (for "largest") computes
-            upper bounds first, and "auto" selects the faster one.
         reselect_every: Number of epochs between selections, of which the first is in the first epoch. An epoch without
             a selection takes O(steps N K) time.
-        bound_terms: Number of largest terms in a bound of "lazy". By default a twentieth of the steps.
         initial_pseudocount, transition_pseudocount, emission_pseudocount, variance_prior: As for `StandardHMM`. The
             pseudocount of transitions is added to every entry of the full matrix.
         frozen, arithmetic, symbol_names, unknown_symbol: As for `StandardHMM`.
@@ -73,9 +69,7 @@ class DMCHMM(HMM):
         restarts: int = 1,
         initialization: Literal["kmeans", "random"] = "kmeans",
         criterion: Literal["window", "largest"] = "window",
-        selection: Literal["auto", "gemm", "lazy"] = "auto",
         reselect_every: int = 1,
-        bound_terms: int | None = None,
         initial_pseudocount: float = 0.0,
         transition_pseudocount: float = 0.0,
         emission_pseudocount: float = 0.0,
@@ -95,18 +89,8 @@ class DMCHMM(HMM):
             )
         if criterion not in ("window", "largest"):
             raise ValueError(f"`criterion` must be window or largest, but is {criterion!r} instead.")
-        if selection not in ("auto", "gemm", "lazy"):
-            raise ValueError(f"`selection` must be auto, gemm or lazy, but is {selection!r} instead.")
-        if selection == "lazy" and criterion == "window":
-            raise ValueError(
-                "`selection` must be gemm or auto for the criterion window. The algorithm lazy requires the criterion "
-                "largest."
-            )
-        for name, value in (("reselect_every", reselect_every), ("bound_terms", bound_terms)):
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"`{name}` must be a whole number of at least 1, but is {value} instead.")
-        if bound_terms is not None and selection != "lazy":
-            raise ValueError("`bound_terms` requires the selection lazy. Leave it out, or set `selection` to lazy.")
+        if not isinstance(reselect_every, int) or reselect_every < 1:
+            raise ValueError(f"`reselect_every` must be a whole number of at least 1, but is {reselect_every} instead.")
         check_not_negative(
             initial_pseudocount=initial_pseudocount,
             transition_pseudocount=transition_pseudocount,
@@ -130,8 +114,7 @@ class DMCHMM(HMM):
             symbol_names=symbol_names,
             unknown_symbol=unknown_symbol,
         )
-        self.num_kept, self.criterion, self.selection = num_kept, criterion, selection
-        self.reselect_every, self.bound_terms = reselect_every, bound_terms
+        self.num_kept, self.criterion, self.reselect_every = num_kept, criterion, reselect_every
         self._pair_sums: list[PairSums] | None = None  # one per restart, accumulated since the last M-step
         self.choices: list[Choice] = []  # selections of the last epoch by restart, if any
 
@@ -198,8 +181,16 @@ class DMCHMM(HMM):
             and "transition" not in self.frozen
             and self.current_epoch % self.reselect_every == 0
         )
-        factored = self.selection == "lazy"
-        return [PairSums(self.chain(restart)[1], factored) for restart in range(self.restarts if choosing else 0)]  # type: ignore[arg-type]
+        return [self._pair_sums_of(restart) for restart in range(self.restarts if choosing else 0)]
+
+    def _pair_sums_of(self, restart: int) -> PairSums:
+        operator = self.chain(restart)[1]
+        assert isinstance(operator, MostlyConstant)
+        return PairSums(operator)
+
+    def _uses_full_matrix(self, operator: MostlyConstant, batch: Sequences) -> bool:
+        """Returns whether the E-step of an epoch with selection uses the full matrix."""
+        return prefers_dense(operator, len(batch), self.message_dtype, smooth=True, pairs=True)
 
     def _e_step(self, batch: Sequences) -> dict[str, list[Tensor]]:
         if self._pair_sums is None:  # This is the first batch of an epoch.
@@ -212,9 +203,7 @@ class DMCHMM(HMM):
         # The counts of all pairs of states are those of the full matrix, or are computed from one row per step.
         operator = self.chain(restart)[1]
         assert isinstance(operator, MostlyConstant)
-        use_full = self.selection != "lazy" and prefers_dense(
-            operator, len(batch), self.message_dtype, smooth=True, pairs=True
-        )
+        use_full = self._uses_full_matrix(operator, batch)
         found, counts = super()._expected_counts(batch, restart, full_matrix=use_full, per_step=not use_full)
         if use_full:
             empty = found.initial.new_zeros(0, 0)
@@ -233,24 +222,14 @@ class DMCHMM(HMM):
 
     def _choose(self, restart: int, sums: PairSums) -> Choice:
         """Selects the kept entries of one restart from the expected counts of all ranks."""
-        pseudocount = self.transition.prior["pseudocount"]
-        if self.selection == "lazy" and not bool(
-            self._sum_over_ranks(torch.tensor(float(sums.counts is not None), device=self.device))
-        ):
-            alpha, kappa = (self.gather_rows(part) for part in sums.messages())
-            if len(alpha) > 1:
-                kept, rest = (counts[restart] for counts in self._counts["transition"])
-                return selection.choose_lazily(alpha, kappa, sums.operator, kept, rest, self.bound_terms, pseudocount)
-        return selection.choose_gemm(sums, self.criterion, pseudocount, self._sum_over_ranks)
+        return selection.choose(sums, self.criterion, self.transition.prior["pseudocount"], self._sum_over_ranks)
 
     def on_train_epoch_end(self) -> None:
         super().on_train_epoch_end()
         restart = int(self.best_restart)
         self.log("train/kept_mass", self.transition.kept_mass(restart).mean())
         if self.choices:
-            choice = self.choices[restart]
-            self.log("train/support_changes", choice.changes.sum().double())
-            self.log("train/dot_products", choice.dot_products.double().mean())
+            self.log("train/support_changes", self.choices[restart].changes.sum().double())
 
 
 def _copy(model: HMM, family: Any, options: dict[str, Any]) -> Any:

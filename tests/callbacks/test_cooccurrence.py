@@ -85,7 +85,7 @@ def test_many_sequences_are_drawn_in_parts(rng, monkeypatch):
 
 
 def test_the_long_run_depends_on_the_start_where_parts_of_the_chain_never_meet(rng):
-    """Two closed parts and a state that leads to both: a stationary distribution is not unique, the shares of time are."""
+    """With two closed classes, the stationary distribution is not unique, but the fractions of time are."""
     parameters = {
         "initial": [0.2, 0.3, 0.0, 0.5],
         "transition": [[0.9, 0.1, 0, 0], [0.3, 0.7, 0, 0], [0, 0, 1, 0], [0.1, 0.1, 0.6, 0.2]],

@@ -185,7 +185,8 @@ def test_a_figure_that_fails_is_reported_once_and_training_continues(rng, tmp_pa
         )
     (warning,) = caught
     assert str(warning.message).startswith(
-        "The figure transition_matrix failed, and the run continues without it: ValueError: 'alpha' must be between 0 and 1"
+        "The figure transition_matrix failed, and the run continues without it: "
+        "ValueError: 'alpha' must be between 0 and 1"
     )
     assert model.trainer.current_epoch == 3
     assert steps(tmp_path) == {tag: [1, 2, 3] for tag in TAGS if tag != "figures/transition_matrix"}

@@ -1,4 +1,7 @@
-"""Emissions against other libraries, brute force and closed forms: densities, EM steps, missing values, samples, priors, errors."""
+"""Emissions against other libraries, brute force and closed forms.
+
+The tests cover densities, EM steps, missing values, initialization, samples, priors and errors.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +109,7 @@ def test_em_steps_are_those_of_hmmlearn(rng, kind, theirs):
 
 
 def _hmmlearn_em(peer, values, lengths, kind):
-    """hmmlearn's E-steps with plain maximum-likelihood M-steps: its own have priors whose flat limit differs by covariance type."""
+    """hmmlearn's E-steps with maximum-likelihood M-steps, because the flat limit of its priors differs by type."""
     size = values.shape[1]
     for _ in range(6):
         starts, pairs, posteriors = (
@@ -367,24 +370,39 @@ def counts():
         (lambda: Gaussian("round"), "`covariance` must be diagonal, spherical, full or tied, but is 'round'"),
         (lambda: Gaussian(variance_prior=-1), "`variance_prior` must not be negative, but is -1"),
         (lambda: Poisson(0), "`rate_prior` must be positive, but is 0"),
-        (lambda: HMM(2, Poisson(), num_symbols=3), "A Poisson emission must have real columns, but column 'symbol' is categorical"),
+        (lambda: HMM(2, Poisson(), num_symbols=3),
+         "A Poisson emission must have real columns, but column 'symbol' is categorical"),
         (lambda: HMM(2, Categorical(), num_features=2), "A Categorical emission must have one column of symbols"),
-        (lambda: HMM(2, "Zeta", num_features=2), "`emission` must be an Emission, or the name of one .Categorical, .* but is 'Zeta'"),
-        (lambda: HMM(2, Product([Gaussian()]), num_features=2), "A Product of 1 parts must have as many columns, but there are 2"),
-        (lambda: HMM(2, Product([Gaussian()]), num_features=1), "A Product is for several columns, but there is only 'feature_0'"),
-        (lambda: HMM(2, Product({"x": Gaussian()}), columns=feature_columns(2, ["y", "z"])), r"columns of the data \(y, z\), but one names 'x'"),
-        (lambda: product_model().score([[[0.0, 1.0, 0.0, 1.5]]]), "Column 'd' must hold the whole numbers 0 to 2, .* has 1.5 instead"),
+        (lambda: HMM(2, "Zeta", num_features=2),
+         "`emission` must be an Emission, or the name of one .Categorical, .* but is 'Zeta'"),
+        (lambda: HMM(2, Product([Gaussian()]), num_features=2),
+         "A Product of 1 parts must have as many columns, but there are 2"),
+        (lambda: HMM(2, Product([Gaussian()]), num_features=1),
+         "A Product is for several columns, but there is only 'feature_0'"),
+        (lambda: HMM(2, Product({"x": Gaussian()}), columns=feature_columns(2, ["y", "z"])),
+         r"columns of the data \(y, z\), but one names 'x'"),
+        (lambda: product_model().score([[[0.0, 1.0, 0.0, 1.5]]]),
+         "Column 'd' must hold the whole numbers 0 to 2, .* has 1.5 instead"),
         (lambda: HMM(2, Product({"x": Gaussian()}), columns=feature_columns(2, ["x", "y"])), "no part names 'y'"),
-        (lambda: Product([TorchEmission(Laplace), Gaussian()]), "must be emissions with a closed M-step, but one is TorchEmission"),
+        (lambda: Product([TorchEmission(Laplace), Gaussian()]),
+         "must be emissions with a closed M-step, but one is TorchEmission"),
         (lambda: Product(["Gaussian", "Poisson"]), "must be emissions with a closed M-step, but one is 'Gaussian'"),
         (lambda: HMM(2, Product([]), num_features=1), "`parts` must hold at least one emission"),
-        (lambda: HMM(2, Gaussian("full"), num_features=1).set_parameters(emission={"mean": [[0.0], [1.0]]}), "`covariance` must be given, too"),
-        (lambda: counts().set_parameters(emission={"rate": [[1.0], [-1.0]]}), "`rate` must be positive, but that of state 1, column 0 is -1"),
-        (lambda: counts().set_parameters(emission={"mean": [[1.0], [1.0]]}), "has the parameters rate, but 'mean' was given"),
-        (lambda: HMM(1, Gaussian("full"), num_features=2).set_parameters(emission={"mean": [[0, 0]], "covariance": np.ones((1, 2, 2))}), "positive definite"),
-        (lambda: fit(counts(), [[[1.0], [2.5]]]), "whole numbers from 0, but column 0 at position 1 of sequence 0 is 2.5"),
-        (lambda: fit(counts(), [[[1.0], [-2.0]]]), "whole numbers from 0, but column 0 at position 1 of sequence 0 is -2"),
-        (lambda: HMM(2, TorchEmission("nowhere.Module"), num_features=1), "`module` must be the path of an nn.Module class that is imported"),
+        (lambda: HMM(2, Gaussian("full"), num_features=1).set_parameters(emission={"mean": [[0.0], [1.0]]}),
+         "`covariance` must be given, too"),
+        (lambda: counts().set_parameters(emission={"rate": [[1.0], [-1.0]]}),
+         "`rate` must be positive, but that of state 1, column 0 is -1"),
+        (lambda: counts().set_parameters(emission={"mean": [[1.0], [1.0]]}),
+         "has the parameters rate, but 'mean' was given"),
+        (lambda: HMM(1, Gaussian("full"), num_features=2).set_parameters(
+            emission={"mean": [[0, 0]], "covariance": np.ones((1, 2, 2))}),
+         "positive definite"),
+        (lambda: fit(counts(), [[[1.0], [2.5]]]),
+         "whole numbers from 0, but column 0 at position 1 of sequence 0 is 2.5"),
+        (lambda: fit(counts(), [[[1.0], [-2.0]]]),
+         "whole numbers from 0, but column 0 at position 1 of sequence 0 is -2"),
+        (lambda: HMM(2, TorchEmission("nowhere.Module"), num_features=1),
+         "`module` must be the path of an nn.Module class that is imported"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_named(make, message):

@@ -1,6 +1,6 @@
-"""Models and data whose results are recorded in `values.npz`, so that a change of the code that must not change results can be checked.
+"""Models and data whose results are recorded in `values.npz`, to check changes that must not change results.
 
-Each case starts from recorded parameters, not from a seed: how starting values are drawn may change.
+Each case starts from recorded parameters and not from a seed, because initialization may change.
 
 ``python -m tests.golden.cases`` records anew. Do that only when a result was wrong, and name the reason in the commit.
 """
@@ -25,7 +25,10 @@ ONLINE = {"discount": 0.8, "transition_pseudocount": 0.2}
 
 
 def _data(kind: str) -> Sequences:
-    """40 ragged sequences with weights; missing values where the family takes them. The numbers come from a recurrence of their own."""
+    """Returns 40 ragged sequences with weights, and with missing values if the family accepts them.
+
+    The numbers come from a formula and not from a random generator, so that they never change.
+    """
     lengths = [0, 1, 2, *(5 + 7 * n % 60 for n in range(37))]
     weights = torch.tensor([0.5 + n % 4 for n in range(40)], dtype=torch.float64)
     place = np.arange(sum(lengths))

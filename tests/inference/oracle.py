@@ -1,7 +1,7 @@
 """Slow answers that are right by inspection, for models of a few states.
 
-`enumerate_paths` adds up all K^T paths; `log_space` is the textbook recursion in logarithms, one sequence at a time. Both
-take the log-likelihoods of the steps as a (T, K) array. They do not use operators, evidence or batches.
+`enumerate_paths` sums over all K^T paths; `log_space` is the textbook recursion in logarithms, one sequence at a time.
+Both take the log-likelihoods of the steps as a (T, K) array. They do not use operators, evidence or batches.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from lightning_hmm.sequences import Sequences
 
 
 class Answer(NamedTuple):
-    """log_likelihood, smoothed (T, K), filtered (T, K), pairs (K, K) summed over steps, path (T,) and its log-probability."""
+    """The results of inference for one sequence.
+
+    `smoothed` and `filtered` are (T, K), `pairs` is (K, K) and summed over steps, and `path` is (T,).
+    """
 
     log_likelihood: float
     smoothed: np.ndarray
@@ -92,7 +95,7 @@ def enumerate_next(log_initial: np.ndarray, log_transition: np.ndarray, rows: np
 
 
 def log_space(log_initial: np.ndarray, log_transition: np.ndarray, rows: np.ndarray) -> Answer:
-    """Forward, backward and Viterbi in logarithms; each step is normalised, so that numbers stay near those of one step."""
+    """Forward, backward and Viterbi in logarithms. Each step is normalized, so that numbers stay small."""
     steps, num_states = rows.shape
     pairs, nothing = np.zeros((num_states, num_states)), np.zeros(rows.shape)
     if steps == 0:
@@ -142,7 +145,7 @@ def differentiable(initial: Tensor, transition: Tensor, rows: Tensor) -> Tensor:
 
 
 class Model(NamedTuple):
-    """A problem of inference, its sequences with missing values, and the (T, K) log-likelihoods of each sequence's steps."""
+    """A model, sequences with missing values, and the (T, K) log-likelihoods of the steps of each sequence."""
 
     initial: Tensor
     operator: Operator
@@ -185,7 +188,7 @@ def log_rows(rng: np.random.Generator, *shape: int, zeros: float = 0.0) -> Tenso
 def mostly_constant(
     rng: np.random.Generator, num_states: int, num_kept: int, *, low: float = 0.0, zeros: float = 0.0
 ) -> MostlyConstant:
-    """Kept entries above the row's constant, but for a share `low` of them; a share `zeros` of them and of the constants is zero."""
+    """Kept entries are above the row's constant, except for a fraction `low`; a fraction `zeros` of all is zero."""
     indices = np.stack([np.sort(rng.permutation(num_states)[:num_kept]) for _ in range(num_states)])
     values = np.where(
         rng.random(indices.shape) < low, rng.random(indices.shape) * 1e-3, 1 + 5 * rng.random(indices.shape)
@@ -201,7 +204,7 @@ def mostly_constant(
 
 
 def gaussian(means: np.ndarray, variances: np.ndarray, center: np.ndarray, values: np.ndarray) -> Quadratic:
-    """Independent Gaussians for each feature. The columns are y - center, 0 if missing, and indicators of what is observed."""
+    """Independent Gaussians. The columns are y - center, or 0 if missing, and indicators of what is observed."""
     offset, u = means - center, np.asarray(values, np.float64) - center
     observed, size = ~np.isnan(u), len(center)
     first, shown = torch.arange(size), torch.arange(size, 2 * size)

@@ -1,4 +1,4 @@
-"""One interface for all operators: gradients, backends, sampling and prediction with operators that have no kernels, errors."""
+"""The functions of `inference`: gradients, backends, operators without kernels, sampling, prediction and errors."""
 
 from __future__ import annotations
 

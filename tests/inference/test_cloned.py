@@ -274,8 +274,10 @@ def test_neither_threads_nor_company_change_a_bit(kind, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("way", ["small", "wide", "right guess", "wrong guess", "nothing forgotten"])
 def test_two_filters_are_one_pass_there_and_back(way, dtype, monkeypatch):
-    """In a small model, with messages of one to more than four vectors; and in chunks that begin from a guess, where it is good, where it is not, and where
-    nothing is forgotten."""
+    """The two filters agree with forward-backward, for small models and messages of one to more than four vectors.
+
+    With chunks, the guess that a chunk begins with is good, not good, or useless because nothing is forgotten.
+    """
     case = Case(
         "symbols",
         "full",
@@ -452,7 +454,7 @@ def test_pruned_layouts_count_like_whole_blocks_with_zeros(share, length, dtype,
 
 @pytest.mark.parametrize("stored", LAYOUTS)
 def test_rearranged_symbols_against_every_order(stored):
-    """The best path of all orders of the symbols within their groups; and with few nodes kept, a path that is possible."""
+    """Finds the best path over all orders of symbols within groups, and a possible path if few nodes are kept."""
     for seed in range(4):
         case = Case("symbols", stored, [1, 3, 2], [9], seed=seed)
         symbols, lengths = case.sequences.values, [1, 4, 1, 3]

@@ -1,4 +1,4 @@
-"""The compiled CPU driver against the plain-torch reference and log space: every operator with every form of evidence."""
+"""The compiled CPU driver against the torch reference and log space: every operator with every form of evidence."""
 
 from __future__ import annotations
 
@@ -131,9 +131,9 @@ def test_e_step(name, form, labelled, per_step, oracle, dtype):
 @pytest.mark.parametrize(("states", "sequences"), [(9, 3), (37, 9), (37, 41), (64, 70)])
 @DTYPES
 def test_mostly_constant_of_tiles_of_any_size(states, sequences, low, dtype):
-    """Tiles of less than a vector of sequences, of one, and of several; the number of those that are still running changes.
+    """Tiles have less than one vector of sequences, exactly one, or several, and sequences end at different steps.
 
-    Without the route by a dense matrix, which is taken for few states.
+    The route through a dense matrix, which is taken for few states, is switched off.
     """
     offsets = torch.tensor([0, *(1 + n * 5 % 13 for n in range(sequences))]).cumsum(0)
     given = (
@@ -389,8 +389,11 @@ def test_points_many_standard_deviations_away(distance, chain, dtype):
 @pytest.mark.parametrize("later", [1, 2, 3, 10])
 @DTYPES
 def test_a_lost_path_that_matters_later(gap, later, dtype):
-    """Two chains that cannot reach each other. The evidence speaks against the second by `gap` nats at one step, and by more against the first some
-    steps later. Between these steps nothing happens, so that no step collapses next to the loss."""
+    """There are two chains that cannot reach each other.
+
+    The evidence speaks against the second by `gap` nats at one step, and against the first by more a few steps later.
+    The steps in between carry no evidence, so no step collapses next to the loss.
+    """
     transition = torch.full((4, 4), -INF, dtype=torch.float64)
     transition[:2, :2] = transition[2:, 2:] = torch.tensor(0.5).log()
     rows = torch.zeros(later + 4, 4, dtype=torch.float64)

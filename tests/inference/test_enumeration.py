@@ -1,5 +1,7 @@
-"""Everything that inference computes, against the sum over all K^T paths; then, for more states and sequences than that allows, against the textbook
-recursion of one sequence at a time. Transitions are full matrices and mostly constant ones."""
+"""All results of inference against the sum over all K^T paths, and for larger models against the textbook recursion.
+
+Transitions are full matrices and mostly constant ones.
+"""
 
 from __future__ import annotations
 
@@ -98,8 +100,8 @@ def test_empty_batches():
             check_statistics(inference.e_step(*model.problem), model, [], np.zeros(0), rtol=0, atol=0)
 
 
-# (sequences, longest): one tile, a last tile in part, several lanes, one sequence in a tile, tiles of eight. The work of the
-# last three is large enough for the plan that spreads it over threads.
+# (sequences, longest): one tile, an incomplete last tile, several lanes, one sequence in a tile, tiles of eight. The
+# last three are large enough for the plan that distributes them over threads.
 BATCHES = [(33, 9), (300, 9), (300, 25), (5, 2600), (45, 170)]
 
 
@@ -166,7 +168,7 @@ def test_mostly_constant_transitions_in_float32(kind, lengths):
 @pytest.mark.parametrize("zeros", [0.0, 0.4])
 @DTYPES
 def test_very_long_sequences_are_worked_on_alone(dtype, zeros, monkeypatch):
-    """They are not put into tiles with short ones, which would need as much memory as they do. Here that is more than 16 steps."""
+    """Long sequences do not share tiles with short ones, which would need as much memory. Long is above 16 here."""
     monkeypatch.setattr(estep, "TILE_BYTES", 32 * 100 * 16)
     model = oracle.make("table", 5, [3, 40, 0, 17, 16, 1, 200, 15, *[9] * 50], seed=8, zeros=zeros)
     assert [(len(order), tile) for order, tile in estep.plan(model.sequences.offsets.numpy(), None, 5, 100)] == [

@@ -1,4 +1,4 @@
-"""Mostly constant transitions: the choice between the kernels along the kept entries and those of the full matrix, which agree, and cancellation.
+"""Mostly constant transitions: the choice between sparse and dense kernels, which must agree, and cancellation.
 
 `test_enumeration`, `test_gradients`, `test_sampling` and `test_cpu` have the guarantees that hold for every operator.
 """
@@ -85,7 +85,7 @@ def test_points_out_of_float_range():
 @pytest.mark.parametrize("lengths", [[12], [2, 2, 2, 2, 2, 2]], ids=["one", "many"])
 @pytest.mark.usefixtures("backend")
 def test_nothing_is_lost_where_much_is_subtracted(lengths):
-    """Every row keeps state 0 at next to nothing, and the data ask for state 0: what is left is not what was rounded off."""
+    """Every row gives state 0 almost no probability, but the data require it; the rest must not be rounding error."""
     num_states, tiny = 30, 1e-12
     values, constants = (
         torch.full((num_states, 1), tiny).double(),

@@ -1,6 +1,7 @@
 """Where float ranges end: rare events, unreachable states, far points, long sequences, large and small weights.
 
-Each of these is a case that a scaled forward-backward pass gets wrong without saying so. The answers come from log space.
+A scaled forward-backward pass silently returns a wrong result in each of these cases. The expected values are computed
+in log space.
 """
 
 from __future__ import annotations
@@ -211,7 +212,10 @@ def test_data_far_from_zero(dtype):
 
 
 def test_a_million_steps_in_float32(backend):
-    """Errors do not pile up: 1e-6 of the log-likelihood, and every transition counted. The reference, which takes time for each step, has a tenth."""
+    """Rounding errors do not accumulate: 1e-6 of the log-likelihood, and all transitions are counted.
+
+    The reference is slow and therefore gets a tenth of the steps.
+    """
     rng = np.random.default_rng(0)
     steps = 1_000_000 if backend == "cpu" else 100_000
     chain, log_probs = (oracle.log_rows(rng, 3), Dense(oracle.log_rows(rng, 3, 3))), oracle.log_rows(rng, 3, 4)
@@ -241,7 +245,7 @@ def test_a_million_steps_in_float32(backend):
 @DTYPES
 @pytest.mark.parametrize("step", [0, 1, 4])
 def test_impossible_evidence_is_located_and_adds_nothing(dtype, step):
-    """-inf, the first step of probability zero, no NaN anywhere; the others in the batch are as if it were not there."""
+    """An impossible sequence gives -inf and the first impossible step, no NaN, and does not affect the others."""
     rng = np.random.default_rng(5)
     possible = [rng.normal(size=(length, 3)) for length in (5, 1, 0, 7)]
     bad = rng.normal(size=(5, 3))

@@ -1,4 +1,4 @@
-"""Every operator against its full matrix: prediction, its transpose, expected counts, and whole E-steps of the reference and log space."""
+"""Every operator against its full matrix: prediction, transpose, expected counts, and whole E-steps."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_sequences_that_leave_the_range_of_floats_run_in_log_space(name):
 @pytest.mark.parametrize("num_states", [1, 2, 3, 7, 8, 33])
 @pytest.mark.parametrize("num_kept", [0, 1, 3])
 def test_mostly_constant_maps_lose_no_digits(num_states, num_kept):
-    """Kept entries of 1e-13 beside constants near one, and messages of all sizes: every entry of the results is right to 13 digits."""
+    """With kept entries of 1e-13, constants near one and messages of all sizes, results have 13 correct digits."""
     num_kept = min(num_kept, num_states)
     generator = torch.Generator().manual_seed(num_states)
     indices = torch.stack(

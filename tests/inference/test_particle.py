@@ -58,7 +58,7 @@ def draw_sequences(rng: np.random.Generator, lengths: list[int], missing: float 
 
 
 def optimal(model: Linear):
-    """p(x_t | x_{t-1}, y_t), which for a diagonal emission and all entries observed has independent entries: a guide that knows."""
+    """p(x_t | x_{t-1}, y_t), the optimal guide, whose entries are independent if the emission is diagonal."""
 
     def propose(t, states, transition):
         values = model.values[:, t].unsqueeze(1)
@@ -115,7 +115,7 @@ def repeated(sequences: Sequences) -> Sequences:
 def assert_moments(
     cloud: particle.WeightedParticles, sequences: Sequences, mean: torch.Tensor, cov: torch.Tensor, slack: float = 0.03
 ) -> None:
-    """Mean and variance over the repeated runs are the exact ones within their own errors, and a bias of order 1 / N."""
+    """Mean and variance over repeated runs are exact up to their standard errors and a bias of order 1 / N."""
     shape = (len(cloud.states), len(sequences), RUNS)
     weights = cloud.log_weights.expand(cloud.states.shape[:-1]).exp().reshape(*shape, -1, 1)
     centre, variance = (
@@ -154,7 +154,10 @@ class TestFilter:
 
     @pytest.mark.parametrize("way", list(WAYS))
     def test_likelihood_estimates_are_unbiased(self, rng, way, diagonal):
-        """Thirty particles, thousands of runs side by side: the mean of p-hat / p is 1 within its own error. Algorithm 1 of the paper fails this."""
+        """The mean of p-hat / p over thousands of runs with 30 particles is 1 within its standard error.
+
+        Algorithm 1 of the paper fails this test.
+        """
         one = draw_sequences(rng, [6])
         runs = 4000
         many = one[[0] * runs]
@@ -193,7 +196,7 @@ class TestFilter:
         assert errors[1] < errors[0] / 5
 
     def test_ancestors_lead_to_the_parents(self, rng):
-        """With a transition that almost stands still, a state is nearly that of its ancestor, and paths are the ones drawn."""
+        """If the state hardly moves, each state of a path must be close to its ancestor."""
         sequences = draw_sequences(rng, [9, 4])
 
         class Still(Linear):
@@ -295,7 +298,7 @@ class TestSmoothing:
             particle.genealogy(found, 3)
 
     def test_fixed_lag(self, rng):
-        """A lag of 0 is the filter, one of all steps the genealogy, one of 2 the exact smoother of what is known 2 steps later."""
+        """A lag of 0 is the filter, a lag of all steps the genealogy, and a lag of 2 the fixed-lag smoother."""
         sequences = draw_sequences(rng, LENGTHS)
         many = repeated(sequences)
         found = run(Linear(many), many.lengths, 500, 0)

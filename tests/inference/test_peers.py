@@ -1,4 +1,4 @@
-"""Cases that other libraries answer wrongly or not at all, each with its right answer; and hmmlearn, where it is right."""
+"""Cases in which other libraries are wrong or fail, each with its right result, and comparisons with hmmlearn."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class TestAgainstHmmlearn:
         self.same(peer, (initial, Dense(matrix), evidence, offsets), data, self.LENGTHS)
 
     def test_wikipedia(self):
-        """Normal, cold, dizzy: healthy, healthy, fever, with probability 0.01512 (en.wikipedia.org/wiki/Viterbi_algorithm)."""
+        """The example of en.wikipedia.org/wiki/Viterbi_algorithm: healthy, healthy, fever, with probability 0.01512."""
         table = log([0.5, 0.4, 0.1], [0.1, 0.3, 0.6])
         path = inference.viterbi(log(0.6, 0.4), Dense(log([0.7, 0.3], [0.4, 0.6])), *symbols(table, [0, 1, 2]))
         assert path.states.tolist() == [0, 0, 1]

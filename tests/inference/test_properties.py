@@ -33,7 +33,7 @@ def models(draw, zeros: bool = True, missing: float = 0.2):
 
 
 def full_counts(model: oracle.Model, counts: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """(K, K) expected transitions of a full matrix. For mostly constant transitions, those that share a constant share their counts by probability."""
+    """(K, K) expected transitions of a full matrix. Transitions with a shared constant are split by probability."""
     if isinstance(model.operator, Dense):
         return counts[0]
     kept, rest = counts

@@ -28,7 +28,7 @@ def test_equally_probable_paths():
 @pytest.mark.parametrize("kept", [None, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_chunks_change_nothing(kind, kept, monkeypatch):
-    """Log space takes long batches in chunks of sequences, here three at a time; the reference takes counts in chunks of steps, here seven."""
+    """Log space processes long batches in chunks of sequences, the reference counts in chunks of steps."""
     model = oracle.make(kind, 4, LENGTHS, kept=kept, seed=13, zeros=0.3)
     weights = torch.rand(len(LENGTHS), dtype=torch.float64)
 
@@ -46,7 +46,7 @@ def test_chunks_change_nothing(kind, kept, monkeypatch):
 
 
 class HostReads(TorchDispatchMode):
-    """Raises where a tensor's value decides something on the host more often than `allowed`: that is where a GPU would be waited for."""
+    """Raises if the host reads the value of a tensor more often than `allowed`, since it would wait for a GPU there."""
 
     def __init__(self, allowed: int = 0) -> None:
         super().__init__()

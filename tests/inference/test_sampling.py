@@ -58,7 +58,7 @@ def test_chains_of_different_lengths():
 @OPERATORS
 @pytest.mark.parametrize("kind", oracle.KINDS)
 def test_posterior_paths(kind, kept):
-    """Marginals and pairs of one sequence drawn many times, against all paths; states of each step and pairs of each two."""
+    """Marginals and pairs of one sequence that is sampled many times, against the enumeration of all paths."""
     model = oracle.make(kind, 3, [5], kept=kept, seed=54, zeros=0.0 if kind == "quadratic" else 0.2)
     (answer,) = model.answers(oracle.enumerate_paths)
     assert answer.log_likelihood > -np.inf

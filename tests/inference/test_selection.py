@@ -1,4 +1,4 @@
-"""Choosing what to keep, against all sets there are, and the lazy way against the one that looks at everything."""
+"""Selection of the entries to keep, against an enumeration of all sets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_hmm import inference
 from lightning_hmm.inference import selection
 from lightning_hmm.inference.operators import Dense, MostlyConstant
 from lightning_hmm.inference.results import EStep
-from lightning_hmm.inference.selection import Pairs, PairSums, choose_gemm, choose_lazily, factored_pairs
+from lightning_hmm.inference.selection import Pairs, PairSums, choose, factored_pairs
 from tests.inference import oracle
 from tests.inference.oracle import mostly_constant
 
@@ -69,7 +69,7 @@ def device_of_choice(request, monkeypatch):
 @pytest.mark.parametrize("seed", range(12))
 def test_window_is_the_best_of_all_sets(seed, num_kept, device_of_choice):
     counts, operator = random_rows(seed), mostly_constant(np.random.default_rng(seed), 7, num_kept)
-    choice = choose_gemm(sums_of(operator, all_pairs(counts)), "window")
+    choice = choose(sums_of(operator, all_pairs(counts)), "window")
     for i, row in enumerate(counts.numpy()):
         if row.sum() == 0:
             continue
@@ -85,7 +85,7 @@ def test_window_is_the_best_of_all_sets(seed, num_kept, device_of_choice):
 @pytest.mark.parametrize("seed", range(12))
 def test_largest_is_the_largest_or_what_was_there(seed, num_kept, device_of_choice):
     counts, operator = random_rows(seed), mostly_constant(np.random.default_rng(seed), 7, num_kept)
-    choice = choose_gemm(sums_of(operator, all_pairs(counts)), "largest")
+    choice = choose(sums_of(operator, all_pairs(counts)), "largest")
     for i, row in enumerate(counts.numpy()):
         largest, old = sorted(np.argsort(-row, kind="stable")[:num_kept].tolist()), operator.indices[i].tolist()
         if row.sum() == 0 or row_q(row, tuple(largest)) <= row_q(row, tuple(old)) + 1e-12 * row.sum():
@@ -96,7 +96,7 @@ def test_largest_is_the_largest_or_what_was_there(seed, num_kept, device_of_choi
 
 def test_a_row_of_one_to_twenty_keeps_its_five_smallest():
     operator = mostly_constant(np.random.default_rng(0), 20, 5)
-    choice = choose_gemm(sums_of(operator, all_pairs(torch.arange(1.0, 21).double().repeat(20, 1))), "window")
+    choice = choose(sums_of(operator, all_pairs(torch.arange(1.0, 21).double().repeat(20, 1))), "window")
     assert choice.indices.tolist() == [[0, 1, 2, 3, 4]] * 20
 
 
@@ -104,35 +104,11 @@ def test_priors_count(device_of_choice):
     """A pseudocount is added to every entry; with a large one nothing is gained by any set."""
     counts, operator = random_rows(3), mostly_constant(np.random.default_rng(3), 7, 3)
     with_prior, by_hand = (
-        choose_gemm(sums_of(operator, all_pairs(counts)), "window", 0.7),
-        choose_gemm(sums_of(operator, all_pairs(counts + 0.7)), "window"),
+        choose(sums_of(operator, all_pairs(counts)), "window", 0.7),
+        choose(sums_of(operator, all_pairs(counts + 0.7)), "window"),
     )
     assert torch.equal(with_prior.indices, by_hand.indices)
     assert torch.equal(with_prior.kept, counts.gather(1, with_prior.indices))
-
-
-@pytest.mark.parametrize(("num_states", "num_kept"), [(30, 4), (64, 1), (20, 18)])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("bound_terms", [None, 1, 3, 68])
-def test_lazy_finds_what_gemm_finds(num_states, num_kept, dtype, bound_terms):
-    """On ragged sequences, from the messages; and computes fewer exact sums than there are entries."""
-    model = oracle.make("quadratic", num_states, [40, 1, 9, 0, 19], kept=num_kept, seed=num_kept)
-    assert model.sequences.num_steps == 69
-    found, pairs = factored(model, dtype)
-    sums = sums_of(model.operator, pairs)
-    for pseudocount in (0.0, 0.1):
-        expected = choose_gemm(sums, "largest", pseudocount)
-        lazy = choose_lazily(pairs.alpha, pairs.kappa, model.operator, *found.counts, bound_terms, pseudocount)
-        assert torch.equal(lazy.indices, expected.indices)
-        assert torch.equal(lazy.changes, expected.changes)
-        assert int(expected.changes.sum()) > 0 or num_kept == 18
-        tolerance = {"rtol": 1e-4, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 1e-9, "atol": 1e-12}
-        for ours, theirs in zip(lazy[1:4], expected[1:4], strict=True):
-            torch.testing.assert_close(ours, theirs, **tolerance)
-        assert (lazy.dot_products >= num_kept).all()
-        assert (lazy.dot_products <= num_states).all()
-    if bound_terms == 68 and num_kept == 4:  # nearly all terms are in the bound
-        assert lazy.dot_products.double().mean() < num_states / 2
 
 
 def test_batches_add_up_and_fold_into_a_matrix_when_that_is_smaller():
@@ -151,7 +127,7 @@ def test_batches_add_up_and_fold_into_a_matrix_when_that_is_smaller():
     assert held[0] == (1, False)
     assert held[-1] == (0, True)
     torch.testing.assert_close(parts.rows(0, 16), whole.rows(0, 16), rtol=1e-10, atol=1e-13)
-    assert torch.equal(choose_gemm(parts, "window").indices, choose_gemm(whole, "window").indices)
+    assert torch.equal(choose(parts, "window").indices, choose(whole, "window").indices)
 
 
 def test_sums_over_ranks_are_asked_for_block_by_block(monkeypatch):
@@ -163,7 +139,7 @@ def test_sums_over_ranks_are_asked_for_block_by_block(monkeypatch):
         shapes.append(tuple(tensor.shape))
         return 2 * tensor
 
-    choice = choose_gemm(sums_of(operator, all_pairs(counts)), "window", 0.0, total)
+    choice = choose(sums_of(operator, all_pairs(counts)), "window", 0.0, total)
     assert shapes == [(2, 7), (2, 7), (2, 7), (1, 7)]
     torch.testing.assert_close(choice.kept, 2 * counts.gather(1, choice.indices))
 
@@ -177,18 +153,8 @@ def test_threads_change_no_bit(dtype):
             torch.set_num_threads(count)
             found, pairs = factored(model, dtype)
             sums = sums_of(model.operator, pairs)
-            lazy = choose_lazily(pairs.alpha, pairs.kappa, model.operator, *found.counts)
-            results.append(
-                [
-                    *pairs,
-                    *found[:3],
-                    *found.counts,
-                    found.evidence,
-                    sums.rows(0, 200),
-                    *choose_gemm(sums, "window"),
-                    *lazy,
-                ]
-            )
+            parts = [*pairs, *found[:3], *found.counts, found.evidence, sums.rows(0, 200)]
+            results.append([*parts, *choose(sums, "window")])
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
@@ -197,10 +163,4 @@ def test_threads_change_no_bit(dtype):
 def test_bad_arguments_are_named():
     operator = mostly_constant(np.random.default_rng(0), 4, 2)
     with pytest.raises(ValueError, match="`criterion` must be largest or window, but is 'best'"):
-        choose_gemm(sums_of(operator, all_pairs(torch.ones(4, 4).double())), "best")
-    rows = torch.rand(11, 4).double()
-    for bad in (0, 11, -3):
-        with pytest.raises(
-            ValueError, match=f"`bound_terms` must be from 1 to 10, the transitions in the data, but is {bad}"
-        ):
-            choose_lazily(rows, rows, operator, torch.ones(4, 2), torch.ones(4), bad)
+        choose(sums_of(operator, all_pairs(torch.ones(4, 4).double())), "best")

@@ -12,7 +12,8 @@ import pytest
 
 from lightning_hmm.inference.kernels import simd
 
-# Runs the file on its own, as the package takes seconds to import. Prints what was detected, and which registers a compiled row operation uses.
+# Runs `simd.py` alone, because importing the package takes seconds. Prints the detected instructions and the registers
+# that a compiled row operation uses.
 PROGRAM = """
 import json, runpy, sys
 import numba, numpy as np

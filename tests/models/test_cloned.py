@@ -593,7 +593,7 @@ def test_backing_off_helps_on_data_that_were_not_seen():
 
 
 def test_the_parts_by_name_are_the_same_model(rng, tmp_path):
-    """By name, by instance, and the model of the paper: the same parameters, and a checkpoint that brings its layout."""
+    """The parts by name, by instance and in `ClonedHMM` give the same parameters; a checkpoint restores the layout."""
     sequences = whole(rng)
     options = {"num_states": 11, "seed": 3, "restarts": 2, "frozen": ["initial"]}
     named = {

@@ -1,4 +1,4 @@
-"""Contexts as states: n-grams are a cloned HMM, clones of contexts are one of symbols, and backing off is the formula."""
+"""Contexts as states: n-grams are a cloned HMM, clones of contexts are clones of symbols, and the back-off formula."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def test_q_and_its_gradient_equal_enumeration():
 
 
 def test_the_transition_term_is_not_transposed():
-    """With long enough vectors Q has the maximum of Baum-Welch; with the term transposed, it would be that of time reversed."""
+    """With long enough vectors, the maximum of Q is that of Baum-Welch; a transposed term would reverse time."""
     data = [[0, 1, 2, 0, 1, 2, 0], [0, 1, 2, 2], [1, 2, 0]]
     model = DenseHMM(3, 3, embedding_dim=6, m_steps=4000, learning_rate=0.02)
     _, transition, _ = expected_counts(model, data)
@@ -341,7 +341,7 @@ def test_symbol_probabilities_of_other_emissions_are_refused():
 
 @pytest.mark.parametrize("covariance", ["diagonal", "full"])
 def test_another_emission_has_its_own_m_step(rng, covariance):
-    """One epoch: the emission is that of Baum-Welch from the same posteriors, and the transition that of gradient steps."""
+    """After one epoch, the emission is that of Baum-Welch, and the transition that of the gradient steps."""
     sequences = random_vectors(rng)
     options = {"num_features": 2, "seed": 1}
     dense = DenseHMM(3, emission=Gaussian(covariance), embedding_dim=2, m_steps=4, **options)

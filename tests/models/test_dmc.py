@@ -15,12 +15,12 @@ from lightning_hmm.models import dmc as models_dmc
 from tests.helpers import assert_same_parameters, random_symbols, random_vectors
 
 GAUSSIAN = {"emission": "gaussian", "num_features": 2}
-MODES = [("window", "gemm"), ("largest", "gemm"), ("largest", "lazy")]
+CRITERIA = ("window", "largest")
 
 
 @pytest.fixture(autouse=True)
 def sparse(monkeypatch):
-    """Models as small as these would use the dense routine by themselves, and leave the one that is to be tested alone."""
+    """Disables the dense kernels, which models of this size would use otherwise."""
     for module in (routes, models_dmc):
         monkeypatch.setattr(module, "prefers_dense", lambda *sizes, **options: False)
 
@@ -28,31 +28,24 @@ def sparse(monkeypatch):
 def em_steps(model: DMCHMM, sequences: Sequences, steps: int) -> list[float]:
     """EM without a Trainer, choosing at every step; the objective before each."""
     optimizer, objectives = BaumWelch(model.distributions), []
-    lazy, pseudocount = model.selection == "lazy", model.transition.prior["pseudocount"]
     for _ in range(steps):
         objectives.append(float(model.score(sequences).sum() + optimizer.log_prior()))
-        sums = PairSums(model.chain(0)[1], lazy)
+        sums = PairSums(model.chain(0)[1])
         model._pair_sums = [sums]
         with torch.no_grad():
             flat = iter(model._expected_counts(sequences, 0)[1])
         counts = {name: [next(flat)[None] for _ in part.parameters()] for name, part in model.distributions.items()}
-        if lazy:
-            kept, rest = (tensor[0] for tensor in counts["transition"])
-            choice = selection.choose_lazily(
-                *sums.messages(), sums.operator, kept, rest, model.bound_terms, pseudocount
-            )
-        else:
-            choice = selection.choose_gemm(sums, model.criterion, pseudocount)
+        choice = selection.choose(sums, model.criterion, model.transition.prior["pseudocount"])
         model.transition.take(0, choice, counts["transition"])
         optimizer.step(counts=counts)
     return objectives
 
 
 @pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize(("criterion", "how"), MODES)
+@pytest.mark.parametrize("criterion", CRITERIA)
 @pytest.mark.parametrize("kind", ["categorical", "gaussian"])
-def test_likelihood_never_falls(seed, criterion, how, kind):
-    """300 runs in all: five models of other sizes for each case, with and without priors."""
+def test_likelihood_never_falls(seed, criterion, kind):
+    """Five models of different sizes for each case, with and without priors, 200 in all."""
     rng = np.random.default_rng(seed)
     sequences = random_symbols(rng, 5) if kind == "categorical" else random_vectors(rng, 5)
     for run in range(5):
@@ -63,7 +56,6 @@ def test_likelihood_never_falls(seed, criterion, how, kind):
         options = {
             "seed": 10 * seed + run,
             "criterion": criterion,
-            "selection": how,
             "transition_pseudocount": 0.2 * (run % 2),
             **emission,
         }
@@ -80,8 +72,8 @@ def test_choosing_matters():
     states = np.arange(2000) % 10
     symbols = np.where(rng.random(2000) < 0.9, states, rng.integers(0, 10, 2000))
     sequences = Sequences.from_list([symbols])
-    for criterion, how in MODES:
-        model = DMCHMM(10, 1, 10, criterion=criterion, selection=how)
+    for criterion in CRITERIA:
+        model = DMCHMM(10, 1, 10, criterion=criterion)
         model.set_parameters(emission=0.8 * np.eye(10) + 0.02)
         fit(model, sequences, 20, 0)
         assert model.indices.flatten().tolist() == [*range(1, 10), 0]
@@ -98,20 +90,19 @@ class Logged(Callback):
 
 def test_what_is_logged(rng):
     seen = Logged()
-    model = DMCHMM(8, 2, 5, criterion="largest", selection="lazy", bound_terms=3)
+    model = DMCHMM(8, 2, 5, criterion="largest")
     model.set_parameters(indices=[[0, 1]] * 8, values=np.full((8, 2), 1 / 8))  # nothing speaks for these two
     fit(model, random_symbols(rng), 1, callbacks=[seen])
     assert seen.rows[0]["train/kept_mass"] == pytest.approx(float(model.values.sum(1).mean()), rel=1e-6)
     assert seen.rows[0]["train/support_changes"] == float(model.choices[0].changes.sum()) > 0
-    assert 2 <= seen.rows[0]["train/dot_products"] <= 8
 
 
-@pytest.mark.parametrize(("criterion", "how"), MODES)
+@pytest.mark.parametrize("criterion", CRITERIA)
 @pytest.mark.parametrize("kind", ["categorical", "gaussian"])
-def test_batches_do_not_matter(rng, criterion, how, kind):
+def test_batches_do_not_matter(rng, criterion, kind):
     sequences = random_symbols(rng) if kind == "categorical" else random_vectors(rng)
     options = {"num_symbols": 5} if kind == "categorical" else GAUSSIAN
-    options = {"criterion": criterion, "selection": how, "transition_pseudocount": 0.1, "restarts": 2, **options}
+    options = {"criterion": criterion, "transition_pseudocount": 0.1, "restarts": 2, **options}
     whole, parts = (
         fit(DMCHMM(9, 3, **options), sequences, 6, 0, batch_size=size, shuffle=size is not None) for size in (None, 4)
     )
@@ -274,32 +265,14 @@ def test_odd_columns(rng):
         ({"num_states": 1, "num_kept": 0}, "`num_states` must be a whole number of at least 2, but is 1"),
         ({"num_states": 4, "num_kept": 1, "criterion": "best"}, "`criterion` must be window or largest, but is 'best'"),
         (
-            {"num_states": 4, "num_kept": 1, "selection": "fast"},
-            "`selection` must be auto, gemm or lazy, but is 'fast'",
-        ),
-        (
-            {"num_states": 4, "num_kept": 1, "selection": "lazy"},
-            "`selection` must be gemm or auto for the criterion window",
-        ),
-        (
             {"num_states": 4, "num_kept": 1, "reselect_every": 0},
             "`reselect_every` must be a whole number of at least 1, but is 0",
         ),
-        (
-            {"num_states": 4, "num_kept": 1, "criterion": "largest", "selection": "lazy", "bound_terms": 0},
-            "`bound_terms` must be a whole number of at least 1",
-        ),
-        ({"num_states": 4, "num_kept": 1, "bound_terms": 5}, "`bound_terms` requires the selection lazy"),
     ],
 )
 def test_bad_options_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         DMCHMM(num_symbols=3, **options)
-
-
-def test_more_bound_terms_than_transitions(rng):
-    with pytest.raises(ValueError, match="`bound_terms` must be from 1 to 9, the transitions in the data, but is 50"):
-        fit(DMCHMM(5, 1, 3, criterion="largest", selection="lazy", bound_terms=50), [rng.integers(0, 3, 10)], 1)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """A whole training step as another device than the CPU runs it.
 
-The host waits for one value per restart, after the E-step. For real vectors it waits for one more per batch: whether values are missing.
+The host waits for one value per restart, after the E-step. For real vectors it also waits for one per batch, namely
+whether values are missing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from tests.inference.test_reference import HostReads
 
 @pytest.fixture
 def reference_calls(monkeypatch):
-    """The reference in place of the compiled kernels, and what reads tensors that are on the CPU in any case switched off; counts its calls."""
+    """Runs the reference instead of the compiled kernels, without functions that read tensors of the CPU anyway."""
     calls = []
 
     def e_step(*args, **kwargs):

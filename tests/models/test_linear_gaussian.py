@@ -17,7 +17,7 @@ from tests.helpers import assert_same_parameters, random_vectors
 
 @pytest.mark.parametrize("sums", [False, True], ids=["positions", "increments"])
 def test_the_m_step_is_a_maximum(rng, sums):
-    """Of the expected log-density: by its gradient in the parameters, which Fisher's identity makes that of the likelihood at the old ones."""
+    """The gradient of the expected log-density; at the old values, it is that of the likelihood (Fisher's identity)."""
     data = random_vectors(rng, num_sequences=5, longest=8, missing=0.2)
     whole = LinearGaussianHMM(2, 2)
     model = kalman.LinearGaussian(*(value.clone() for value in whole.parameters_in_units))
@@ -77,7 +77,7 @@ def test_the_m_step_is_a_maximum(rng, sums):
 
 
 def log_likelihood_of_potentials(naturals: list[list[torch.Tensor]], sequence: torch.Tensor) -> torch.Tensor:
-    """log p(y) as the integral of exp(natural parameters times statistics) over all states at once: one Gaussian integral over R^(T d)."""
+    """log p(y) as one Gaussian integral over all states, R^(T d), of exp(natural parameters times statistics)."""
     (start, start_square), (across, before, after), (products, states, squares) = naturals
     size, steps = len(start) - 1, len(sequence)
     quadratic = torch.zeros(steps * size, steps * size, dtype=torch.float64)
@@ -148,7 +148,7 @@ def test_the_objective_never_falls_with_priors(rng, target):
 
 
 def test_the_prior_is_that_of_its_density(rng):
-    """The M-step with a prior is a maximum of expected log-density plus log prior, by finite differences of one variance."""
+    """The M-step with a prior maximizes expected log-density plus log prior, by finite differences of one variance."""
     data = random_vectors(rng, longest=8)
     model = LinearGaussianHMM(2, 2, variance_prior=3.0)
     model.initialize(data)
@@ -172,7 +172,7 @@ def test_the_prior_is_that_of_its_density(rng):
 
 
 def test_online_em_is_the_discounted_sum(rng):
-    """One epoch of online EM, against the sums written out; with the whole data in each batch and no discount it is batch EM."""
+    """Online EM against explicit sums. With all data in each batch and no discount, it equals batch EM."""
     data = random_vectors(rng, longest=8)
     online = fit(LinearGaussianHMM(2, 2, discount=0.7, variance_prior=0.4), data, 1, 0, batch_size=6)
     by_hand = LinearGaussianHMM(2, 2, variance_prior=0.4)
@@ -293,7 +293,10 @@ def test_several_steps_ahead(rng, steps):
 
 
 def joint_gaussian(model: LinearGaussianHMM, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and covariance of all observations of a sequence, (num_steps * D,): each is a sum of constants and of independent standard normal numbers."""
+    """Mean and covariance of all observations of a sequence, (num_steps * D,).
+
+    Each observation is a sum of constants and of independent standard normal numbers.
+    """
     inner, (size, features) = model.parameters_in_units, (model.latent_dim, len(model.center))
     roots = [np.linalg.cholesky(cov.numpy()) for cov in (inner.initial_cov, inner.transition_cov, inner.emission_cov)]
     spread = model.data_variance.sqrt().numpy()[:, None]
@@ -333,7 +336,7 @@ def given(values: np.ndarray, mean: np.ndarray, cov: np.ndarray, wanted: slice) 
 
 @pytest.mark.parametrize("target", ["positions", "increments"])
 def test_gaps_agree_with_the_joint_gaussian(rng, target):
-    """Scores, predictions of each step and predictions of later steps are those of one Gaussian, whatever is missing, an empty sequence included."""
+    """Scores and predictions are those of one Gaussian, for any missing values and for an empty sequence."""
     model = fit(
         LinearGaussianHMM(2, 2, target),
         [rng.normal(size=(length, 2)).cumsum(0) + 0.7 * np.arange(length)[:, None] for length in (9, 6, 12, 3)],

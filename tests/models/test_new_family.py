@@ -26,7 +26,9 @@ from tests.helpers import assert_identical_parameters
 
 
 class NegativeBinomial(ExponentialFamily):
-    """Counts y with means (K, D): log p(y) = y log q + r log(1 - q) + log binomial(y + r - 1, y), where q = mean / (mean + r).
+    """Counts y with means (K, D).
+
+    .. math:: \\log p(y) = y \\log q + r \\log(1 - q) + \\log \\binom{y + r - 1}{y}, \\qquad q = mean / (mean + r)
 
     The number of failures r is fixed. The prior adds `strength` visits with a count of 1.
     """
@@ -82,7 +84,7 @@ class NegativeBinomial(ExponentialFamily):
 
 @dataclass(frozen=True)
 class Pairs(Operator):
-    """Two chains that do not depend on each other. The state is the pair of theirs; the matrix of all pairs is never formed."""
+    """Two independent chains. The state is the pair of their states, and the matrix of all pairs is never formed."""
 
     first: Tensor
     second: Tensor

@@ -233,7 +233,7 @@ def test_online_em_is_the_discounted_buffer(rng, discount, pseudocount):
 @pytest.mark.parametrize("restarts", [1, 3])
 @pytest.mark.parametrize("frozen", [(), ("initial", "emission")])
 def test_the_compiled_pass_equals_step_by_step(rng, restarts, frozen):
-    """Ragged, weighted, missing values, a batch that is not whole, a prior; continued from a buffer that is not empty."""
+    """Ragged and weighted sequences, missing values, an incomplete batch and a prior, from a nonempty buffer."""
     sequences = random_symbols(rng, 33)
     sequences = Sequences(sequences.values, sequences.offsets, torch.from_numpy(rng.random(33)))
     models = [categorical(restarts=restarts, transition_pseudocount=1.0, emission_pseudocount=0.2) for _ in range(2)]

@@ -5,7 +5,7 @@ contribution of the row to the expected log-likelihood Q is, up to a constant, G
 
     sum over j in M of p_j log p_j + r log(r / (N - K)),     p = S_i / G_i,  r = 1 - sum over M of p
 
-which is what `_value` returns. All sums are over positive numbers, without subtraction.
+which is what `set_value` returns. All sums are over positive numbers, without subtraction.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from lightning_hmm.inference.cpu.cache import kernel, strict_kernel
 from lightning_hmm.inference.kernels.products import multiply_add
 
-GAIN = 1e-12  # The set of a row changes only if the gain in `_value` exceeds this, so not because of rounding.
+GAIN = 1e-12  # The set of a row changes only if the gain in `set_value` exceeds this, so not because of rounding.
 
 
 @kernel
@@ -49,7 +49,7 @@ def _entropy_term(p):
 
 
 @strict_kernel
-def _value(kept, rest, total, num_others):
+def set_value(kept, rest, total, num_others):
     value = _entropy_term(rest / total) - rest / total * math.log(num_others)
     for s in kept:
         value += _entropy_term(s / total)
@@ -57,16 +57,7 @@ def _value(kept, rest, total, num_others):
 
 
 @strict_kernel
-def _ordered_sum(values):
-    """Sums in order. The last bits of vectorized sums would depend on the alignment of the array."""
-    total = 0.0
-    for value in values:
-        total += value
-    return total
-
-
-@strict_kernel
-def _insert(values, places, filled, value, place):
+def insert(values, places, filled, value, place):
     """Inserts into a descending list, after equal values. If the list is full, its last value is removed."""
     k = min(filled, values.shape[0] - 1)
     while k > 0 and values[k - 1] < value:
@@ -84,12 +75,12 @@ def _extremes(row, highest, highest_at, lowest, lowest_at):
     size, num_kept = row.shape[0], highest.shape[0]
     for j in range(size):
         if j < num_kept or row[j] > highest[num_kept - 1]:
-            _insert(highest, highest_at, j, row[j], j)
+            insert(highest, highest_at, j, row[j], j)
     if lowest.shape[0] > 0:
         for n in range(size):
             j = size - 1 - n
             if n < num_kept or -row[j] > lowest[num_kept - 1]:
-                _insert(lowest, lowest_at, n, -row[j], j)
+                insert(lowest, lowest_at, n, -row[j], j)
 
 
 @strict_kernel
@@ -125,7 +116,7 @@ def _best_window(row, total, highest, highest_at, lowest, lowest_at, chosen):
                     rest -= lowest[k]
         for k in range(num_kept):
             kept[k] = highest[k] if k < a else -lowest[k - a]
-        value = _value(kept, rest, total, size - num_kept)
+        value = set_value(kept, rest, total, size - num_kept)
         if value > best_value + GAIN:
             best, best_value = a, value
     for k in range(num_kept):
@@ -164,7 +155,7 @@ def choose_rows(
                 old[k] = row[indices[i, k]]
             _extremes(row, highest, highest_at, lowest, lowest_at)
             value = _best_window(row, total, highest, highest_at, lowest, lowest_at, chosen)
-            if value > _value(old, old_rest, total, size - num_kept) + GAIN:
+            if value > set_value(old, old_rest, total, size - num_kept) + GAIN:
                 chosen.sort()
                 new_indices[i] = chosen
                 for j in chosen:
@@ -177,185 +168,3 @@ def choose_rows(
         for j in range(size):
             if not is_old[j]:
                 rest[i] += pairs[i, j]
-
-
-# Lazy selection
-
-
-@kernel
-def large_entries(columns, num_terms, places, counts, limits, small_sums):
-    """Finds the steps above the `num_terms`-th largest number of each row of `columns` (states by steps).
-
-    `limits` are these numbers, and `small_sums` are the sums over all other steps.
-    """
-    for i in range(columns.shape[0]):
-        column = columns[i]
-        limits[i] = np.partition(column, column.shape[0] - num_terms)[column.shape[0] - num_terms]
-        counts[i], total = 0, 0.0
-        for t in range(column.shape[0]):
-            if column[t] > limits[i]:
-                places[i, counts[i]] = t
-                counts[i] += 1
-            else:
-                total += np.float64(column[t])
-        small_sums[i] = total
-
-
-@kernel
-def _exact_product(left, right):
-    total = 0.0
-    for t in range(left.shape[0]):
-        total += np.float64(left[t]) * np.float64(right[t])
-    return total
-
-
-@kernel
-def _partial_block(
-    first,
-    last,
-    alpha,
-    kappa,
-    kappa_columns,
-    alpha_places,
-    alpha_counts,
-    kappa_places,
-    kappa_counts,
-    small,
-    sums,
-    partial,
-):
-    """Computes partial[b, j], the sum of alpha_t(first + b) kappa_t(j) over the steps at which either is large."""
-    width = last - first
-    for t in range(alpha.shape[0]):
-        for b in range(width):
-            small[t, b] = alpha[t, first + b]
-    for b in range(width):
-        i = first + b
-        partial[b, :] = 0
-        for n in range(alpha_counts[i]):
-            t = alpha_places[i, n]
-            weight = alpha[t, i]
-            small[t, b] = 0
-            for j in range(kappa.shape[1]):
-                partial[b, j] += weight * kappa[t, j]
-    for j in range(kappa_columns.shape[0]):
-        sums[:] = 0
-        for n in range(kappa_counts[j]):
-            t = kappa_places[j, n]
-            weight = kappa_columns[j, t]
-            for b in range(width):
-                sums[b] += weight * small[t, b]
-        for b in range(width):
-            partial[b, j] += sums[b]
-
-
-@kernel
-def lazy_rows(
-    first,
-    last,
-    alpha,
-    kappa,
-    alpha_columns,
-    kappa_columns,
-    alpha_places,
-    alpha_counts,
-    alpha_limits,
-    alpha_small,
-    kappa_places,
-    kappa_counts,
-    kappa_limits,
-    kappa_small,
-    indices,
-    log_values,
-    log_constants,
-    pseudocount,
-    kept_counts,
-    rest_counts,
-    new_indices,
-    new_log_values,
-    kept,
-    rest,
-    changes,
-    products,
-):
-    """Selects the K highest entries of the rows from `first` to `last`, as `choose_rows`, with few exact sums.
-
-    The upper bound of S_ij is A_ij times the sum of the partial sum and the smaller of two bounds of the remainder. The
-    smallest of the old entries is a threshold, which most bounds do not reach. `kept_counts` and `rest_counts` are the
-    exact sums for the old entries.
-    """
-    size, num_kept = indices.shape
-    width = last - first
-    small, sums = np.empty((alpha.shape[0], width), alpha.dtype), np.empty(width, alpha.dtype)
-    partial = np.empty((width, size), alpha.dtype)
-    _partial_block(
-        first,
-        last,
-        alpha,
-        kappa,
-        kappa_columns,
-        alpha_places,
-        alpha_counts,
-        kappa_places,
-        kappa_counts,
-        small,
-        sums,
-        partial,
-    )
-    bounds, candidates, is_old = np.empty(size), np.empty(size, np.int64), np.zeros(size, np.bool_)
-    highest, highest_at, old = np.empty(num_kept), np.empty(num_kept, np.int64), np.empty(num_kept)
-    # Rounding can make partial sums too small, so the bounds are increased.
-    slack = 1 + 64 * (6e-8 if alpha.itemsize == 4 else 1.2e-16)
-    for b in range(width):
-        i = first + b
-        constant = math.exp(log_constants[i])
-        prior = pseudocount if log_constants[i] > -np.inf else 0.0
-        for k in range(num_kept):
-            is_old[indices[i, k]] = True
-            old[k] = kept_counts[i, k] + (pseudocount if log_values[i, k] > -np.inf else 0.0)
-            _insert(highest, highest_at, k, old[k], indices[i, k])
-        products[i], found = num_kept, 0
-        for j in range(size):
-            if not is_old[j]:
-                remainder = min(alpha_limits[i] * kappa_small[j], alpha_small[i] * kappa_limits[j])
-                bounds[j] = constant * (partial[b, j] + remainder) * slack + prior
-                if bounds[j] > highest[num_kept - 1]:
-                    candidates[found] = j
-                    found += 1
-        for n in np.argsort(-bounds[candidates[:found]], kind="mergesort"):
-            j = candidates[n]
-            if bounds[j] <= highest[num_kept - 1]:
-                break
-            exact = constant * _exact_product(alpha_columns[i], kappa_columns[j]) + prior
-            products[i] += 1
-            if exact > highest[num_kept - 1]:
-                _insert(highest, highest_at, num_kept, exact, j)
-        old_rest = rest_counts[i] + (size - num_kept) * prior
-        total = old_rest + _ordered_sum(old)
-        new_rest = total - _ordered_sum(highest)
-        changes[i] = 0
-        for j in highest_at:
-            changes[i] += not is_old[j]
-        new_indices[i] = indices[i]
-        if (
-            changes[i] > 0
-            and total > 0
-            and new_rest > 0
-            and _value(highest, new_rest, total, size - num_kept) > _value(old, old_rest, total, size - num_kept) + GAIN
-        ):
-            new_indices[i] = np.sort(highest_at)
-        else:
-            changes[i] = 0
-        rest[i] = rest_counts[i] if changes[i] == 0 else max(new_rest - (size - num_kept) * prior, 0.0)
-        for k in range(num_kept):
-            j = new_indices[i, k]
-            if is_old[j]:
-                for n in range(num_kept):
-                    if indices[i, n] == j:
-                        new_log_values[i, k], kept[i, k] = log_values[i, n], kept_counts[i, n]
-            else:
-                for n in range(num_kept):
-                    if highest_at[n] == j:
-                        new_log_values[i, k], kept[i, k] = log_constants[i], highest[n] - prior
-        for k in range(num_kept):
-            is_old[indices[i, k]] = False

@@ -96,31 +96,7 @@ class RecurrentNet(PredictionErrors):
         symbol_names: list[str] | None = None,
         unknown_symbol: str | None = None,
     ) -> None:
-        if (num_symbols is None) == (num_features is None):
-            raise ValueError(
-                f"One of `num_symbols` and `num_features` must be given, but they are {num_symbols} and "
-                f"{num_features} instead."
-            )
-        check_counts(
-            hidden_size=hidden_size,
-            num_layers=num_layers,
-            head_layers=head_layers,
-            head_width=head_width,
-            bptt_steps=bptt_steps,
-        )
-        if cell not in get_args(Cell):
-            raise ValueError(f"`cell` must be one of {', '.join(get_args(Cell))}, but is {cell!r} instead.")
-        if residual and num_symbols is not None:
-            raise ValueError("`residual` is for vectors, because symbols have no differences.")
-        if not 0 <= dropout < 1:
-            raise ValueError(f"`dropout` must be at least 0 and below 1, but is {dropout} instead.")
-        for name, value in {
-            "learning_rate": learning_rate,
-            "learning_rate_decay": learning_rate_decay,
-            "gradient_clip": gradient_clip,
-        }.items():
-            if not value > 0:
-                raise ValueError(f"`{name}` must be positive, but is {value} instead.")
+        self._check_options(locals())
         super().__init__(
             num_symbols=num_symbols,
             num_features=num_features,
@@ -133,38 +109,63 @@ class RecurrentNet(PredictionErrors):
         self.residual, self.bptt_steps, self.seed = residual, bptt_steps, seed
         self.learning_rate, self.learning_rate_decay = learning_rate, learning_rate_decay
         self.gradient_clip = gradient_clip
-        width = num_symbols or num_features or 0
-        hidden = [head_width] * ((head_layers or (1 if num_symbols else 3)) - 1)
-        sizes = [hidden_size, *hidden, width]
-        dtype = getattr(torch, arithmetic)
         with torch.random.fork_rng(devices=[]):  # Modules of torch use the global generator.
             torch.manual_seed(_seed(seed, "start"))
-            # The last embedding is that of a missing symbol.
-            self.embedding = nn.Embedding(num_symbols + 1, hidden_size, dtype=dtype) if num_symbols else None
-            inputs = hidden_size if num_symbols else 2 * width
-            self.cell = _CELLS[cell](
-                inputs,
-                hidden_size,
-                num_layers,
-                batch_first=True,
-                dropout=dropout if num_layers > 1 else 0.0,
-                dtype=dtype,
+            self._create_network(
+                hidden_size, cell, num_layers, head_layers or (1 if num_symbols else 3), head_width, dropout
             )
-            layers = [
-                layer
-                for before, after in pairwise(sizes)
-                for layer in (nn.Linear(before, after, dtype=dtype), nn.ReLU())
-            ]
-            self.head = nn.Sequential(*layers[:-1])
         self.dropout = nn.Dropout(dropout)
         if num_features:
             # Rows: the first observation of each feature, and all others.
-            self.log_variance = nn.Parameter(torch.zeros(2, num_features, dtype=dtype))
+            self.log_variance = nn.Parameter(torch.zeros(2, num_features, dtype=self.message_dtype))
         self.register_buffer("center", torch.zeros(num_features or 0, dtype=torch.float64))
         self.register_buffer("data_variance", torch.ones(num_features or 0, dtype=torch.float64))
         self.register_buffer("has_data_stats", torch.tensor(num_features is None))
 
+    @staticmethod
+    def _check_options(given: dict[str, Any]) -> None:
+        """Raises a `ValueError` for a wrong value of an option of the constructor."""
+        num_symbols, num_features, cell, dropout = (
+            given[name] for name in ("num_symbols", "num_features", "cell", "dropout")
+        )
+        if (num_symbols is None) == (num_features is None):
+            raise ValueError(
+                f"One of `num_symbols` and `num_features` must be given, but they are {num_symbols} and "
+                f"{num_features} instead."
+            )
+        counts = ("hidden_size", "num_layers", "head_layers", "head_width", "bptt_steps")
+        check_counts(**{name: given[name] for name in counts})
+        if cell not in get_args(Cell):
+            raise ValueError(f"`cell` must be one of {', '.join(get_args(Cell))}, but is {cell!r} instead.")
+        if given["residual"] and num_symbols is not None:
+            raise ValueError("`residual` is for vectors, because symbols have no differences.")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"`dropout` must be at least 0 and below 1, but is {dropout} instead.")
+        for name in ("learning_rate", "learning_rate_decay", "gradient_clip"):
+            if not given[name] > 0:
+                raise ValueError(f"`{name}` must be positive, but is {given[name]} instead.")
+
     # The network
+
+    def _create_network(
+        self, hidden_size: int, cell: Cell, num_layers: int, head_layers: int, head_width: int, dropout: float
+    ) -> None:
+        width, dtype = self.num_symbols or self.num_features or 0, self.message_dtype
+        # The last embedding is that of a missing symbol.
+        self.embedding = nn.Embedding(width + 1, hidden_size, dtype=dtype) if self.num_symbols else None
+        self.cell = _CELLS[cell](
+            hidden_size if self.num_symbols else 2 * width,
+            hidden_size,
+            num_layers,
+            batch_first=True,
+            dropout=dropout if num_layers > 1 else 0.0,
+            dtype=dtype,
+        )
+        sizes = [hidden_size, *[head_width] * (head_layers - 1), width]
+        layers = [
+            layer for before, after in pairwise(sizes) for layer in (nn.Linear(before, after, dtype=dtype), nn.ReLU())
+        ]
+        self.head = nn.Sequential(*layers[:-1])
 
     def _inputs(self, sequences: Sequences) -> Tensor:
         """Returns the inputs, delayed by one step.

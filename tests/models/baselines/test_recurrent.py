@@ -124,7 +124,7 @@ def test_the_equations(rng, cell, kind):
 
 
 def test_bits_of_a_fixed_model_by_hand():
-    """A head that looks at nothing: each symbol costs what its probability says, the first and a missing one's neighbours too."""
+    """The cost of each symbol is its probability under a head without input, also at the start and after a gap."""
     model = RecurrentNet(3, num_symbols=3, learning_rate=1e-30, **EXACT)
     probs = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64)
     with torch.no_grad():
@@ -138,7 +138,7 @@ def test_bits_of_a_fixed_model_by_hand():
 
 
 def test_truncated_gradients_with_carried_state(rng):
-    """One epoch, against a loop that cuts the graph by hand: state goes on, gradient does not, each update is of its own steps."""
+    """One epoch against a loop that cuts the graph by hand: the state continues, and the gradient does not."""
     data = Sequences.from_list([rng.integers(0, 5, n) for n in (11, 4, 8)], [1.0, 2.0, 0.5])
     options = {"hidden_size": 4, "num_symbols": 5, "bptt_steps": 3, "learning_rate": 0.01, **EXACT}
     trained, model = fit(RecurrentNet(**options), data, 2, 0), RecurrentNet(**options)

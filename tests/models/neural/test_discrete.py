@@ -80,7 +80,7 @@ def test_one_step_ahead(rng, residual):
 @pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.parametrize("missing", [0, 2])
 def test_several_steps_ahead(rng, residual, missing):
-    """Three steps ahead, or missing steps at the end and fewer, against enumeration of the states, for emissions that read no window."""
+    """Three steps ahead against enumeration, also with missing steps at the end, for emissions without a window."""
     data = Sequences.from_list([*random_vectors(rng, num_sequences=4, longest=6, missing=0.0), np.zeros((0, 2))])
     model = NeuralDiscreteHMM(
         3,
@@ -135,7 +135,7 @@ def test_several_steps_ahead(rng, residual, missing):
     "options", [{}, {"window": "lstm", "emission": "mixture"}, {"num_layers": 1, "emission": "student"}]
 )
 def test_a_step_of_training_is_a_step_of_adam(rng, options):
-    """Fused Adam ignores strides, and some weights are not contiguous. Each weight must still receive its own gradient."""
+    """Fused Adam ignores strides, and some weights are not contiguous. Each must still receive its own gradient."""
 
     class Plain(NeuralDiscreteHMM):
         def configure_optimizers(self):

@@ -1,4 +1,4 @@
-"""The neural HMM against what is known exactly: Kalman's answers where the networks are linear, and each path step by step."""
+"""The neural HMM against exact results: the Kalman filter for linear networks, and sums over single paths."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_predicted_variances_contain_the_spread_of_the_states(rng):
     "options", [*KINDS, {"emission_order": 0}], ids=["gaussian", "student", "mixture", "lstm", "plain"]
 )
 def test_missing_steps_at_the_end_are_steps_ahead(rng, options):
-    """The prediction after three steps of which nothing is known is that of the fourth step ahead, in a batch with sequences that end otherwise."""
+    """The prediction after three missing steps is the prediction four steps ahead, whatever else is in the batch."""
     whole = list(random_vectors(rng, num_sequences=5, longest=9, missing=0.0))
     model = ready(Sequences.from_list(whole), **options)
     gap = torch.full((3, 2), torch.nan, dtype=torch.float64)
@@ -249,7 +249,7 @@ def test_bounds_and_draws_of_an_emission_with_heavy_tails(rng):
 
 @pytest.mark.parametrize("options", KINDS, ids=["gaussian", "student", "mixture", "lstm"])
 def test_the_m_step_is_of_the_log_density_of_paths(rng, options, monkeypatch):
-    """Q and its gradient, against each path, sequence and step by itself, with all of its past and nothing else to make a window of."""
+    """Q and its gradient, against a sum over single paths, sequences and steps, each with its whole past as input."""
     monkeypatch.setattr("lightning_hmm.models.neural.state_space._CHUNK", 7)
     data = random_vectors(rng, num_sequences=4, longest=6, missing=0.2)
     model, weights = ready(data, **options), torch.tensor([1.0, 0.5, 2.0, 1.0], dtype=torch.float64)
@@ -316,7 +316,7 @@ def test_a_step_of_training_is_a_step_of_adam(rng):
 
 
 def test_states_later_have_read_the_step(rng):
-    """A state that copies the observation before it: the one a step later is the observation itself, at the last step too."""
+    """A state that copies the previous observation: the state one step later is the observation, also at the end."""
     data = random_vectors(rng, num_sequences=4, longest=8, missing=0.0)
     model = ready(
         data,
@@ -409,7 +409,7 @@ def test_gradients_are_summed_in_float64(rng, monkeypatch):
 
 
 def predicted(model: NeuralHMM, sequences: Sequences, batch_size: int, world_size: int = 1) -> list[dict]:
-    """What `predict` returns for each sequence, in the order of the data: the parts of all ranks, one rank after the other."""
+    """What `predict` returns for each sequence, in the order of the data, after joining the ranks."""
     found: dict[int, dict] = {}
     for rank in range(world_size):
         trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)

@@ -41,7 +41,7 @@ def test_states_are_white_and_do_not_see_what_is_missing(rng, options):
 
 
 def walks(seed: int) -> tuple[Sequences, torch.Tensor]:
-    """Walks of which some take steps twice as long from somewhere on, and stand still every other moment; and which steps those are."""
+    """Random walks, some of which double their speed at some step and pause at every other step; and these steps."""
     draw, tracks, fast = np.random.default_rng(seed), [], []
     for _ in range(24):
         way = np.arange(60) >= draw.integers(15, 100)
@@ -57,7 +57,7 @@ def walks(seed: int) -> tuple[Sequences, torch.Tensor]:
 
 
 def test_a_slow_state_is_found():
-    """How fast a walk is, which changes once at most, though it stands still half of the time; and the same start for the same seed."""
+    """The speed of a walk, which changes at most once although the walk pauses; the same seed gives the same start."""
     data, fast = walks(0)
     options = {
         "latent_dim": 1,

@@ -18,6 +18,8 @@ The order of each sum does not depend on the number of threads, so neither do th
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from lightning_hmm.inference.cpu.cache import inner, kernel, strict_kernel
@@ -50,28 +52,97 @@ def _link(active, starts_at, t, first_task, pair, head, following, touched):
     return num_touched
 
 
+class Block(NamedTuple):
+    """The rows of the transitions from the clones of one symbol to those of another.
+
+    The entries of row c begin at ``bounds[base + c * stride]``.
+    """
+
+    base: int
+    stride: int
+    num_source: int
+    num_target: int
+
+
+class Forward(NamedTuple):
+    """Results of the forward pass.
+
+    alpha: Messages p(z_t | y_1:t).
+    totals: Sum of each message before its normalization.
+    log_likelihood: Log-likelihood of each sequence, NaN if a total is below the limit.
+    stopped: First step of each sequence at which that is the case, or -1.
+    """
+
+    alpha: np.ndarray
+    totals: np.ndarray
+    log_likelihood: np.ndarray
+    stopped: np.ndarray
+
+
+class Space(NamedTuple):
+    """Arrays for the products of a block with up to four messages.
+
+    sources, targets: Positions of the messages.
+    rows, ids, xs: Addresses and numbers of the rows for which a message is not zero, and the entries of the messages.
+    outputs: Addresses of the results.
+    """
+
+    sources: np.ndarray
+    targets: np.ndarray
+    rows: np.ndarray
+    ids: np.ndarray
+    xs: np.ndarray
+    outputs: np.ndarray
+
+
 @inner
-def _active_rows(count, base, stride, clones, messages, group, bounds, probs, rows, xs, ids):
+def _space(widest, messages):
+    return Space(
+        np.empty(GROUP, np.int64),
+        np.empty(GROUP, np.int64),
+        np.empty(widest, np.int64),
+        np.empty(widest, np.int64),
+        np.empty(GROUP * max(widest, GROUP), messages.dtype),
+        np.empty(GROUP, np.int64),
+    )
+
+
+@inner
+def _block(p, layout):
+    """Returns the block of the stored pair p."""
+    starts, pair_first, pair_source, pair_target, bound_base, _, _ = layout
+    u, v = pair_source[p], pair_target[p]
+    return Block(
+        bound_base[u] + p - pair_first[u],
+        pair_first[u + 1] - pair_first[u] + 1,
+        starts[u + 1] - starts[u],
+        starts[v + 1] - starts[v],
+    )
+
+
+@inner
+def _active_rows(count, space, block, bounds, probs, messages):
     """Lists the rows of a block for which a message is not zero: addresses, entries of the messages, and clones."""
+    group, _, rows, ids, xs, _ = space
     probs_at, size, active = probs.ctypes.data, probs.itemsize, 0
-    for c in range(clones):
+    for c in range(block.num_source):
         found = False
         for r in range(count):
             x = messages[group[r] + c]
             xs[active * count + r] = x
             found = found or x != 0
         if found:
-            rows[active] = probs_at + bounds[base + c * stride] * size
+            rows[active] = probs_at + bounds[block.base + c * block.stride] * size
             ids[active] = c
             active += 1
     return active
 
 
 @inner
-def _forward_group(
-    count, sources, targets, base, stride, num_source, num_target, bounds, columns, probs, alpha, rows, xs, ids, outputs
-):
+def _forward_group(count, space, block, bounds, columns, probs, alpha):
     """alpha[target] += alpha[source] @ block, for up to four messages."""
+    sources, targets, rows, _, xs, outputs = space
+    base, stride, num_source, num_target = block
     zero = alpha.dtype.type(0.0)
     if columns.shape[0] > 0:
         for r in range(count):
@@ -81,32 +152,17 @@ def _forward_group(
                     for e in range(bounds[base + c * stride], bounds[base + c * stride + 1]):
                         alpha[targets[r] + columns[e]] += x * probs[e]
         return
-    active = _active_rows(count, base, stride, num_source, alpha, sources, bounds, probs, rows, xs, ids)
+    active = _active_rows(count, space, block, bounds, probs, alpha)
     for r in range(count):
         outputs[r] = alpha.ctypes.data + targets[r] * alpha.itemsize
     add_rows(count, zero, active, num_target, outputs, xs, rows)
 
 
 @inner
-def _backward_group(
-    count,
-    sources,
-    targets,
-    base,
-    stride,
-    num_source,
-    num_target,
-    bounds,
-    columns,
-    probs,
-    alpha,
-    kappa,
-    rows,
-    xs,
-    ids,
-    outputs,
-):
+def _backward_group(count, space, block, bounds, columns, probs, alpha, kappa):
     """kappa[source] += block @ kappa[target] where alpha[source] is not zero, for up to four messages."""
+    sources, targets, rows, ids, xs, outputs = space
+    base, stride, num_source, num_target = block
     zero = alpha.dtype.type(0.0)
     if columns.shape[0] > 0:
         for r in range(count):
@@ -117,7 +173,7 @@ def _backward_group(
                         total += probs[e] * kappa[targets[r] + columns[e]]
                     kappa[sources[r] + c] += total
         return
-    active = _active_rows(count, base, stride, num_source, alpha, sources, bounds, probs, rows, xs, ids)
+    active = _active_rows(count, space, block, bounds, probs, alpha)
     for r in range(count):
         outputs[r] = kappa.ctypes.data + targets[r] * kappa.itemsize
     dot_rows(count, zero, active, num_target, outputs, xs, rows)
@@ -128,7 +184,7 @@ def _backward_group(
 
 
 @inner
-def _take_group(task, following, entry_at, source, target, sources, targets):
+def _take_group(task, following, entry_at, source, target, space):
     """Takes four, two or one tasks from a list, as positions of their messages.
 
     Returns their number and the next task.
@@ -139,45 +195,27 @@ def _take_group(task, following, entry_at, source, target, sources, targets):
         probe = following[probe]
     count = left if left != 3 else 2
     for r in range(count):
-        sources[r], targets[r] = entry_at[source[task]], entry_at[target[task]]
+        space.sources[r], space.targets[r] = entry_at[source[task]], entry_at[target[task]]
         task = following[task]
     return count, task
 
 
 @kernel
-def forward(
-    share,
-    shares,
-    order,
-    offsets,
-    plan,
-    layout,
-    probs,
-    initial,
-    flush,
-    collapse,
-    support,
-    alpha,
-    totals,
-    log_likelihood,
-    stopped,
-):
-    """Computes forward messages alpha = p(z_t | y_1:t) of every `shares`-th sequence of `order`, which is longest
-    first.
+def forward(share, shares, order, offsets, plan, layout, probs, initial, limits, support, results):
+    """Computes forward messages of every `shares`-th sequence of `order`, which is longest first.
 
-    totals[t] is the sum of a message before its normalization. If it is below `collapse`, the log-likelihood of the
-    sequence is NaN, and `stopped` is the step. With `support`, positive entries of messages are set to one, and
-    `stopped` is the first impossible step.
+    If a total is below the limit, the log-likelihood of the sequence is NaN, and `stopped` is the step. With `support`,
+    positive entries of messages are set to one, and `stopped` is the first impossible step.
     """
+    alpha, totals, log_likelihood, stopped = results
     first_entry, entry_symbol, entry_weight, entry_at, first_task, source, target, pair, following = plan
-    starts, pair_first, pair_source, pair_target, bound_base, bounds, columns = layout
+    starts, pair_target, bounds, columns = layout.starts, layout.pair_target, layout.bounds, layout.columns
     zero, one = alpha.dtype.type(0.0), alpha.dtype.type(1.0)
-    flush = alpha.dtype.type(flush)
+    flush, collapse = alpha.dtype.type(limits.flush), limits.collapse
     ids_here = order[share::shares]
     members, begins, lengths = ids_here.shape[0], offsets[ids_here], offsets[ids_here + 1] - offsets[ids_here]
     widest = np.max(starts[1:] - starts[:-1])
-    rows, xs, ids = np.empty(widest, np.int64), np.empty(GROUP * widest, alpha.dtype), np.empty(widest, np.int64)
-    sources, targets, outputs = np.empty(GROUP, np.int64), np.empty(GROUP, np.int64), np.empty(GROUP, np.int64)
+    space = _space(widest, alpha)
     head, touched = np.full(pair_target.shape[0], -1), np.empty(pair_target.shape[0], np.int64)
     product = np.ones(members)  # product of the totals since the last logarithm
     active = members
@@ -197,29 +235,11 @@ def forward(
             num_touched = _link(active, begins, t, first_task, pair, head, following, touched)
             for k in range(num_touched):
                 p = touched[k]
-                u, v, task = pair_source[p], pair_target[p], head[p]
+                block, task = _block(p, layout), head[p]
                 head[p] = -1
-                stride = pair_first[u + 1] - pair_first[u] + 1
-                base = bound_base[u] + p - pair_first[u]
                 while task >= 0:
-                    count, task = _take_group(task, following, entry_at, source, target, sources, targets)
-                    _forward_group(
-                        count,
-                        sources,
-                        targets,
-                        base,
-                        stride,
-                        starts[u + 1] - starts[u],
-                        starts[v + 1] - starts[v],
-                        bounds,
-                        columns,
-                        probs,
-                        alpha,
-                        rows,
-                        xs,
-                        ids,
-                        outputs,
-                    )
+                    count, task = _take_group(task, following, entry_at, source, target, space)
+                    _forward_group(count, space, block, bounds, columns, probs, alpha)
         for b in range(active):
             s, n = begins[b] + t, ids_here[b]
             total = zero
@@ -269,17 +289,12 @@ def backward(share, shares, order, offsets, plan, layout, probs, weights, alpha,
     p(z_t | y).
     """
     first_entry, entry_symbol, entry_weight, entry_at, first_task, source, target, pair, following = plan
-    starts, pair_first, pair_source, pair_target, bound_base, bounds, columns = layout
+    starts, pair_target, bounds, columns = layout.starts, layout.pair_target, layout.bounds, layout.columns
     zero = alpha.dtype.type(0.0)
     ids_here = order[share::shares]
     members, begins, lengths = ids_here.shape[0], offsets[ids_here], offsets[ids_here + 1] - offsets[ids_here]
     widest = np.max(starts[1:] - starts[:-1])
-    rows, xs, ids = (
-        np.empty(widest, np.int64),
-        np.empty(GROUP * max(widest, GROUP), alpha.dtype),
-        np.empty(widest, np.int64),
-    )
-    sources, targets, outputs = np.empty(GROUP, np.int64), np.empty(GROUP, np.int64), np.empty(GROUP, np.int64)
+    space = _space(widest, alpha)
     head, touched = np.full(pair_target.shape[0], -1), np.empty(pair_target.shape[0], np.int64)
     active = 0
     for t in range(lengths[0] - 1 if members > 0 else -1, -1, -1):
@@ -325,30 +340,11 @@ def backward(share, shares, order, offsets, plan, layout, probs, weights, alpha,
             num_touched = _link(active, begins, t, first_task, pair, head, following, touched)
             for k in range(num_touched):
                 p = touched[k]
-                u, v, task = pair_source[p], pair_target[p], head[p]
+                block, task = _block(p, layout), head[p]
                 head[p] = -1
-                stride = pair_first[u + 1] - pair_first[u] + 1
-                base = bound_base[u] + p - pair_first[u]
                 while task >= 0:
-                    count, task = _take_group(task, following, entry_at, source, target, sources, targets)
-                    _backward_group(
-                        count,
-                        sources,
-                        targets,
-                        base,
-                        stride,
-                        starts[u + 1] - starts[u],
-                        starts[v + 1] - starts[v],
-                        bounds,
-                        columns,
-                        probs,
-                        alpha,
-                        kappa,
-                        rows,
-                        xs,
-                        ids,
-                        outputs,
-                    )
+                    count, task = _take_group(task, following, entry_at, source, target, space)
+                    _backward_group(count, space, block, bounds, columns, probs, alpha, kappa)
 
 
 # Counts
@@ -365,16 +361,14 @@ def add_counts(pairs, pair_task_first, pair_tasks, plan, layout, probs, alpha, k
     Four rows of a block and four steps are processed at a time.
     """
     entry_at, source, target = plan.entry_at, plan.task_source, plan.task_target
-    starts, pair_first, pair_source, pair_target, bound_base, bounds, columns = layout
+    bounds, columns = layout.bounds, layout.columns
     zero, size = alpha.dtype.type(0.0), alpha.itemsize
     sums = np.zeros((4, _TILE), alpha.dtype)
     outputs, rows, xs = np.empty(4, np.int64), np.empty(_OCCURRENCES, np.int64), np.empty(4 * _OCCURRENCES, alpha.dtype)
     for r in range(4):
         outputs[r] = sums.ctypes.data + r * _TILE * size
     for p in pairs:
-        u, v = pair_source[p], pair_target[p]
-        num_source, num_target = starts[u + 1] - starts[u], starts[v + 1] - starts[v]
-        stride, base = pair_first[u + 1] - pair_first[u] + 1, bound_base[u] + p - pair_first[u]
+        base, stride, num_source, num_target = _block(p, layout)
         if columns.shape[0] > 0:
             for k in range(pair_task_first[p], pair_task_first[p + 1]):
                 src, tgt = entry_at[source[pair_tasks[k]]], entry_at[target[pair_tasks[k]]]

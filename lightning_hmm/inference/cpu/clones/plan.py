@@ -18,6 +18,28 @@ _ALIGNED = 16  # Messages begin at multiples of this.
 _TABLE = 256  # largest number of symbols for which pairs are looked up in a table
 
 
+class Limits(NamedTuple):
+    """Entries of messages below `flush` are set to zero. If the probability of a step is below `collapse`, the sequence
+    is impossible or is computed again.
+    """
+
+    flush: float
+    collapse: float
+
+
+class KnownSteps(NamedTuple):
+    """Steps with known symbols.
+
+    symbols: Symbol of each step.
+    pairs: Pair of the symbols of steps s - 1 and s, or -1 at the first step of a sequence.
+    at: Position of the message of each step.
+    """
+
+    symbols: np.ndarray
+    pairs: np.ndarray
+    at: np.ndarray
+
+
 class Arrays(NamedTuple):
     """Arrays of a layout for the kernels. The names are explained in `forward_backward`."""
 

@@ -18,6 +18,8 @@ from lightning_hmm.inference import cloned_portable
 from lightning_hmm.inference.cpu.clones import forward_backward, paths, sparse, two_filters
 from lightning_hmm.inference.cpu.clones.plan import (
     Arrays,
+    KnownSteps,
+    Limits,
     PlannedBatch,
     entries,
     padded,
@@ -29,10 +31,7 @@ from lightning_hmm.inference.cpu.clones.plan import (
 from lightning_hmm.inference.cpu.updates import over_rows, run_flushed
 from lightning_hmm.inference.kernels.threads import no_subnormals, workspace
 
-# Entries of messages below FLUSH are set to zero. A sequence is computed again if the probability of a step is below
-# COLLAPSE.
-FLUSH = {np.dtype(np.float32): 1e-30, np.dtype(np.float64): 1e-290}
-COLLAPSE = {np.dtype(np.float32): 1e-20, np.dtype(np.float64): 1e-200}
+LIMITS = {np.dtype(np.float32): Limits(1e-30, 1e-20), np.dtype(np.float64): Limits(1e-290, 1e-200)}
 
 _COUNT_SHARES = 64  # largest number of shares in which counts are computed
 _SMOOTH_SHARES = 8  # number of shares in which the messages of two filters are combined
@@ -104,13 +103,10 @@ def _two_filters(
     Returns:
         ``None`` if the algorithm cannot be used for this batch, or if a message underflows.
     """
-    dtype, offsets, symbols, planned = probs.dtype, batch.offsets, batch.entries[1], batch.plan
-    at, num_steps, lengths = planned.entry_at, symbols.shape[0], np.diff(offsets)
-    if planned.task_pair.shape[0] != num_steps - np.count_nonzero(lengths):
+    dtype, offsets, num_steps, lengths = probs.dtype, batch.offsets, batch.steps.shape[0], np.diff(batch.offsets)
+    if batch.plan.task_pair.shape[0] != num_steps - np.count_nonzero(lengths):
         return None  # The block of a pair of successive symbols is not stored.
-    pairs = np.full(num_steps, -1)
-    pairs[planned.task_target] = planned.task_pair
-    totals = np.zeros(num_steps, dtype)
+    known, totals = _known_steps(batch), np.zeros(num_steps, dtype)
     directions = (False, True) if smooth else (False,)
     widths = padded(layout)
     sizes = (
@@ -118,7 +114,7 @@ def _two_filters(
         widths[layout.pair_source] * layout.clones[layout.pair_target],
     )
     compute = _whole_sequences if max(map(sum, sizes)) * dtype.itemsize <= _CACHE_BYTES else _in_chunks
-    messages = compute(layout, initial, probs, offsets, symbols, pairs, at, batch.size, directions, totals)
+    messages = compute(layout, initial, probs, offsets, known, batch.size, directions, totals)
     if messages is None:
         return None
     alpha, kappa = messages[0], messages[-1]
@@ -130,7 +126,7 @@ def _two_filters(
         def combine(share: int) -> None:
             here = int(borders[share]), int(borders[share + 1])
             succeeded[share] = two_filters.smooth(
-                *here, symbols, pairs, at, layout.starts, step_weights, alpha, totals, kappa, smoothed
+                *here, known, layout.starts, step_weights, alpha, totals, kappa, smoothed
             )
 
         run_flushed(_SMOOTH_SHARES, combine)
@@ -142,7 +138,7 @@ def _two_filters(
 
 
 def _whole_sequences(
-    layout: Arrays, initial, probs, offsets, symbols, pairs, at, size: int, directions, totals
+    layout: Arrays, initial, probs, offsets, known: KnownSteps, size: int, directions, totals
 ) -> list[np.ndarray] | None:
     """Computes the messages of small models, one array for each direction, sequence after sequence.
 
@@ -158,20 +154,20 @@ def _whole_sequences(
     places = [np.append(0, np.cumsum(of_pairs)) for of_pairs in sizes]
     parts = np.cumsum([*(int(place[-1]) + spare for place in places), *(size for _ in directions)])
     space = np.split(workspace(dtype, int(parts[-1])), parts[:-1])
-    tables, messages = list(zip(places, space, strict=False)), space[len(directions) :]
+    messages = space[len(directions) :]
+    tables = [two_filters.CopiedBlocks(place, widths, values) for place, values in zip(places, space, strict=False)]
     done = [False] * (len(directions) * sequence_shares)
 
     def copy(direction: int) -> None:
-        two_filters.copy_blocks(bool(direction), tables[direction][0], widths, layout, probs, tables[direction][1])
+        two_filters.copy_blocks(bool(direction), layout, probs, tables[direction])
 
     def work(task: int) -> None:
         share, direction = divmod(task, len(directions))
         if sequence_shares == 1:  # A separate call to copy the blocks would take as long as the copying itself.
             copy(direction)
-        block_at, blocks = tables[direction]
-        data = offsets, symbols, pairs, at, block_at, widths, layout.starts, blocks, initial
+        data = offsets, known, layout.starts, tables[direction], initial, LIMITS[dtype]
         done[task] = two_filters.filter_sequences(
-            bool(direction), share, sequence_shares, *data, FLUSH[dtype], COLLAPSE[dtype], messages[direction], totals
+            bool(direction), share, sequence_shares, *data, messages[direction], totals
         )
 
     if sequence_shares > 1:
@@ -181,7 +177,7 @@ def _whole_sequences(
 
 
 def _in_chunks(
-    layout: Arrays, initial, probs, offsets, symbols, pairs, at, size: int, directions, totals
+    layout: Arrays, initial, probs, offsets, known: KnownSteps, size: int, directions, totals
 ) -> list[np.ndarray] | None:
     """Computes the messages of large models, one array for each direction, in chunks."""
     dtype, lengths = probs.dtype, np.diff(offsets)
@@ -190,17 +186,17 @@ def _in_chunks(
         return None
     ends = offsets[longest] + _MOST_WARM_UP, offsets[longest + 1] - _MOST_WARM_UP - 1
     positions = np.linspace(*ends, 4).astype(np.int64)
-    flush, collapse, same = FLUSH[dtype], COLLAPSE[dtype], _SAME[dtype]
+    limits, same = LIMITS[dtype], _SAME[dtype]
     warm_up = 1
     with no_subnormals():
         for backward in directions:
             mixing_time = two_filters.mixing_time(
-                backward, positions, _MOST_WARM_UP, same, symbols, pairs, layout, probs, flush
+                backward, positions, _MOST_WARM_UP, same, known, layout, probs, limits.flush
             )
             warm_up = max(warm_up, 1 + mixing_time)
     if warm_up > _MOST_WARM_UP:
         return None
-    length = _chunk_length(layout, pairs[pairs >= 0], warm_up)
+    length = _chunk_length(layout, known.pairs[known.pairs >= 0], warm_up)
     num_chunks = -(-lengths // length)
     sequence = np.repeat(np.arange(lengths.shape[0]), num_chunks)
     within = np.arange(sequence.shape[0]) - np.repeat(np.cumsum(num_chunks) - num_chunks, num_chunks)
@@ -216,12 +212,10 @@ def _in_chunks(
             begins = np.minimum(first + warm_up, offsets[sequence + 1][::-1] - 1)
         else:
             first, last, begins = firsts, lasts, np.maximum(firsts - warm_up, offsets[sequence])
-        chunks = bool(direction), begins, np.ascontiguousarray(first), np.ascontiguousarray(last)
-        where = symbols, pairs, at, size, layout, probs
-        if two_filters.filter_chunks(*chunks, *where, initial, flush, collapse, messages[direction], totals):
-            done[direction] = (
-                two_filters.repair_chunks(*chunks, *where, flush, collapse, same, messages[direction], totals) >= 0
-            )
+        chunks = two_filters.Chunks(begins, np.ascontiguousarray(first), np.ascontiguousarray(last))
+        where, found = (bool(direction), chunks, known, size, layout, probs), (messages[direction], totals)
+        if two_filters.filter_chunks(*where, initial, limits, *found):
+            done[direction] = two_filters.repair_chunks(*where, limits, same, *found) >= 0
 
     run_flushed(len(directions), work)
     return messages if all(done) else None
@@ -273,16 +267,13 @@ def _forward_backward(
 ) -> MessageBatch:
     """Computes messages with `forward_backward`."""
     dtype, num_sequences, num_steps = probs.dtype, batch.ids.shape[0], batch.steps.shape[0]
-    log_likelihood, stopped = np.zeros(num_sequences), np.full(num_sequences, -1)
-    impossible = np.full(num_sequences, -1)
+    log_likelihood, impossible = np.zeros(num_sequences), np.full(num_sequences, -1)
     alpha, totals = np.empty(batch.size, dtype), np.zeros(num_steps, dtype)
+    forward = forward_backward.Forward(alpha, totals, log_likelihood, np.full(num_sequences, -1))
     arguments = batch.order, batch.offsets, batch.plan, layout, probs
-    limits = FLUSH[dtype], COLLAPSE[dtype]
     run_flushed(
         shares,
-        lambda share: forward_backward.forward(
-            share, shares, *arguments, initial, *limits, False, alpha, totals, log_likelihood, stopped
-        ),
+        lambda share: forward_backward.forward(share, shares, *arguments, initial, LIMITS[dtype], False, forward),
     )
     if np.isnan(log_likelihood).any():
         impossible = _impossible_steps(layout, initial, probs, batch.offsets, batch.entries, log_likelihood)
@@ -393,35 +384,27 @@ def _fill_from_rows(
         run_flushed(len(shares), lambda share: forward_backward.add_counts(shares[share], *tasks))
 
 
-class _SparseMessages(NamedTuple):
-    """Forward messages of a pruned layout. The names are those of `sparse`."""
-
-    pairs: np.ndarray
-    log_likelihood: np.ndarray
-    clones: np.ndarray
-    alpha: np.ndarray
-    active: np.ndarray
-    totals: np.ndarray
+def _known_steps(batch: PlannedBatch) -> KnownSteps:
+    pairs = np.full(batch.steps.shape[0], -1)
+    pairs[batch.plan.task_target] = batch.plan.task_pair
+    return KnownSteps(batch.entries[1], pairs, batch.plan.entry_at)
 
 
 def _sparse_forward(
     layout: Arrays, initial, blocks: sparse.Blocks, batch: PlannedBatch, shares: int
-) -> _SparseMessages:
-    dtype, symbols, planned = blocks.probs.dtype, batch.entries[1], batch.plan
-    num_steps = symbols.shape[0]
-    pairs = np.full(num_steps, -1)
-    pairs[planned.task_target] = planned.task_pair
-    messages = (
+) -> tuple[np.ndarray, sparse.Messages]:
+    """Returns the log-likelihoods and the forward messages of a pruned layout."""
+    dtype, num_steps = blocks.probs.dtype, batch.steps.shape[0]
+    messages = sparse.Messages(
         np.empty(batch.size, np.int32),
         np.empty(batch.size, dtype),
         np.zeros(num_steps, np.int64),
         np.zeros(num_steps, dtype),
     )
     log_likelihood = np.zeros(batch.offsets.shape[0] - 1)
-    data = batch.order, batch.offsets, symbols, pairs, planned.entry_at, layout.starts, blocks, initial
-    limits = FLUSH[dtype], COLLAPSE[dtype]
-    run_flushed(shares, lambda share: sparse.forward(share, shares, *data, *limits, *messages, log_likelihood))
-    return _SparseMessages(pairs, log_likelihood, *messages)
+    data = batch.order, batch.offsets, _known_steps(batch), layout.starts, blocks, initial, LIMITS[dtype]
+    run_flushed(shares, lambda share: sparse.forward(share, shares, *data, messages, log_likelihood))
+    return log_likelihood, messages
 
 
 def _times_read(layout: Arrays, initial, blocks: sparse.Blocks, values, offsets) -> float:
@@ -430,7 +413,7 @@ def _times_read(layout: Arrays, initial, blocks: sparse.Blocks, values, offsets)
     few = values[first : first + min(_TRIED, int(np.diff(offsets).max()))]
     data = entries(few, None, layout.clones.shape[0])
     (batch,) = planned_batches(layout, np.array([0, few.shape[0]]), data, 8, keep=True)
-    active = _sparse_forward(layout, initial, blocks, batch, 1).active
+    active = _sparse_forward(layout, initial, blocks, batch, 1)[1].active
     return values.shape[0] / layout.pair_target.shape[0] * float((active / layout.clones[batch.entries[1]]).mean())
 
 
@@ -438,24 +421,24 @@ def _sparse_counts(
     layout: Arrays,
     blocks: sparse.Blocks,
     batch: PlannedBatch,
-    found: _SparseMessages,
+    messages: sparse.Messages,
     weights,
     shares: int,
     out,
     counts,
 ) -> None:
     """Runs the backward pass of a pruned layout. Adds initial counts to `out` and transition counts to `counts`."""
-    pairs, _, clones, alpha, active, totals = found
+    clones, alpha, active, _ = messages
     order, offsets, at, starts = batch.order, batch.offsets, batch.plan.entry_at, layout.starts
     kappa = np.empty(batch.size, alpha.dtype)
-    data = order, offsets, pairs, at, starts, blocks, weights, clones, alpha, active, totals, kappa
+    data = order, offsets, _known_steps(batch), starts, blocks, weights, messages, kappa
     run_flushed(shares, lambda share: sparse.backward(share, shares, *data))
     rows = np.zeros_like(order)
     sparse.add_rows(offsets[:-1][order], rows, batch.entries[1], at, starts, clones, kappa, active, out[None])
     step_first, tasks = sort_by_pair(batch.plan.task_pair, layout.pair_target.shape[0])
     steps, count_shares = batch.plan.task_target[tasks], _count_shares(layout, step_first)
-    messages = step_first, steps, at, starts, blocks, clones, alpha, active, kappa, counts
-    run_flushed(len(count_shares), lambda share: sparse.add_counts(count_shares[share], *messages))
+    data = step_first, steps, at, starts, blocks, messages, kappa, counts
+    run_flushed(len(count_shares), lambda share: sparse.add_counts(count_shares[share], *data))
 
 
 def _fill_from_lists(
@@ -475,17 +458,17 @@ def _fill_from_lists(
         ids, symbols, at, order = batch.ids, batch.entries[1], batch.plan.entry_at, batch.order
         work = int(batch.plan.task_pair.shape[0] * (probs.shape[0] // max(num_pairs, 1)))
         shares = _message_shares(order.shape[0], work)
-        found = _sparse_forward(layout, initial, blocks, batch, shares)
-        results.log_likelihood[ids] = found.log_likelihood
-        if np.isnan(found.log_likelihood).any():
+        log_likelihood, messages = _sparse_forward(layout, initial, blocks, batch, shares)
+        results.log_likelihood[ids] = log_likelihood
+        if np.isnan(log_likelihood).any():
             results.impossible_step[ids] = _impossible_steps(
-                layout, initial, probs, batch.offsets, batch.entries, found.log_likelihood
+                layout, initial, probs, batch.offsets, batch.entries, log_likelihood
             )
         if results.last.shape[0]:
-            last_steps, messages = batch.offsets[1:][order] - 1, (found.clones, found.alpha, found.active)
-            sparse.add_rows(last_steps, ids[order], symbols, at, layout.starts, *messages, results.last)
+            last_steps = batch.offsets[1:][order] - 1
+            sparse.add_rows(last_steps, ids[order], symbols, at, layout.starts, *messages[:3], results.last)
         if smooth:
-            _sparse_counts(layout, blocks, batch, found, weights[ids], shares, results.initial_counts, counts)
+            _sparse_counts(layout, blocks, batch, messages, weights[ids], shares, results.initial_counts, counts)
     if smooth and blocks is not stored:
         sparse.put_back(layout, stored, blocks, counts, results.counts)
 
@@ -497,10 +480,8 @@ def _impossible_steps(layout: Arrays, initial, probs, offsets, step_entries, log
     planned, size = plan(layout, local, *chosen, keep=False)
     found, order = np.full(ids.shape[0], -1), np.argsort(-np.diff(local), kind="stable")
     reached, unused = (initial > 0).astype(probs.dtype), np.zeros(0, probs.dtype)
-    alpha, log_probs = np.empty(size, probs.dtype), np.zeros(ids.shape[0])
-    forward_backward.forward(
-        0, 1, order, local, planned, layout, probs, reached, 0.0, 0.0, True, alpha, unused, log_probs, found
-    )
+    forward = forward_backward.Forward(np.empty(size, probs.dtype), unused, np.zeros(ids.shape[0]), found)
+    forward_backward.forward(0, 1, order, local, planned, layout, probs, reached, Limits(0.0, 0.0), True, forward)
     impossible = np.full(log_likelihood.shape[0], -1)
     impossible[ids] = found
     return impossible

@@ -31,6 +31,15 @@ class Blocks(NamedTuple):
     probs: np.ndarray
 
 
+class Messages(NamedTuple):
+    """Forward messages: the numbers of the clones, their probabilities, and the sizes and totals of the messages."""
+
+    ids: np.ndarray
+    alpha: np.ndarray
+    active: np.ndarray
+    totals: np.ndarray
+
+
 @strict_kernel
 def stored_blocks(layout, probs):
     """Returns the blocks in the storage order of the layout."""
@@ -76,31 +85,15 @@ def put_back(layout, stored, copied, values, out):
 
 
 @kernel
-def forward(
-    share,
-    shares,
-    order,
-    offsets,
-    symbols,
-    pairs,
-    at,
-    starts,
-    blocks,
-    initial,
-    flush,
-    collapse,
-    ids,
-    alpha,
-    active,
-    totals,
-    log_likelihood,
-):
+def forward(share, shares, order, offsets, known, starts, blocks, initial, limits, messages, log_likelihood):
     """Computes forward messages of every `shares`-th sequence of `order`, as `forward_backward.forward`.
 
     A sequence that collapses has no active clones.
     """
+    symbols, pairs, at = known
     base, stride, bounds, columns, probs = blocks
-    flush = alpha.dtype.type(flush)
+    ids, alpha, active, totals = messages
+    flush, collapse = alpha.dtype.type(limits.flush), limits.collapse
     widths = starts[1:] - starts[:-1]
     widest = np.max(widths)
     zero, one = alpha.dtype.type(0.0), alpha.dtype.type(1.0)
@@ -168,9 +161,11 @@ def _clear(first, last, ids, row):
 
 
 @kernel
-def backward(share, shares, order, offsets, pairs, at, starts, blocks, weights, ids, alpha, active, totals, kappa):
+def backward(share, shares, order, offsets, known, starts, blocks, weights, messages, kappa):
     """Computes scaled backward messages kappa, as `forward_backward.backward`."""
+    pairs, at = known.pairs, known.at
     base, stride, bounds, columns, probs = blocks
+    ids, alpha, active, totals = messages
     zero, one = alpha.dtype.type(0.0), alpha.dtype.type(1.0)
     row = np.zeros(np.max(starts[1:] - starts[:-1]), alpha.dtype)
     for n in order[share::shares]:
@@ -201,12 +196,13 @@ def backward(share, shares, order, offsets, pairs, at, starts, blocks, weights, 
 
 
 @kernel
-def add_counts(pair_numbers, step_first, steps, at, starts, blocks, ids, alpha, active, kappa, counts):
+def add_counts(pair_numbers, step_first, steps, at, starts, blocks, messages, kappa, counts):
     """Adds A * (sum of alpha_t-1 kappa_t' over the steps of each pair) to `counts`.
 
     The steps of pair p are ``steps[step_first[p]:step_first[p + 1]]``.
     """
     base, stride, bounds, columns, probs = blocks
+    ids, alpha, active, _ = messages
     row = np.zeros(np.max(starts[1:] - starts[:-1]), alpha.dtype)
     for p in pair_numbers:
         for s in steps[step_first[p] : step_first[p + 1]]:

@@ -11,12 +11,13 @@ waiting messages. Afterwards, the first message of each chunk is compared with t
 entry differs by more than rounding, the chunk is computed again from there until the messages agree. The results are
 thus those of whole sequences.
 
-Layouts consist of whole blocks, and the names are those of `forward_backward`. ``pairs[s]`` is the pair of symbols of
-steps s - 1 and s, or -1 at the first step of a sequence. The message of step s begins at ``at[s]``. The messages of a
+Layouts consist of whole blocks, and the names are those of `forward_backward` and `KnownSteps`. The messages of a
 warm-up alternate between two positions from ``scratch`` on, after all other messages.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,6 +28,25 @@ from lightning_hmm.inference.kernels.products import multiply
 from lightning_hmm.inference.kernels.simd import lanes_of
 
 _message_1, _message_2, _message_3, _message_4 = (make_message(vectors) for vectors in range(1, 5))
+
+
+class CopiedBlocks(NamedTuple):
+    """Blocks in the cache: block p begins at ``first[p]`` of `values` and has rows of ``widths`` of their symbol."""
+
+    first: np.ndarray
+    widths: np.ndarray
+    values: np.ndarray
+
+
+class Chunks(NamedTuple):
+    """Chunk b consists of the steps from ``firsts[b]`` to ``lasts[b]``, exclusive. Its warm-up starts at ``begins[b]``.
+
+    In the backward direction steps decrease. The first chunk of a sequence has no warm-up: ``begins[b] == firsts[b]``.
+    """
+
+    begins: np.ndarray
+    firsts: np.ndarray
+    lasts: np.ndarray
 
 
 @inner
@@ -43,8 +63,9 @@ def _normalize(message, flush):
 
 
 @kernel
-def copy_blocks(transposed, block_at, widths, layout, probs, blocks):
-    """Copies block p to ``block_at[p]``, with rows of ``widths`` of their symbol. Padding is filled with zeros."""
+def copy_blocks(transposed, layout, probs, copied):
+    """Copies the blocks to `copied`. Padding is filled with zeros."""
+    block_at, widths, blocks = copied
     starts, pair_first, pair_source, pair_target, bound_base, bounds, _ = layout
     zero = blocks.dtype.type(0.0)
     blocks[block_at[pair_target.shape[0]] :] = zero
@@ -68,27 +89,12 @@ def copy_blocks(transposed, block_at, widths, layout, probs, blocks):
 
 
 @kernel
-def filter_sequences(
-    backward,
-    share,
-    shares,
-    offsets,
-    symbols,
-    pairs,
-    at,
-    block_at,
-    widths,
-    starts,
-    blocks,
-    initial,
-    flush,
-    collapse,
-    messages,
-    totals,
-):
+def filter_sequences(backward, share, shares, offsets, known, starts, copied, initial, limits, messages, totals):
     """Computes the forward or backward messages of every `shares`-th sequence. Returns False if a step underflows."""
+    symbols, pairs, at = known
+    block_at, widths, blocks = copied
     zero, one, size = messages.dtype.type(0.0), messages.dtype.type(1.0), messages.itemsize
-    flush = messages.dtype.type(flush)
+    flush, collapse = messages.dtype.type(limits.flush), limits.collapse
     for n in range(share, offsets.shape[0] - 1, shares):
         length = offsets[n + 1] - offsets[n]
         for t in range(length):
@@ -178,33 +184,14 @@ def _products(backward, count, sources, targets, height, width, messages, rows, 
 
 
 @kernel
-def filter_chunks(
-    backward,
-    begins,
-    firsts,
-    lasts,
-    symbols,
-    pairs,
-    at,
-    scratch,
-    layout,
-    probs,
-    initial,
-    flush,
-    collapse,
-    messages,
-    totals,
-):
-    """Computes the forward or backward messages of all chunks. Returns False if a step underflows.
-
-    Chunk b consists of the steps from ``firsts[b]`` to ``lasts[b]``, exclusive, and its warm-up starts at
-    ``begins[b]``. In the backward direction steps decrease. The first chunk of a sequence has no warm-up: ``begins[b]
-    == firsts[b]``.
-    """
+def filter_chunks(backward, chunks, known, scratch, layout, probs, initial, limits, messages, totals):
+    """Computes the forward or backward messages of all chunks. Returns False if a step underflows."""
+    begins, firsts, lasts = chunks
+    symbols, pairs, at = known
     starts, pair_target = layout[0], layout[3]
     num_chunks, num_pairs = begins.shape[0], pair_target.shape[0]
     widest = np.max(starts[1:] - starts[:-1])
-    one, flush = messages.dtype.type(1.0), messages.dtype.type(flush)
+    one, flush, collapse = messages.dtype.type(1.0), messages.dtype.type(limits.flush), limits.collapse
     place = scratch_size(widest)
     step = -1 if backward else 1
     rows, xs = np.empty(widest, np.int64), np.empty(GROUP * max(widest, GROUP), messages.dtype)
@@ -289,31 +276,17 @@ def hilbert_distance(one, other):
 
 
 @kernel
-def repair_chunks(
-    backward,
-    begins,
-    firsts,
-    lasts,
-    symbols,
-    pairs,
-    at,
-    scratch,
-    layout,
-    probs,
-    flush,
-    collapse,
-    tolerance,
-    messages,
-    totals,
-):
+def repair_chunks(backward, chunks, known, scratch, layout, probs, limits, tolerance, messages, totals):
     """Checks the warm-up of each chunk, and computes messages again where it was too short.
 
     Returns the number of steps that were computed again, or -1 if a step underflows.
     """
+    begins, firsts, lasts = chunks
+    symbols, pairs, at = known
     starts = layout[0]
     widest = np.max(starts[1:] - starts[:-1])
     place, step, again = scratch_size(widest), -1 if backward else 1, 0
-    flush = messages.dtype.type(flush)
+    flush, collapse = messages.dtype.type(limits.flush), limits.collapse
     rows, xs = np.empty(widest, np.int64), np.empty(GROUP * max(widest, GROUP), messages.dtype)
     source, target, outputs = np.empty(1, np.int64), np.empty(1, np.int64), np.empty(1, np.int64)
     for b in range(firsts.shape[0]):
@@ -346,11 +319,12 @@ def repair_chunks(
 
 
 @kernel
-def mixing_time(backward, positions, most, tolerance, symbols, pairs, layout, probs, flush):
+def mixing_time(backward, positions, most, tolerance, known, layout, probs, flush):
     """Returns the largest number of steps after which two different messages agree, over the given start positions.
 
     It is `most` + 1 if they do not agree after `most` steps.
     """
+    symbols, pairs, _ = known
     starts = layout[0]
     widest = np.max(starts[1:] - starts[:-1])
     flush, step, longest = probs.dtype.type(flush), -1 if backward else 1, 0
@@ -381,11 +355,12 @@ def mixing_time(backward, positions, most, tolerance, symbols, pairs, layout, pr
 
 
 @kernel
-def smooth(first, last, symbols, pairs, at, starts, weights, alpha, totals, kappa, smoothed):
+def smooth(first, last, known, starts, weights, alpha, totals, kappa, smoothed):
     """Combines forward and backward messages to those that `forward_backward.backward` computes, with weights by step.
 
     Returns False if the product of both messages underflows at a step.
     """
+    symbols, pairs, at = known
     zero = alpha.dtype.type(0.0)
     for s in range(first, last):
         v = symbols[s]
