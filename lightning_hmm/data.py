@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
@@ -23,7 +24,7 @@ from lightning_hmm.random import generator
 from lightning_hmm.sequences import Sequences
 
 
-class SequenceData(LightningDataModule):
+class SequenceData(LightningDataModule, ABC):
     """The interface through which models and callbacks read the data of a training run.
 
     `datamodules.SequenceDataModule` and `InMemoryData` implement it. Other data modules can be used with models that
@@ -42,14 +43,14 @@ class SequenceData(LightningDataModule):
     emission_probs: Tensor | None = None
 
     @property
+    @abstractmethod
     def train_sequences(self) -> Sequences:
         """The training set."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def val_sequences(self) -> Sequences | None:
         """The validation set, if there is one."""
-        raise NotImplementedError
 
     @property
     def test_sequences(self) -> Sequences | None:
@@ -67,13 +68,13 @@ class SequenceData(LightningDataModule):
         """Returns the true states of a part ("train", "val" or "test"), if they are known."""
         return None
 
+    @abstractmethod
     def train_on_validation(self, yes: bool = True) -> None:
         """Adds the validation part to the training set, or removes it again.
 
         Args:
             yes: Whether to train on the validation part as well.
         """
-        raise NotImplementedError
 
 
 def data_of(trainer: Trainer) -> SequenceData | None:

@@ -17,7 +17,7 @@ import torch
 
 from datamodules import MovingTargetDataModule
 from experiments.neural.guitar_sequence import cluster_sounds
-from experiments.neural.side_by_side import Stack
+from experiments.neural.stacked_networks import Stack
 from experiments.neural.training import averages
 from experiments.records import Records, markdown_table
 from experiments.run import Experiment, Option, Run, run
@@ -208,7 +208,7 @@ def test_quick_runs_have_a_folder_of_their_own(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("cell", ["rnn", "lstm", "gru"])
-def test_networks_side_by_side_learn_what_each_would_alone(cell):
+def test_stacked_networks_learn_what_each_learns_alone(cell):
     data = [
         MovingTargetDataModule(seed=seed, num_sequences=20, length=12, val_fraction=0.2, test_fraction=0.2)
         for seed in range(3)

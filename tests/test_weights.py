@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 
 from lightning_hmm import Sequences
 from lightning_hmm.callbacks import CooccurrenceReport
-from lightning_hmm.data import SequenceData, loader
+from lightning_hmm.data import InMemoryData, loader
 from lightning_hmm.distributions.transitions.clones import ngram_counts, seen_pairs
 from lightning_hmm.models.baselines import KneserNey
 from lightning_hmm.models.contexts import BackOff, Contexts
@@ -38,11 +38,11 @@ def pair(kind: str) -> tuple[Sequences, Sequences]:
     return together, together[: len(kept)]
 
 
-class Data(SequenceData):
+class Data(InMemoryData):
     """The same sequences for testing, with states that they are said to be drawn from."""
 
     def __init__(self, sequences: Sequences) -> None:
-        super().__init__()
+        super().__init__(sequences, None, None, False, 0)
         self._test = sequences
 
     @property

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 
 from datamodules import MovingTargetDataModule
 from experiments.measures import Stopwatch, mean_and_spread
-from experiments.neural.side_by_side import Stack
+from experiments.neural.stacked_networks import Stack
 from experiments.neural.training import CELLS, prediction_error, timed_fit
 from experiments.panels import DARK, legend, log_ticks, panels
 from experiments.records import markdown_table

@@ -104,9 +104,10 @@ class Retraining(Callback):
                 "Retraining finds the number of epochs on validation data, but there are none."
             )
 
-    def _take_all_data(self, trainer: Any, pl_module: Any) -> None:
+    def _take_all_data(self, trainer: Any, pl_module: ClonedHMM) -> None:
         trainer.datamodule.train_on_validation()
         trainer.limit_val_batches = 0
+        assert self.first_epoch is not None
         pl_module.first_epoch = self.first_epoch
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
@@ -142,7 +143,7 @@ class Retraining(Callback):
         if since_switch >= self.patience or trainer.should_stop or epochs == trainer.max_epochs:
             self._begin_second_part(trainer, pl_module)
 
-    def _begin_second_part(self, trainer: Any, pl_module: Any) -> None:
+    def _begin_second_part(self, trainer: Any, pl_module: ClonedHMM) -> None:
         self.first_epoch = trainer.current_epoch + 1
         trainer.should_stop = False
         trainer.fit_loop.max_epochs = self.first_epoch + self.best_epochs

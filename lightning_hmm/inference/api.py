@@ -11,6 +11,19 @@ log-likelihood is the E-step:
 
 Messages are float64 unless `dtype` is float32. Counts are always summed in float64. The log-likelihood of an impossible
 sequence is -inf. N is the number of sequences and S the number of states.
+
+Example:
+    The examples of the functions below use these tensors.
+
+    >>> import torch
+    >>> from lightning_hmm import inference
+    >>> from lightning_hmm.inference.evidence import Table
+    >>> from lightning_hmm.inference.operators import Dense
+    >>> initial = torch.tensor([0.5, 0.5]).log()
+    >>> operator = Dense(torch.tensor([[0.9, 0.1], [0.2, 0.8]]).log())
+    >>> emission = torch.tensor([[0.8, 0.2], [0.1, 0.9]]).log()
+    >>> evidence = Table(emission, symbols=torch.tensor([0, 0, 1, 1, 1]))
+    >>> offsets = torch.tensor([0, 3, 5])  # two sequences, of 3 and 2 steps
 """
 
 from __future__ import annotations
@@ -58,15 +71,6 @@ def e_step(
         Log-likelihoods (N,), expected counts and, if requested, probabilities (steps, S).
 
     Example:
-        >>> import torch
-        >>> from lightning_hmm import inference
-        >>> from lightning_hmm.inference.evidence import Table
-        >>> from lightning_hmm.inference.operators import Dense
-        >>> initial = torch.tensor([0.5, 0.5]).log()
-        >>> operator = Dense(torch.tensor([[0.9, 0.1], [0.2, 0.8]]).log())
-        >>> emission = torch.tensor([[0.8, 0.2], [0.1, 0.9]]).log()
-        >>> evidence = Table(emission, symbols=torch.tensor([0, 0, 1, 1, 1]))
-        >>> offsets = torch.tensor([0, 3, 5])  # two sequences, of 3 and 2 steps
         >>> found = inference.e_step(initial, operator, evidence, offsets)
         >>> found.counts[0].sum().round()  # one transition fewer than steps in each sequence
         tensor(3., dtype=torch.float64)
@@ -105,15 +109,6 @@ def log_likelihood(
         (N,) log p(y) times the weight.
 
     Example:
-        >>> import torch
-        >>> from lightning_hmm import inference
-        >>> from lightning_hmm.inference.evidence import Table
-        >>> from lightning_hmm.inference.operators import Dense
-        >>> initial = torch.tensor([0.5, 0.5]).log()
-        >>> operator = Dense(torch.tensor([[0.9, 0.1], [0.2, 0.8]]).log())
-        >>> emission = torch.tensor([[0.8, 0.2], [0.1, 0.9]]).log()
-        >>> evidence = Table(emission, symbols=torch.tensor([0, 0, 1, 1, 1]))
-        >>> offsets = torch.tensor([0, 3, 5])  # two sequences, of 3 and 2 steps
         >>> inference.log_likelihood(initial, operator, evidence, offsets)
         tensor([-2.4534, -0.9970], dtype=torch.float64)
     """
@@ -193,15 +188,6 @@ def posterior(
         Log-likelihoods (N,), filtered and smoothed probabilities (steps, S), and expected counts.
 
     Example:
-        >>> import torch
-        >>> from lightning_hmm import inference
-        >>> from lightning_hmm.inference.evidence import Table
-        >>> from lightning_hmm.inference.operators import Dense
-        >>> initial = torch.tensor([0.5, 0.5]).log()
-        >>> operator = Dense(torch.tensor([[0.9, 0.1], [0.2, 0.8]]).log())
-        >>> emission = torch.tensor([[0.8, 0.2], [0.1, 0.9]]).log()
-        >>> evidence = Table(emission, symbols=torch.tensor([0, 0, 1, 1, 1]))
-        >>> offsets = torch.tensor([0, 3, 5])  # two sequences, of 3 and 2 steps
         >>> inference.posterior(initial, operator, evidence, offsets).smoothed[0]
         tensor([0.9395, 0.0605], dtype=torch.float64)
     """
@@ -227,15 +213,6 @@ def viterbi(initial: Tensor, operator: Operator, evidence: Evidence, offsets: Te
         The states (steps,), which are -1 in impossible sequences, and the log-probabilities (N,) of the paths.
 
     Example:
-        >>> import torch
-        >>> from lightning_hmm import inference
-        >>> from lightning_hmm.inference.evidence import Table
-        >>> from lightning_hmm.inference.operators import Dense
-        >>> initial = torch.tensor([0.5, 0.5]).log()
-        >>> operator = Dense(torch.tensor([[0.9, 0.1], [0.2, 0.8]]).log())
-        >>> emission = torch.tensor([[0.8, 0.2], [0.1, 0.9]]).log()
-        >>> evidence = Table(emission, symbols=torch.tensor([0, 0, 1, 1, 1]))
-        >>> offsets = torch.tensor([0, 3, 5])  # two sequences, of 3 and 2 steps
         >>> inference.viterbi(initial, operator, evidence, offsets).states
         tensor([0, 0, 0, 1, 1])
     """
@@ -261,15 +238,6 @@ def predict(initial: Tensor, operator: Operator, evidence: Evidence, offsets: Te
         steps. For an impossible sequence it is NaN.
 
     Example:
-        >>> import torch
-        >>> from lightning_hmm import inference
-        >>> from lightning_hmm.inference.evidence import Table
-        >>> from lightning_hmm.inference.operators import Dense
-        >>> initial = torch.tensor([0.5, 0.5]).log()
-        >>> operator = Dense(torch.tensor([[0.9, 0.1], [0.2, 0.8]]).log())
-        >>> emission = torch.tensor([[0.8, 0.2], [0.1, 0.9]]).log()
-        >>> evidence = Table(emission, symbols=torch.tensor([0, 0, 1, 1, 1]))
-        >>> offsets = torch.tensor([0, 3, 5])  # two sequences, of 3 and 2 steps
         >>> inference.predict(initial, operator, evidence, offsets)
         tensor([[0.6363, 0.3637],
                 [0.2683, 0.7317]])
@@ -305,9 +273,6 @@ def sample(initial: Tensor, operator: Operator, lengths: Tensor, generator: torc
         (steps,) packed states on the device of `initial`, and (N + 1,) offsets on the CPU.
 
     Example:
-        >>> import torch
-        >>> from lightning_hmm import inference
-        >>> from lightning_hmm.inference.operators import Dense
         >>> cycle = Dense(torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]).log())
         >>> first = torch.tensor([1.0, 0.0, 0.0]).log()
         >>> inference.sample(first, cycle, torch.tensor([4, 2]), torch.Generator())
@@ -342,15 +307,6 @@ def sample_posterior(
         (steps,) states, which are -1 in impossible sequences.
 
     Example:
-        >>> import torch
-        >>> from lightning_hmm import inference
-        >>> from lightning_hmm.inference.evidence import Table
-        >>> from lightning_hmm.inference.operators import Dense
-        >>> initial = torch.tensor([0.5, 0.5]).log()
-        >>> operator = Dense(torch.tensor([[0.9, 0.1], [0.2, 0.8]]).log())
-        >>> emission = torch.tensor([[0.8, 0.2], [0.1, 0.9]]).log()
-        >>> evidence = Table(emission, symbols=torch.tensor([0, 0, 1, 1, 1]))
-        >>> offsets = torch.tensor([0, 3, 5])  # two sequences, of 3 and 2 steps
         >>> generator = torch.Generator().manual_seed(0)
         >>> inference.sample_posterior(initial, operator, evidence, offsets, generator).shape
         torch.Size([5])

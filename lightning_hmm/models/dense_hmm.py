@@ -46,6 +46,15 @@ def fair_num_states(num_states: int, num_symbols: int, embedding_dim: int) -> in
     return max(1, round(-half + math.sqrt(half**2 + 1 + embedding_dim * (3 * num_states + num_symbols + 1))))
 
 
+_CHOICES = {"objective": get_args(Objective), "optimizer": ("adam", "sgd"), "target": ("data", "truth")}
+
+
+def _check_choices(**given: str) -> None:
+    for name, value in given.items():
+        if value not in _CHOICES[name]:
+            raise ValueError(f"`{name}` must be one of {', '.join(_CHOICES[name])}, but is {value!r} instead.")
+
+
 def _check_objective(objective: Objective, emission: Emission, symbolic: bool) -> None:
     embedded, name = isinstance(emission, Embedded), type(emission).__name__
     if objective == "cooccurrence" and not (embedded and symbolic):
@@ -142,14 +151,7 @@ class DenseHMM(HMM):
         unknown_symbol: str | None = None,
     ) -> None:
         self._record_options(locals())
-        options: dict[str, tuple[str, tuple[str, ...]]] = {
-            "objective": (objective, get_args(Objective)),
-            "optimizer": (optimizer, ("adam", "sgd")),
-            "target": (target, ("data", "truth")),
-        }
-        for name, (value, allowed) in options.items():
-            if value not in allowed:
-                raise ValueError(f"`{name}` must be one of {', '.join(allowed)}, but is {value!r} instead.")
+        _check_choices(objective=objective, optimizer=optimizer, target=target)
         check_counts(m_steps=m_steps, steps_per_epoch=steps_per_epoch)
         if learning_rate is not None and not learning_rate > 0:
             raise ValueError(f"`learning_rate` must be positive, but is {learning_rate} instead.")

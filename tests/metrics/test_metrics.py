@@ -37,7 +37,7 @@ def test_sums_do_not_stop_growing_at_two_to_the_24():
     assert float(metric.num_symbols) == 2**24 + 10
 
 
-def test_several_models_side_by_side():
+def test_several_models_in_one_metric():
     metric = LogLikelihoodPerSymbol(2)
     metric.update(torch.tensor([-4.0, -8.0]), torch.tensor(4.0))
     assert metric.compute().tolist() == [-1.0, -2.0]

@@ -10,7 +10,6 @@ that were tried they were hardly faster.
 
 from __future__ import annotations
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -19,10 +18,6 @@ from lightning_hmm.inference.kernels.simd import _VECTOR_BYTES, _Emitter, _make_
 
 _INT32 = ir.IntType(32)
 _INT64 = ir.IntType(64)
-
-
-_IS_X86 = llvm.get_process_triple().startswith("x86_64")
-_FLUSH_TO_ZERO = 0x8040  # bits of the control word for results and for operands
 
 
 def vector_lanes(itemsize: int) -> int:

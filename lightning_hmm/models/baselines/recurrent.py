@@ -117,7 +117,7 @@ class RecurrentNet(PredictionErrors):
         self.dropout = nn.Dropout(dropout)
         if num_features:
             # Rows: the first observation of each feature, and all others.
-            self.log_variance = nn.Parameter(torch.zeros(2, num_features, dtype=self.message_dtype))
+            self.log_variance = nn.Parameter(torch.zeros(2, num_features, dtype=getattr(torch, arithmetic)))
         self.register_buffer("center", torch.zeros(num_features or 0, dtype=torch.float64))
         self.register_buffer("data_variance", torch.ones(num_features or 0, dtype=torch.float64))
         self.register_buffer("has_data_stats", torch.tensor(num_features is None))
@@ -150,7 +150,7 @@ class RecurrentNet(PredictionErrors):
     def _create_network(
         self, hidden_size: int, cell: Cell, num_layers: int, head_layers: int, head_width: int, dropout: float
     ) -> None:
-        width, dtype = self.num_symbols or self.num_features or 0, self.message_dtype
+        width, dtype = self.num_symbols or self.num_features or 0, getattr(torch, self.arithmetic)
         # The last embedding is that of a missing symbol.
         self.embedding = nn.Embedding(width + 1, hidden_size, dtype=dtype) if self.num_symbols else None
         self.cell = _CELLS[cell](

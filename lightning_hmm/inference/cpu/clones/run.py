@@ -437,8 +437,8 @@ def _sparse_counts(
     sparse.add_rows(offsets[:-1][order], rows, batch.entries[1], at, starts, clones, kappa, active, out[None])
     step_first, tasks = sort_by_pair(batch.plan.task_pair, layout.pair_target.shape[0])
     steps, count_shares = batch.plan.task_target[tasks], _count_shares(layout, step_first)
-    data = step_first, steps, at, starts, blocks, messages, kappa, counts
-    run_flushed(len(count_shares), lambda share: sparse.add_counts(count_shares[share], *data))
+    sums = step_first, steps, at, starts, blocks, messages, kappa, counts
+    run_flushed(len(count_shares), lambda share: sparse.add_counts(count_shares[share], *sums))
 
 
 def _fill_from_lists(

@@ -1,4 +1,4 @@
-"""Recurrent networks of one shape trained side by side on data of their own.
+"""Several recurrent networks of the same size, trained in one computation, each on its own data.
 
 At these sizes one network takes nearly as long as ten.
 """
