@@ -1,19 +1,30 @@
 """Components of a hidden Markov model: emissions, transitions and the distribution of the first state."""
 
 from lightning_hmm.distributions.base import Distribution, Emission, Transition
+from lightning_hmm.distributions.beta import Beta
+from lightning_hmm.distributions.binomial import Bernoulli, Binomial
 from lightning_hmm.distributions.categorical import Categorical
 from lightning_hmm.distributions.embedded import EmbeddedCategorical, EmbeddedGaussian, EmbeddedTransition
 from lightning_hmm.distributions.exponential import ExponentialFamily, Moments
+from lightning_hmm.distributions.exponential_distribution import Exponential
+from lightning_hmm.distributions.gamma import Gamma
 from lightning_hmm.distributions.gaussian import Gaussian
+from lightning_hmm.distributions.geometric import Geometric
 from lightning_hmm.distributions.linear_gaussian import GaussianState, LinearGaussianEmission, LinearGaussianTransition
+from lightning_hmm.distributions.log_normal import LogNormal
+from lightning_hmm.distributions.multinomial import Multinomial
 from lightning_hmm.distributions.one_symbol import OneSymbol
 from lightning_hmm.distributions.poisson import Poisson
 from lightning_hmm.distributions.product import Product
 from lightning_hmm.distributions.rows import CategoricalRows, Initial
 from lightning_hmm.distributions.torch_emission import TorchEmission
 from lightning_hmm.distributions.transitions import Clones, DenseMostlyConstant, Full
+from lightning_hmm.distributions.von_mises import VonMises
 
 __all__ = [
+    "Bernoulli",
+    "Beta",
+    "Binomial",
     "Categorical",
     "CategoricalRows",
     "Clones",
@@ -23,17 +34,23 @@ __all__ = [
     "EmbeddedGaussian",
     "EmbeddedTransition",
     "Emission",
+    "Exponential",
     "ExponentialFamily",
     "Full",
+    "Gamma",
     "Gaussian",
     "GaussianState",
+    "Geometric",
     "Initial",
     "LinearGaussianEmission",
     "LinearGaussianTransition",
+    "LogNormal",
     "Moments",
+    "Multinomial",
     "OneSymbol",
     "Poisson",
     "Product",
     "TorchEmission",
     "Transition",
+    "VonMises",
 ]
