@@ -16,7 +16,7 @@ to it: expected visits by symbol for `Table`, expected sums of products for `Qua
 `Rows`.
 
 All forms have optional `labels`: (steps,) known states, with -1 where the state is unknown. At a labeled step all other
-states are impossible.
+states are impossible. `with_known_states` adds labels and weights of the states to evidence.
 
 Example:
     >>> import torch
@@ -216,6 +216,40 @@ class Rows(NamedTuple):
 
 
 Evidence = Table | Quadratic | Rows
+
+
+def with_known_states(
+    evidence: Evidence, labels: Tensor | None, state_weights: Tensor | None, classes: Tensor | None = None
+) -> Evidence:
+    """Returns evidence that is restricted by labels and multiplied by state weights.
+
+    If the states of the evidence are those of the labels and there are no weights, only `labels` is set. Otherwise the
+    result is `Rows`; the `pull` method of the given evidence converts a gradient with respect to them.
+
+    Args:
+        evidence: Evidence for S states.
+        labels: (steps,) known states among K, -1 where unknown.
+        state_weights: (steps, K) non-negative weights of the states, which are factors of p(y_t | k).
+        classes: (S,) number among K of each of the S states. The default is S = K, in the same order.
+
+    Example:
+        >>> import torch
+        >>> from lightning_hmm.inference.evidence import Rows, with_known_states
+        >>> evidence = Rows(torch.zeros(2, 3))
+        >>> with_known_states(evidence, torch.tensor([1, -1]), None, classes=torch.tensor([0, 1, 1])).rows()
+        tensor([[-inf, 0., 0.],
+                [0., 0., 0.]])
+    """
+    if state_weights is None and classes is None:
+        return evidence._replace(labels=labels)
+    rows = evidence.rows()
+    if state_weights is not None:
+        log_weights = state_weights.to(rows.dtype).log()
+        rows = rows + (log_weights if classes is None else log_weights[:, classes])
+    if labels is not None and classes is not None:
+        labels = labels[:, None]
+        rows, labels = rows.masked_fill((labels >= 0) & (labels != classes), -torch.inf), None
+    return Rows(rows, labels)
 
 
 def _labelled(rows: Tensor, labels: Tensor | None) -> Tensor:

@@ -287,6 +287,15 @@ class HMM(BaumWelchTraining, DiscreteHMM):
 
     # Inference
 
+    @property
+    def uses_labels(self) -> bool:
+        return True
+
+    @property
+    def state_classes(self) -> Tensor | None:
+        classes: Tensor | None = self.transition.classes
+        return classes
+
     def chain(self, restart: int, sequences: Sequences | None = None) -> tuple[Tensor, Operator]:
         self._require_allocated()
         natural = self.transition.natural(restart)
@@ -450,13 +459,15 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         with torch.set_grad_enabled(self.emission.needs_graph(batch)):
             emitted = self.emission.evidence(leaves[2], batch)
         classes = self.transition.classes
-        evidence = emitted if classes is None else emitted.shared(classes)
+        shared = emitted if classes is None else emitted.shared(classes)
+        evidence = self._with_known_states(shared, batch)
         found = inference.e_step(
             initial, operator, evidence, batch.offsets, batch.weights, dtype=self.message_dtype, per_step=per_step
         )
         flat = [leaf for part in leaves[:2] for leaf in part if leaf.requires_grad]
         counts = self.transition.statistics(initial, operator, found, flat)
-        gradient = found.evidence if classes is None else emitted.gathered(found.evidence, classes)
+        gradient = found.evidence if evidence.live is shared.live else shared.pull(found.evidence)
+        gradient = gradient if classes is None else emitted.gathered(gradient, classes)
         if not self.emission.is_closed:
             if "emission" not in self.frozen:
                 self.emission.hold(restart, batch, gradient)
@@ -480,8 +491,11 @@ class HMM(BaumWelchTraining, DiscreteHMM):
 
         The cuts depend only on shapes, so results do not depend on the number of threads.
         """
-        most = max(1, _CHUNK // max(self.num_states, 2 * (self.num_features or 1)))
-        if batch.is_discrete or batch.num_steps <= most:
+        classes = self.transition.classes
+        has_rows = batch.state_weights is not None or (batch.labels is not None and classes is not None)
+        num_states = self.num_states if classes is None else len(classes)
+        most = max(1, _CHUNK // max(num_states, 2 * (self.num_features or 1)))
+        if (batch.is_discrete and not has_rows) or batch.num_steps <= most:
             yield batch
             return
         first, offsets = 0, batch.offsets
