@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Literal, Self
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from lightning_hmm.conversion import as_reals, frames_of
 from lightning_hmm.data import data_of
 from lightning_hmm.distributions import Categorical, Distribution, Emission, Full, Initial, Transition
 from lightning_hmm.distributions.base import make_part
-from lightning_hmm.distributions.starting import excerpt, guess_states
+from lightning_hmm.distributions.starting import completed, excerpt, guess_states, known_states
 from lightning_hmm.inference.evidence import Evidence
 from lightning_hmm.inference.operators import Dense, Operator
 from lightning_hmm.models.discrete import DiscreteHMM
@@ -179,8 +180,15 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         self.initial.allocate(self.restarts, self.num_states)
         self.columns = columns
         self._randomize(torch.Generator().manual_seed(self.seed))
+        self._drawn = self._emission_checksum()
         self._save_options()
         return self
+
+    def _emission_checksum(self) -> int | None:
+        """Returns a checksum of the parameters of a categorical emission, to detect values that a user has set."""
+        if not isinstance(self.emission, Categorical):
+            return None
+        return crc32(self.emission.log_probs.detach().cpu().contiguous().numpy())
 
     def _randomize(self, generator: torch.Generator) -> None:
         """Draws the initial parameters that do not depend on data."""
@@ -373,15 +381,30 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         self.emission.check(sequences)
         if not self.transition.is_started:
             self.transition.start(sequences, torch.Generator().manual_seed(self.seed))
+        generator = torch.Generator().manual_seed(self.seed)
+        if sequences.has_known_states and self.uses_labels:
+            sequences.check_states(self.num_states)
+            if self._drawn is not None and self._drawn == self._emission_checksum() and "emission" not in self.frozen:
+                self._start_from_known_states(excerpt(sequences, generator))
         if not self.emission.starts_from_data:
             return
-        generator = torch.Generator().manual_seed(self.seed)
         self.emission.set_data_stats(sequences)
         if not bool(self.emission.is_set):
             part = excerpt(sequences, generator)
             states = guess_states(part, self.num_states, self.restarts, generator, self.initialization)
             self.emission.start(part, states)
         self.emission.has_data_stats.fill_(True)
+
+    def _start_from_known_states(self, sequences: Sequences) -> None:
+        """Initializes a categorical emission from known states, so that states are numbered as the labels.
+
+        At other steps the states are guessed from the parameters that were drawn.
+        """
+        known = known_states(sequences, self.num_states).to(self.device)
+        sequences = sequences.to(self.device)
+        rows = [self.emission.evidence(self.emission.natural(n), sequences).rows() for n in range(self.restarts)]
+        weights = sequences.step_weights()
+        self.emission.start(sequences, [completed(known, guess.softmax(1), weights) for guess in rows])
 
     def configure_optimizers(self) -> BaumWelch:
         if not self.distributions["transition"].is_started:
@@ -402,6 +425,8 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         if begins and not self.is_allocated and data is not None and data.columns:
             self.allocate(data.columns)
         super().setup(stage)
+        if begins and data is not None and data.knows_states:
+            self.initialize(data.train_sequences)
         if begins and data is None and self.starts_from_data and self.transition.is_started:
             initialize_from_loader(self)
 
