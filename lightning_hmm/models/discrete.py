@@ -141,7 +141,9 @@ class DiscreteHMM(SequenceModel):
         Labels and state weights of the sequences are part of the evidence.
         """
         restart = int(self.best_restart) if restart is None else restart
-        evidence = self._with_known_states(self.evidence(restart, sequences), sequences)
+        evidence = self._with_labels(self.evidence(restart, sequences), sequences)
+        if self.state_classes is not None:
+            evidence = evidence.shared(self.state_classes)
         return *self.chain(restart, sequences), evidence, sequences.offsets
 
     @property
@@ -149,13 +151,13 @@ class DiscreteHMM(SequenceModel):
         """(S,) state of the model for each state of the operator, or ``None`` if the states are the same."""
         return None
 
-    def _with_known_states(self, evidence: Evidence, sequences: Sequences) -> Evidence:
+    def _with_labels(self, evidence: Evidence, sequences: Sequences) -> Evidence:
         """Applies labels and state weights of the sequences to their evidence."""
         if not sequences.has_known_states:
             return evidence
         self._refuse_known_states(sequences)
         sequences.check_states(self.num_states)
-        return with_known_states(evidence, sequences.labels, sequences.state_weights, self.state_classes)
+        return with_known_states(evidence, sequences.labels, sequences.state_weights)
 
     def _filter(self, sequences: Sequences, restart: int | None = None) -> inference.EStep:
         """Runs the forward pass, for log-likelihoods and impossible steps."""

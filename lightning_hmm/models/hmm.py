@@ -186,9 +186,8 @@ class HMM(BaumWelchTraining, DiscreteHMM):
 
     def _emission_checksum(self) -> int | None:
         """Returns a checksum of the parameters of a categorical emission, to detect values that a user has set."""
-        if not isinstance(self.emission, Categorical):
-            return None
-        return crc32(self.emission.log_probs.detach().cpu().contiguous().numpy())
+        log_probs = getattr(self.emission, "log_probs", None)  # Embedded emissions have none.
+        return None if log_probs is None else crc32(log_probs.detach().cpu().contiguous().numpy())
 
     def _randomize(self, generator: torch.Generator) -> None:
         """Draws the initial parameters that do not depend on data."""
@@ -316,7 +315,7 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         if not torch.is_grad_enabled():
             self._require_values()
         found: Evidence = self.emission.evidence(self.emission.natural(restart), sequences)
-        return found if self.transition.classes is None else found.shared(self.transition.classes)
+        return found
 
     def emit(self, states: Sequences, generator: torch.Generator) -> Sequences:
         self._require_values()
@@ -483,16 +482,15 @@ class HMM(BaumWelchTraining, DiscreteHMM):
                 operator = Dense(operator.to_dense(torch.zeros(0, dtype=torch.int64)))
         with torch.set_grad_enabled(self.emission.needs_graph(batch)):
             emitted = self.emission.evidence(leaves[2], batch)
-        classes = self.transition.classes
-        shared = emitted if classes is None else emitted.shared(classes)
-        evidence = self._with_known_states(shared, batch)
+        classes, known = self.transition.classes, self._with_labels(emitted, batch)
+        evidence = known if classes is None else known.shared(classes)
         found = inference.e_step(
             initial, operator, evidence, batch.offsets, batch.weights, dtype=self.message_dtype, per_step=per_step
         )
         flat = [leaf for part in leaves[:2] for leaf in part if leaf.requires_grad]
         counts = self.transition.statistics(initial, operator, found, flat)
-        gradient = found.evidence if evidence.live is shared.live else shared.pull(found.evidence)
-        gradient = gradient if classes is None else emitted.gathered(gradient, classes)
+        gradient = found.evidence if classes is None else known.gathered(found.evidence, classes)
+        gradient = gradient if known.live is emitted.live else emitted.pull(gradient)
         if not self.emission.is_closed:
             if "emission" not in self.frozen:
                 self.emission.hold(restart, batch, gradient)
@@ -516,11 +514,8 @@ class HMM(BaumWelchTraining, DiscreteHMM):
 
         The cuts depend only on shapes, so results do not depend on the number of threads.
         """
-        classes = self.transition.classes
-        has_rows = batch.state_weights is not None or (batch.labels is not None and classes is not None)
-        num_states = self.num_states if classes is None else len(classes)
-        most = max(1, _CHUNK // max(num_states, 2 * (self.num_features or 1)))
-        if (batch.is_discrete and not has_rows) or batch.num_steps <= most:
+        most = max(1, _CHUNK // max(self.num_states, 2 * (self.num_features or 1)))
+        if (batch.is_discrete and batch.state_weights is None) or batch.num_steps <= most:
             yield batch
             return
         first, offsets = 0, batch.offsets
