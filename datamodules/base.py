@@ -181,8 +181,9 @@ class SequenceDataModule(SequenceData, ABC):
         """Builds or opens the data. Every subclass implements this method.
 
         Returns a `datasets.Dataset` with a list column `values`: integers for symbols, floats or fixed-size lists of
-        floats for vectors. Optional list columns are `states`, `labels`, `inputs`, `times` and `actions`; `weights` has
-        one number per sequence. See `as_table`. If the parts are fixed, returns a dictionary of data sets with the key
+        floats for vectors. Optional list columns are `states`, `labels`, `inputs`, `times`, `actions` and
+        `state_weights`; `weights` has one number per sequence. See `as_table`. Models are trained on `labels` and
+        `state_weights`. The true `states` are used only to evaluate models. If the parts are fixed, returns a dictionary of data sets with the key
         "train" and optionally "val" and "test"; missing parts are taken from "train".
 
         The method runs on every rank and must return the same data on each. Slow steps and steps that write files, such
@@ -282,9 +283,18 @@ class SequenceDataModule(SequenceData, ABC):
         return float((weights if indices is None else weights[indices]).sum())
 
     def true_states(self, part: Part) -> Sequences | None:
-        """Returns the true states of a part ("train", "val" or "test"), or ``None`` if they are not known."""
+        """Returns the true states of a part ("train", "val" or "test"), or ``None`` if they are not known.
+
+        They are the column `states` of the data set, or else the labels.
+        """
         _, states, indices = self._source(part)
-        return states if states is None or indices is None else states[indices]
+        if states is None:
+            return super().true_states(part)
+        return states if indices is None else states[indices]
+
+    @property
+    def knows_states(self) -> bool:
+        return self._source("train")[0].has_known_states
 
     def _source(self, part: Part) -> tuple[Sequences, Sequences | None, Tensor | None]:
         """Returns sequences, their true states, and the indices of those in the part (``None`` for all)."""
@@ -434,7 +444,7 @@ def as_table(sequences: Sequences, states: Sequences | None = None) -> pa.Table:
     """Converts sequences to an Arrow table. `from_table` is the inverse.
 
     Symbols are stored in the narrowest type that holds them; nothing else is copied. The columns are `values` and, if
-    given, `states`, `weights`, `labels`, `inputs`, `times` and `actions`.
+    given, `states`, `weights`, `labels`, `inputs`, `times`, `actions` and `state_weights`.
     """
     values = narrowest(sequences.values) if sequences.is_discrete else sequences.values
     columns = {"values": _as_column(values, sequences.offsets)}

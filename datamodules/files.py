@@ -65,6 +65,10 @@ class FileDataModule(ScaledDataModule):
             default it is one more than the largest integer. With a trained model, categories that are not given are
             those of training.
         label_column: Column of known states, as names or as integers from 0. An empty cell or -1 is an unknown state.
+            Models are trained on the labels of the training part. Those of other parts are used only to compute
+            accuracies.
+        train_on_labels: Whether models are trained on the labels. Otherwise, those of all parts are used only to compute
+            accuracies.
         input_columns: Numeric columns that emissions or transitions may depend on. No input may be missing.
         time_column: Column of times, as seconds or as dates, which are converted to seconds since 1970. No time may be
             missing, and times must not decrease within a sequence.
@@ -119,6 +123,7 @@ class FileDataModule(ScaledDataModule):
         columns: list[str] | None = None,
         categorical_columns: list[str] | dict[str, list[str] | int] | None = None,
         label_column: str | None = None,
+        train_on_labels: bool = True,
         input_columns: list[str] | None = None,
         time_column: str | None = None,
         time_format: str | None = None,
@@ -160,7 +165,10 @@ class FileDataModule(ScaledDataModule):
         kind = "symbols" if named else kind
         layout = (sequence_column, columns, kind, named, unit, sequence_per, missing_token, listed, others, time_format)
         self._reader = Reader(file_format, delimiter, *layout)
+        if not train_on_labels and label_column is None:
+            raise ValueError("`train_on_labels` requires `label_column`, which is not given. Set it, or omit the option.")
         self._files = files
+        self._train_on_labels = train_on_labels
         self._columns_given = columns is not None
         self._categories = categories
         self._vocabulary_given = vocabulary
@@ -320,7 +328,10 @@ class FileDataModule(ScaledDataModule):
         values = self._encoded(self.in_order(read))
         if self.standardize:
             values = values.with_values(self.scaled(values.values, self._training(values).values))
-        dataset = self._dataset if values is read else as_dataset(as_table(values))
+        states = None if self._train_on_labels else values.with_values(values.labels)
+        if states is not None:
+            values = values.replaced(labels=None)
+        dataset = self._dataset if values is read else as_dataset(as_table(values, states))
         ends = np.cumsum(list(self._parts.values())).tolist()
         return {
             part: dataset.select(range(end - size, end))

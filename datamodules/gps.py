@@ -92,8 +92,9 @@ class GPSDataModule(ScaledDataModule):
         time_format: Format of other dates, in the directives of `datetime.strptime`.
         track_column: Column that identifies the track of each row, by default one named "track", "track_id", "trackid",
             "trajectory" or "trajectory_id". Without such a column, a table is one track.
-        label_column: Column of known states, such as the means of transport; a property in GeoJSON, an element of the
-            track in GPX. A step has the label of its last point.
+        label_column: Column of true states, such as the means of transport; a property in GeoJSON, an element of the
+            track in GPX. A step has the label of its last point. Models are not trained on them; they are used only to
+            compute accuracies.
         delimiter: Delimiter of a CSV file, by default a tab for ".tsv" and a comma otherwise.
         step: Seconds between steps, by default the median interval between points.
         max_gap: Seconds without a point after which a new sequence begins. ``None`` makes all such steps missing.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_hmm.vocabulary import MISSING
 
-STEP_COLUMNS = ("labels", "inputs", "times", "actions")
+STEP_COLUMNS = ("labels", "inputs", "times", "actions", "state_weights")
 
 
 @dataclass(frozen=True)
@@ -151,26 +151,27 @@ def narrowest(symbols: Tensor) -> Tensor:
 
 
 def as_step_column(name: str, column: Tensor, num_steps: int, device: torch.device) -> Tensor:
-    """Converts a per-step column to the dtype of `Sequences`: int64, float64 for times, floating point for inputs.
+    """Converts a per-step column to the dtype of `Sequences`: int64, floating point for inputs, otherwise float64.
 
     Args:
-        name: "labels", "inputs", "times" or "actions".
-        column: (steps,) numbers, or (steps, M) for inputs.
+        name: One of `STEP_COLUMNS`.
+        column: (steps,) numbers, or (steps, M) for inputs and state weights.
         num_steps: Required number of steps.
         device: Device of the result.
     """
-    whole = name in ("labels", "actions")
+    whole, is_matrix = name in ("labels", "actions"), name in ("inputs", "state_weights")
     if whole and column.is_floating_point():
         raise ValueError(f"`{name}` must be whole numbers, but are {str(column.dtype).removeprefix('torch.')} instead.")
-    if name == "inputs":
+    if is_matrix:
         column = column.unsqueeze(1) if column.dim() == 1 else column
-        column = column if column.dtype in (torch.float32, torch.float64) else column.double()
+        keeps = name == "inputs" and column.dtype == torch.float32
+        column = column if keeps else column.double()
     else:
         column = column.squeeze(1) if column.dim() == 2 and column.shape[1] == 1 else column
         column = column.long() if whole else column.double()
-    shape = (num_steps, *column.shape[1:]) if name == "inputs" and column.dim() == 2 else (num_steps,)
+    shape = (num_steps, *column.shape[1:]) if is_matrix and column.dim() == 2 else (num_steps,)
     if column.shape != shape:
-        wanted = f"({num_steps}, M)" if name == "inputs" else f"({num_steps},)"
+        wanted = f"({num_steps}, {'M' if name == 'inputs' else 'K'})" if is_matrix else f"({num_steps},)"
         raise ValueError(
             f"`{name}` must have shape {wanted}, one entry for each step, but has shape {tuple(column.shape)} instead."
         )
@@ -203,7 +204,7 @@ def check_step_column(name: str, column: Tensor, offsets: Tensor, locate: Callab
     """Raises a `ValueError` for an invalid entry. The message names the column, the sequence and the step.
 
     Args:
-        name: "labels", "inputs", "times" or "actions".
+        name: One of `STEP_COLUMNS`.
         column: (steps,) or (steps, M) column, as returned by `as_step_column`.
         offsets: (N + 1,) offsets of the sequences.
         locate: Function that returns the sequence of a packed step and the position in it.
@@ -225,6 +226,19 @@ def check_step_column(name: str, column: Tensor, offsets: Tensor, locate: Callab
                 else "must be whole numbers from 0"
             )
             raise ValueError(f"`{name}` {rule}, but {found[1]} has {int(column[found[0]])} instead.")
+        return
+    if name == "state_weights":
+        if found := first(~(column.isfinite() & (column >= 0))):
+            state = int(torch.nonzero(~(column[found[0]].isfinite() & (column[found[0]] >= 0)))[0, 0])
+            weight = float(column[found[0], state])
+            raise ValueError(
+                f"`state_weights` must be finite and not negative, but that of state {state} at {found[1]} is {weight}."
+            )
+        if found := first(column.sum(1) == 0):
+            raise ValueError(
+                f"`state_weights` must have a positive entry at each step, but {found[1]} has none. Use equal weights "
+                "where nothing is known."
+            )
         return
     if found := first(~column.isfinite()):
         entry = column[found[0]]

@@ -64,9 +64,18 @@ class SequenceData(LightningDataModule, ABC):
         filled = train.lengths > 0
         return float(filled.sum() if train.weights is None else train.weights.cpu()[filled].sum())
 
+    @property
+    def knows_states(self) -> bool:
+        """Whether the training sequences have labels or state weights, with which a model is trained."""
+        return self.train_sequences.has_known_states
+
     def true_states(self, part: Any) -> Sequences | None:
-        """Returns the true states of a part ("train", "val" or "test"), if they are known."""
-        return None
+        """Returns the true states of a part ("train", "val" or "test"), with -1 for unknown ones, if there are any.
+
+        They are used to compute accuracies only. By default they are the labels of the part.
+        """
+        sequences = getattr(self, f"{part}_sequences")
+        return None if sequences is None or sequences.labels is None else sequences.with_values(sequences.labels)
 
     @abstractmethod
     def train_on_validation(self, yes: bool = True) -> None:

@@ -3,14 +3,15 @@
 A batch of N sequences consists of one tensor with all steps, `values`, and the N + 1 `offsets` at which sequences begin
 and end. Arrow list columns have the same layout. Sequences are not padded. Symbols are signed whole numbers, and -1 is
 a missing symbol; they keep the integer type in which they are given, and data modules use the narrowest type. Real
-vectors have shape (steps, features), and NaN is a missing entry. Each step may also have a label, inputs, a time and an
-action. These columns are sliced, concatenated and moved together with the values.
+vectors have shape (steps, features), and NaN is a missing entry. Each step may also have a label, inputs, a time, an
+action and weights of the states. These columns are sliced, concatenated and moved together with the values.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -53,10 +54,14 @@ class Sequences:
             two or more features are vectors as well.
         offsets: (N + 1,) nondecreasing whole numbers from 0 to the number of steps. They are kept on the CPU.
         weights: (N,) weight of each sequence in training. The default is 1.
-        labels: (steps,) whole numbers, the known state of each step; -1 if it is unknown.
+        labels: (steps,) whole numbers, the known state of each step; -1 if it is unknown. Training, `decode` and
+            `posterior` take them as given.
         inputs: (steps, M) finite numbers that emissions or transitions may depend on.
         times: (steps,) finite numbers that do not decrease within a sequence. They are kept in float64.
         actions: (steps,) whole numbers from 0, the action at each step.
+        state_weights: (steps, K) non-negative weights of the K states of a model, such as probabilities given by an
+            annotator or a classifier. They are factors of p(y_t | k), in training, `decode` and `posterior`. A weight
+            of 0 excludes a state, and equal weights leave it open. For log-weights w, pass ``(w - w.amax(1, True)).exp()``.
 
     Attributes:
         columns: Names and kinds of the columns of `values` if they come from DataFrames, otherwise ``None``.
@@ -76,6 +81,8 @@ class Sequences:
     inputs: Tensor | None
     times: Tensor | None
     actions: Tensor | None
+    state_weights: Tensor | None
+    _without_labels: Sequences | None = None
 
     def __init__(
         self,
@@ -87,6 +94,7 @@ class Sequences:
         inputs: Tensor | None = None,
         times: Tensor | None = None,
         actions: Tensor | None = None,
+        state_weights: Tensor | None = None,
     ) -> None:
         values = _checked_values(values)
         offsets = offsets.to("cpu", torch.int64)
@@ -109,7 +117,7 @@ class Sequences:
         self._num_observed: Tensor | None = None
         self._is_complete: bool | None = None
         self._symbols: tuple[int, Tensor] | None = None
-        for name, column in zip(STEP_COLUMNS, (labels, inputs, times, actions), strict=True):
+        for name, column in zip(STEP_COLUMNS, (labels, inputs, times, actions, state_weights), strict=True):
             if column is not None:
                 column = as_step_column(name, column, len(values), values.device)
                 if column.device.type == "cpu":
@@ -128,6 +136,7 @@ class Sequences:
         inputs: Any = None,
         times: Any = None,
         actions: Any = None,
+        state_weights: Any = None,
     ) -> Sequences:
         """Creates a batch from a list of sequences.
 
@@ -146,6 +155,7 @@ class Sequences:
             inputs: One list, array or tensor per sequence, with one number or vector per step.
             times: One list, array or tensor per sequence, with one number per step.
             actions: One list, array or tensor per sequence, with one whole number per step.
+            state_weights: One list, array or tensor per sequence, with one vector of K weights per step.
 
         Example:
             >>> Sequences.from_list([[0.5, None, 1.5], [2.0]]).values.squeeze(1).tolist()
@@ -169,7 +179,7 @@ class Sequences:
                 array for array in arrays if array.ndim == 2
             )  # There are no steps, but the features are known.
         lengths = [len(array) for array in arrays]
-        columns = zip(STEP_COLUMNS, (labels, inputs, times, actions), strict=True)
+        columns = zip(STEP_COLUMNS, (labels, inputs, times, actions, state_weights), strict=True)
         packed = {name: packed_column(column, lengths, name) for name, column in columns if column is not None}
         found = cls.from_lengths(
             torch.from_numpy(np.ascontiguousarray(values)), torch.tensor(lengths, dtype=torch.int64), weights, **packed
@@ -187,6 +197,7 @@ class Sequences:
         inputs: Any = None,
         times: Any = None,
         actions: Any = None,
+        state_weights: Any = None,
     ) -> Sequences:
         """Creates a batch from the concatenated steps of all sequences and their lengths, the format of hmmlearn.
 
@@ -195,7 +206,8 @@ class Sequences:
                 vectors, as an array, tensor, list, DataFrame or Series.
             lengths: (N,) number of steps of each sequence.
             weights: (N,) weight of each sequence in training. The default is 1.
-            labels, inputs, times, actions: (steps,) numbers, or (steps, M) for inputs, packed like the values.
+            labels, inputs, times, actions, state_weights: (steps,) numbers, or (steps, M) for inputs and state weights,
+                packed like the values.
 
         Example:
             >>> Sequences.from_lengths([0, 1, 1, 2, 0], lengths=[3, 2]).tolist()
@@ -220,7 +232,7 @@ class Sequences:
                 f"`lengths` must sum to {len(values)}, the number of steps, but sums to {int(sizes.sum())} instead."
             )
         offsets = torch.from_numpy(np.append(0, np.cumsum(sizes)).astype(np.int64))
-        columns = zip(STEP_COLUMNS, (labels, inputs, times, actions), strict=True)
+        columns = zip(STEP_COLUMNS, (labels, inputs, times, actions, state_weights), strict=True)
         packed = {name: packed_steps(column, name) for name, column in columns if column is not None}
         found = cls(
             values, offsets, None if weights is None else torch.as_tensor(weights, dtype=torch.float64), **packed
@@ -237,15 +249,17 @@ class Sequences:
         inputs: Any = None,
         times: Any = None,
         actions: Any = None,
+        state_weights: Any = None,
     ) -> Sequences:
         """Creates a batch from an Arrow list column of whole numbers, real numbers or fixed-size lists of numbers.
 
         Signed whole numbers, float32 and float64 without nulls are not copied; other types are converted. `labels`,
-        `inputs`, `times` and `actions` are Arrow list columns as well, with lists as long as those of `column`.
+        `inputs`, `times`, `actions` and `state_weights` are Arrow list columns as well, with lists as long as those of
+        `column`.
         """
         values, offsets = arrow_steps(column)
         packed = {}
-        for name, other in zip(STEP_COLUMNS, (labels, inputs, times, actions), strict=True):
+        for name, other in zip(STEP_COLUMNS, (labels, inputs, times, actions, state_weights), strict=True):
             if other is None:
                 continue
             packed[name], others = arrow_steps(other, name)
@@ -272,6 +286,7 @@ class Sequences:
         inputs: Any = None,
         times: Any = None,
         actions: Any = None,
+        state_weights: Any = None,
     ) -> Sequences:
         """Creates a batch of symbols from strings or lists of names.
 
@@ -279,7 +294,7 @@ class Sequences:
             strings: One string per sequence, whose characters are symbols, or one list of names per sequence.
             vocabulary: Names of the symbols.
             weights: (N,) weight of each sequence in training. The default is 1.
-            labels, inputs, times, actions: Other columns, in the format of `from_list`.
+            labels, inputs, times, actions, state_weights: Other columns, in the format of `from_list`.
 
         Example:
             >>> Sequences.from_strings(["abba", "ab"], vocabulary="ab").tolist()
@@ -293,14 +308,16 @@ class Sequences:
                 encoded.append(vocabulary.encode(string))
             except ValueError as error:
                 raise ValueError(f"Sequence {n}: {error}") from None
-        return cls.from_list(encoded, weights, labels=labels, inputs=inputs, times=times, actions=actions)
+        columns = {"labels": labels, "inputs": inputs, "times": times, "actions": actions}
+        return cls.from_list(encoded, weights, state_weights=state_weights, **columns)
 
     @classmethod
     def cat(cls, batches: Sequence[Sequences]) -> Sequences:
         """Concatenates batches.
 
-        If only some batches have weights, the weights of the others are 1. If only some have labels, the labels of the
-        others are unknown. Inputs, times and actions must be given in all batches that have steps, or in none.
+        If only some batches have weights, the weights of the others are 1. If only some have labels or state weights,
+        the states of the others are unknown. Inputs, times and actions must be given in all batches that have steps, or
+        in none.
         """
         if not batches:
             raise ValueError("`batches` must hold at least one `Sequences`, but is empty.")
@@ -412,10 +429,26 @@ class Sequences:
         return Sequences(values, self.offsets, self.weights)._with_columns(self._columns())
 
     def replaced(self, **changes: Tensor | None) -> Sequences:
-        """Returns the same values with other weights, labels, inputs, times or actions; ``None`` removes them."""
+        """Returns the same values with other weights, labels, inputs, times, actions or state weights.
+
+        ``None`` removes a column.
+        """
         return Sequences(
             self.values, self.offsets, **{"weights": self.weights, **self._columns(), **changes}
         ).with_columns(self.columns)
+
+    @property
+    def has_known_states(self) -> bool:
+        """Whether there are labels or state weights."""
+        return self.labels is not None or self.state_weights is not None
+
+    def without_labels(self) -> Sequences:
+        """Returns the same sequences without labels and state weights. Nothing is copied, and the result is cached."""
+        if not self.has_known_states:
+            return self
+        if self._without_labels is None:
+            self._without_labels = copy(self)._with_columns({"labels": None, "state_weights": None})
+        return self._without_labels
 
     def with_columns(self, columns: Sequence[Column] | None) -> Sequences:
         """Sets `columns` and returns this batch."""
@@ -435,7 +468,7 @@ class Sequences:
         return Sequences(self.values[steps], offsets, weights, **columns).with_columns(self.columns)
 
     def _columns(self) -> dict[str, Tensor | None]:
-        """Returns labels, inputs, times and actions by name."""
+        """Returns labels, inputs, times, actions and state weights by name."""
         return {name: getattr(self, name) for name in STEP_COLUMNS}
 
     def _with_columns(self, columns: dict[str, Tensor | None]) -> Sequences:
@@ -617,6 +650,28 @@ class Sequences:
         if self.device.type == "cpu":
             check_categories(self.values, columns, self.locate)
 
+    def check_states(self, num_states: int) -> None:
+        """Raises a `ValueError` if labels or state weights do not fit a model. Labels are checked on the CPU only.
+
+        Args:
+            num_states: Number of states of the model.
+        """
+        if self.state_weights is not None and self.state_weights.shape[1] != num_states:
+            raise ValueError(
+                f"`state_weights` must have {num_states} columns, one for each state of the model, "
+                f"but have {self.state_weights.shape[1]} instead."
+            )
+        if self.labels is None or self.device.type != "cpu" or not self.num_steps:
+            return
+        if int(self.labels.max()) >= num_states:
+            wrong = int(torch.nonzero(self.labels >= num_states)[0, 0])
+            n, t = self.locate(wrong)
+            raise ValueError(
+                f"`labels` must be 0 to {num_states - 1} for a model with {num_states} states, or {MISSING} where the "
+                f"state is unknown, but position {t} of sequence {n} is {int(self.labels[wrong])} instead. Increase "
+                "`num_states`, or correct the label."
+            )
+
     def symbols(self, num_symbols: int) -> Tensor:
         """Returns the (steps,) symbols in the narrowest of uint8, int16 and int32; missing symbols are `num_symbols`.
 
@@ -726,6 +781,12 @@ def _joined(name: str, given: Sequence[Sequences], batches: Sequence[Sequences])
             if batch.labels is None
             else batch.labels
             for batch in given
+        ]
+    elif name == "state_weights":
+        width = next(column.shape[1] for column in columns if column is not None)
+        columns = [
+            batch.values.new_ones(batch.num_steps, width, dtype=torch.float64) if column is None else column
+            for batch, column in zip(given, columns, strict=True)
         ]
     there = [column for column in columns if column is not None]
     if len(there) < len(columns):

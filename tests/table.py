@@ -104,7 +104,19 @@ def data(kind: str, seed: int = 0) -> Sequences:
 
 
 def suited(kind: str, sequences: Sequences) -> Sequences:
-    """Real vectors of a kind: counts for "count vectors"; two numbers, a symbol and a count for "mixed vectors"."""
+    """Converts sequences to what the models of a kind observe.
+
+    These are counts for "count vectors", two numbers, a symbol and a count for "mixed vectors", and sequences with some
+    known states for the "labeled" and "soft" kinds.
+    """
+    if kind.startswith(("labeled", "soft")):
+        first = sequences.values if sequences.is_discrete else sequences.values[:, 0]
+        states = (first.long() // 2).clamp(0, 1)
+        known = torch.arange(sequences.num_steps) % 3 == 0
+        if kind.startswith("labeled"):
+            return sequences.replaced(labels=torch.where(known, states, -1))
+        weights = 1.0 + 3 * known[:, None] * (states[:, None] == torch.arange(2))
+        return sequences.replaced(state_weights=weights)
     counts = sequences.values.abs().floor()
     if kind == "count vectors":
         return sequences.with_values(counts)
@@ -178,6 +190,22 @@ ROWS: dict[str, Row] = {
     "composed, product": Row(_mixed, "mixed vectors"),
     "composed, product, one start": Row(lambda: _mixed(restarts=1), "mixed vectors", states=True),
     "composed, product, online": Row(lambda: _mixed(discount=0.8), "mixed vectors", **ONLINE),
+    "labeled": Row(lambda: StandardHMM(**SYMBOLS, restarts=2), "labeled symbols"),
+    "labeled, no priors": Row(lambda: StandardHMM(3, V), "labeled symbols"),
+    "labeled, soft": Row(lambda: StandardHMM(2, V, restarts=2), "soft symbols"),
+    "labeled, online": Row(lambda: StandardHMM(**SYMBOLS, discount=0.8), "labeled symbols", **ONLINE),
+    "labeled, many updates": Row(
+        lambda: StandardHMM(**SYMBOLS, discount=0.8, sequences_per_update=3), "labeled symbols", **MANY
+    ),
+    "composed, labeled": Row(lambda: _composed(Gaussian("full", 0.1)), "labeled vectors"),
+    "composed, soft": Row(lambda: _composed(Gaussian("diagonal", 0.1), initialization="random"), "soft vectors"),
+    "DMC, labeled": Row(lambda: DMCHMM(4, 1, restarts=2, **GAUSSIAN), "labeled vectors"),
+    "dense, labeled": Row(
+        lambda: DenseHMM(3, V, 2, objective="likelihood", restarts=2), "labeled symbols", **GRADIENT
+    ),
+    "neural, discrete, labeled": Row(
+        lambda: NeuralDiscreteHMM(2, D, width=8, embedding_dim=4), **{**NEURAL, "kind": "labeled vectors"}
+    ),
     "DMC": Row(lambda: DMCHMM(6, 2, V, restarts=2, transition_pseudocount=0.1, reselect_every=2), epochs=4),
     "DMC, many states": Row(
         lambda: DMCHMM(160, 2, V, restarts=2, transition_pseudocount=0.1, reselect_every=2)

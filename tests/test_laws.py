@@ -112,7 +112,8 @@ class Objectives(Callback):
         scores = []
         for restart in range(pl_module.restarts):
             pl_module.best_restart.fill_(restart)
-            scores.append(self.sequences.weighted(pl_module.score(self.sequences)).sum())
+            score = getattr(pl_module, "score_labeled", pl_module.score)
+            scores.append(self.sequences.weighted(score(self.sequences)).sum())
         pl_module.best_restart.fill_(chosen)
         self.values.append((torch.stack(scores) + prior.detach()) / float(self.sequences.num_observed()))
 

@@ -103,7 +103,8 @@ class Figures(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._keep("validation", trainer, pl_module, batch)
+            known = isinstance(batch, Sequences) and batch.has_known_states
+            self._keep("validation", trainer, pl_module, batch.without_labels() if known else batch)
 
     def _keep(self, part: str, trainer: Trainer, model: Any, batch: Any) -> None:
         """Stores the first batch. It is used for all figures of the run, so that they can be compared."""

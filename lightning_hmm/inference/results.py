@@ -61,8 +61,12 @@ class Path(NamedTuple):
 
 def impossible_message(sequences: Sequences, n: int, t: int) -> str:
     """Returns an error message for sequence `n`, whose step `t` has probability zero."""
-    value = sequences[n][t].tolist()
-    return f"Sequence {n} has probability zero under the model: step {t} ({value}) cannot follow what is before it."
+    value, label = sequences[n][t].tolist(), ""
+    if sequences.labels is not None and (state := int(sequences.labels[int(sequences.offsets[n]) + t])) >= 0:
+        label = f" with the label {state}"
+    return (
+        f"Sequence {n} has probability zero under the model: step {t} ({value}){label} cannot follow what is before it."
+    )
 
 
 def refuse_nan(name: str, array: np.ndarray) -> float:

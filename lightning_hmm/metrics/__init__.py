@@ -3,10 +3,11 @@
 from lightning_hmm.metrics.cooccurrence import PairFrequencies
 from lightning_hmm.metrics.likelihood import BitsPerSymbol, LogLikelihoodPerSymbol, NormalizedNLL
 from lightning_hmm.metrics.prediction import PredictionError
-from lightning_hmm.metrics.states import MatchedStateAccuracy
+from lightning_hmm.metrics.states import LabelAccuracy, MatchedStateAccuracy
 
 __all__ = [
     "BitsPerSymbol",
+    "LabelAccuracy",
     "LogLikelihoodPerSymbol",
     "MatchedStateAccuracy",
     "NormalizedNLL",

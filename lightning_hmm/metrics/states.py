@@ -58,3 +58,24 @@ class MatchedStateAccuracy(Metric):
 
         matched = linear_sum_assignment(self.confusion.cpu().numpy(), maximize=True)
         return self.confusion[matched].sum() / self.confusion.sum()
+
+
+class LabelAccuracy(MatchedStateAccuracy):
+    """Fraction of labeled steps whose decoded state is the label, for models whose states are numbered as the labels.
+
+    Args:
+        num_states: Number of states of the model.
+        num_true_states: Number of labels. The default is `num_states`.
+
+    Example:
+        >>> import torch
+        >>> from lightning_hmm.metrics import LabelAccuracy
+        >>> metric = LabelAccuracy(num_states=2)
+        >>> metric.update(decoded=torch.tensor([0, 0, 1, 1]), truth=torch.tensor([1, 1, -1, 1]))
+        >>> metric.compute()
+        tensor(0.3333, dtype=torch.float64)
+    """
+
+    def compute(self) -> Tensor:
+        """Returns the accuracy."""
+        return self.confusion.diagonal().sum() / self.confusion.sum()

@@ -178,6 +178,10 @@ class ClonedHMM(HMM):
     # Training
 
     @property
+    def uses_labels(self) -> bool:
+        return False  # Clones have no meaning before training, so that no label could name one.
+
+    @property
     def is_online(self) -> bool:
         return super().is_online and (
             self.online_epochs is None or self.current_epoch - self.first_epoch < self.online_epochs

@@ -233,6 +233,10 @@ class DenseHMM(HMM):
         return False  # A gradient step may overshoot.
 
     @property
+    def uses_labels(self) -> bool:
+        return self.objective != "cooccurrence"  # That objective does not use states.
+
+    @property
     def may_iterate(self) -> bool:
         return self.objective == "em"
 

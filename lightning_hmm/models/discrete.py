@@ -19,10 +19,10 @@ from torch import Tensor
 
 from lightning_hmm import inference
 from lightning_hmm.data import data_of
-from lightning_hmm.inference.evidence import Evidence
+from lightning_hmm.inference.evidence import Evidence, with_known_states
 from lightning_hmm.inference.operators import Operator
 from lightning_hmm.inference.results import impossible_message
-from lightning_hmm.metrics import LogLikelihoodPerSymbol, MatchedStateAccuracy
+from lightning_hmm.metrics import LabelAccuracy, LogLikelihoodPerSymbol, MatchedStateAccuracy
 from lightning_hmm.models.sequence_model import SequenceModel, check_counts, check_seed
 from lightning_hmm.sequences import Sequences
 
@@ -113,7 +113,7 @@ class DiscreteHMM(SequenceModel):
 
     @abstractmethod
     def evidence(self, restart: int, sequences: Sequences) -> Evidence:
-        """Returns the log-likelihoods of the observations under each state."""
+        """Returns the log-likelihoods of the observations under each state, without labels and state weights."""
 
     @abstractmethod
     def emit(self, states: Sequences, generator: torch.Generator) -> Sequences:
@@ -136,9 +136,28 @@ class DiscreteHMM(SequenceModel):
         return torch.float32 if self.arithmetic == "float32" else torch.float64
 
     def problem(self, sequences: Sequences, restart: int | None = None) -> tuple[Tensor, Operator, Evidence, Tensor]:
-        """Returns the first arguments of the functions of `lightning_hmm.inference`, by default of the best restart."""
+        """Returns the first arguments of the functions of `lightning_hmm.inference`, by default of the best restart.
+
+        Labels and state weights of the sequences are part of the evidence.
+        """
         restart = int(self.best_restart) if restart is None else restart
-        return *self.chain(restart, sequences), self.evidence(restart, sequences), sequences.offsets
+        evidence = self._with_labels(self.evidence(restart, sequences), sequences)
+        if self.state_classes is not None:
+            evidence = evidence.shared(self.state_classes)
+        return *self.chain(restart, sequences), evidence, sequences.offsets
+
+    @property
+    def state_classes(self) -> Tensor | None:
+        """(S,) state of the model for each state of the operator, or ``None`` if the states are the same."""
+        return None
+
+    def _with_labels(self, evidence: Evidence, sequences: Sequences) -> Evidence:
+        """Applies labels and state weights of the sequences to their evidence."""
+        if not sequences.has_known_states:
+            return evidence
+        self._refuse_known_states(sequences)
+        sequences.check_states(self.num_states)
+        return with_known_states(evidence, sequences.labels, sequences.state_weights)
 
     def _filter(self, sequences: Sequences, restart: int | None = None) -> inference.EStep:
         """Runs the forward pass, for log-likelihoods and impossible steps."""
@@ -146,18 +165,34 @@ class DiscreteHMM(SequenceModel):
 
     @torch.no_grad()
     def score(self, sequences: Any) -> Tensor:
-        """Returns the (N,) natural log-likelihoods of the sequences.
+        """Returns the (N,) natural log-likelihoods log p(y) of the sequences. Labels and state weights are not used.
 
         It is -inf for an impossible sequence, and a warning contains the impossible step.
         """
-        sequences = self.as_sequences(sequences)
+        return self._score(self.as_sequences(sequences).without_labels())
+
+    @torch.no_grad()
+    def score_labeled(self, sequences: Any) -> Tensor:
+        r"""Returns the (N,) natural log-likelihoods of the sequences together with their labels and state weights.
+
+        .. math:: \log \sum_z p(y, z) \prod_t w_t(z_t)
+
+        The factor :math:`w_t(k)` is the weight of state k at step t, or, at a labeled step, 1 for the label and 0 for
+        other states. This is the quantity that training maximizes. Without labels and state weights it equals `score`.
+        """
+        return self._score(self.as_sequences(sequences))
+
+    def _score(self, sequences: Sequences) -> Tensor:
         found = self._filter(sequences)
-        self._warn_impossible(sequences, found.impossible_step)
+        self._warn_impossible(sequences, found.impossible_step, stacklevel=5)
         return found.log_likelihood
 
     @torch.no_grad()
     def decode(self, sequences: Any) -> Sequences:
-        """Returns the most probable states (Viterbi). Those of an impossible sequence are -1, with a warning."""
+        """Returns the most probable states (Viterbi), given labels and state weights if the sequences have any.
+
+        Those of an impossible sequence are -1, with a warning.
+        """
         sequences = self.as_sequences(sequences)
         path = inference.viterbi(*self.problem(sequences))
         self._warn_where_impossible(sequences, path.log_probability == -torch.inf)
@@ -165,7 +200,10 @@ class DiscreteHMM(SequenceModel):
 
     @torch.no_grad()
     def posterior(self, sequences: Any) -> Posterior:
-        """Returns the filtered and smoothed state probabilities and the expected transition counts."""
+        """Returns the filtered and smoothed state probabilities and the expected transition counts.
+
+        Labels and state weights of the sequences, if there are any, are part of the evidence.
+        """
         sequences = self.as_sequences(sequences)
         found = inference.posterior(*self.problem(sequences), sequences.weights)
         self._warn_where_impossible(sequences, found.log_likelihood == -torch.inf)
@@ -332,11 +370,13 @@ class DiscreteHMM(SequenceModel):
         if found:
             n, t = found[0], int(torch.cat(pending)[found[0]])
             which = f"Sequence {n} has probability zero under the model at step {t}."
+            remedy = "Remove it, set its weight to 0, or use a pseudocount, which keeps all sequences possible."
             if batch is not None:
                 which = impossible_message(batch, n, t)
+                if batch.has_known_states:
+                    remedy = f"Correct the labels or state weights up to that step. Otherwise: {remedy}"
             raise ValueError(
-                f"{which} (Sequences are counted inside the batch.) Training cannot use it. Remove it, set its weight "
-                "to 0, or use a pseudocount, which keeps all sequences possible."
+                f"{which} (Sequences are counted inside the batch.) Training cannot use it. {remedy}"
             )
 
     # Validation, test, prediction
@@ -360,14 +400,19 @@ class DiscreteHMM(SequenceModel):
     def on_test_epoch_end(self) -> None:
         data = data_of(self.trainer)
         truth = None if data is None else data.true_states("test")
-        if data is not None and data.test_sequences is not None and truth is not None and truth.num_steps:
+        if data is not None and data.test_sequences is not None and truth is not None and bool((truth.values >= 0).any()):
             # The sequences of this rank. There are none if there are more ranks than sequences.
             mine = torch.arange(len(truth))[self.trainer.global_rank :: self.trainer.world_size]
-            accuracy = MatchedStateAccuracy(self.num_states, int(truth.values.max()) + 1).to(self.device)
-            sequences = self.as_sequences(data.test_sequences[mine])
+            metrics = {"state_accuracy": MatchedStateAccuracy}
+            if data.test_sequences.labels is not None:  # States of a model that is trained on labels have their numbers.
+                metrics["label_accuracy"] = LabelAccuracy
+            sequences = self.as_sequences(data.test_sequences[mine]).without_labels()
             weights = None if sequences.weights is None else sequences.repeat_interleave(sequences.weights)
-            accuracy.update(self.decode(sequences).values, truth[mine].values.to(self.device), weights)
-            self.log("test/state_accuracy", accuracy.compute())
+            decoded, states = self.decode(sequences).values, truth[mine].values.to(self.device)
+            for name, kind in metrics.items():
+                accuracy = kind(self.num_states, int(truth.values.max()) + 1).to(self.device)
+                accuracy.update(decoded, states, weights)
+                self.log(f"test/{name}", accuracy.compute())
         super().on_test_epoch_end()
 
     def predict_step(self, batch: Sequences, batch_idx: int) -> dict[str, Any]:

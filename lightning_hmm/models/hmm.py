@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Literal, Self
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from lightning_hmm.conversion import as_reals, frames_of
 from lightning_hmm.data import data_of
 from lightning_hmm.distributions import Categorical, Distribution, Emission, Full, Initial, Transition
 from lightning_hmm.distributions.base import make_part
-from lightning_hmm.distributions.starting import excerpt, guess_states
+from lightning_hmm.distributions.starting import completed, excerpt, guess_states, known_states
 from lightning_hmm.inference.evidence import Evidence
 from lightning_hmm.inference.operators import Dense, Operator
 from lightning_hmm.models.discrete import DiscreteHMM
@@ -179,8 +180,14 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         self.initial.allocate(self.restarts, self.num_states)
         self.columns = columns
         self._randomize(torch.Generator().manual_seed(self.seed))
+        self._drawn = self._emission_checksum()
         self._save_options()
         return self
+
+    def _emission_checksum(self) -> int | None:
+        """Returns a checksum of the parameters of a categorical emission, to detect values that a user has set."""
+        log_probs = getattr(self.emission, "log_probs", None)  # Embedded emissions have none.
+        return None if log_probs is None else crc32(log_probs.detach().cpu().contiguous().numpy())
 
     def _randomize(self, generator: torch.Generator) -> None:
         """Draws the initial parameters that do not depend on data."""
@@ -287,6 +294,15 @@ class HMM(BaumWelchTraining, DiscreteHMM):
 
     # Inference
 
+    @property
+    def uses_labels(self) -> bool:
+        return True
+
+    @property
+    def state_classes(self) -> Tensor | None:
+        classes: Tensor | None = self.transition.classes
+        return classes
+
     def chain(self, restart: int, sequences: Sequences | None = None) -> tuple[Tensor, Operator]:
         self._require_allocated()
         natural = self.transition.natural(restart)
@@ -299,7 +315,7 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         if not torch.is_grad_enabled():
             self._require_values()
         found: Evidence = self.emission.evidence(self.emission.natural(restart), sequences)
-        return found if self.transition.classes is None else found.shared(self.transition.classes)
+        return found
 
     def emit(self, states: Sequences, generator: torch.Generator) -> Sequences:
         self._require_values()
@@ -364,15 +380,30 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         self.emission.check(sequences)
         if not self.transition.is_started:
             self.transition.start(sequences, torch.Generator().manual_seed(self.seed))
+        generator = torch.Generator().manual_seed(self.seed)
+        if sequences.has_known_states and self.uses_labels:
+            sequences.check_states(self.num_states)
+            if self._drawn is not None and self._drawn == self._emission_checksum() and "emission" not in self.frozen:
+                self._start_from_known_states(excerpt(sequences, generator))
         if not self.emission.starts_from_data:
             return
-        generator = torch.Generator().manual_seed(self.seed)
         self.emission.set_data_stats(sequences)
         if not bool(self.emission.is_set):
             part = excerpt(sequences, generator)
             states = guess_states(part, self.num_states, self.restarts, generator, self.initialization)
             self.emission.start(part, states)
         self.emission.has_data_stats.fill_(True)
+
+    def _start_from_known_states(self, sequences: Sequences) -> None:
+        """Initializes a categorical emission from known states, so that states are numbered as the labels.
+
+        At other steps the states are guessed from the parameters that were drawn.
+        """
+        known = known_states(sequences, self.num_states).to(self.device)
+        sequences = sequences.to(self.device)
+        rows = [self.emission.evidence(self.emission.natural(n), sequences).rows() for n in range(self.restarts)]
+        weights = sequences.step_weights()
+        self.emission.start(sequences, [completed(known, guess.softmax(1), weights) for guess in rows])
 
     def configure_optimizers(self) -> BaumWelch:
         if not self.distributions["transition"].is_started:
@@ -393,6 +424,8 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         if begins and not self.is_allocated and data is not None and data.columns:
             self.allocate(data.columns)
         super().setup(stage)
+        if begins and data is not None and data.knows_states:
+            self.initialize(data.train_sequences)
         if begins and data is None and self.starts_from_data and self.transition.is_started:
             initialize_from_loader(self)
 
@@ -449,14 +482,15 @@ class HMM(BaumWelchTraining, DiscreteHMM):
                 operator = Dense(operator.to_dense(torch.zeros(0, dtype=torch.int64)))
         with torch.set_grad_enabled(self.emission.needs_graph(batch)):
             emitted = self.emission.evidence(leaves[2], batch)
-        classes = self.transition.classes
-        evidence = emitted if classes is None else emitted.shared(classes)
+        classes, known = self.transition.classes, self._with_labels(emitted, batch)
+        evidence = known if classes is None else known.shared(classes)
         found = inference.e_step(
             initial, operator, evidence, batch.offsets, batch.weights, dtype=self.message_dtype, per_step=per_step
         )
         flat = [leaf for part in leaves[:2] for leaf in part if leaf.requires_grad]
         counts = self.transition.statistics(initial, operator, found, flat)
-        gradient = found.evidence if classes is None else emitted.gathered(found.evidence, classes)
+        gradient = found.evidence if classes is None else known.gathered(found.evidence, classes)
+        gradient = gradient if known.live is emitted.live else emitted.pull(gradient)
         if not self.emission.is_closed:
             if "emission" not in self.frozen:
                 self.emission.hold(restart, batch, gradient)
@@ -481,7 +515,7 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         The cuts depend only on shapes, so results do not depend on the number of threads.
         """
         most = max(1, _CHUNK // max(self.num_states, 2 * (self.num_features or 1)))
-        if batch.is_discrete or batch.num_steps <= most:
+        if (batch.is_discrete and batch.state_weights is None) or batch.num_steps <= most:
             yield batch
             return
         first, offsets = 0, batch.offsets

@@ -44,7 +44,7 @@ class PredictionErrors(SequenceModel):
 
     def _update_error(self, metric: PredictionError, batch: Sequences) -> None:
         if self.num_features:
-            metric.update(self.predict_each(batch).values, batch)
+            metric.update(self.predict_each(batch.without_labels()).values, batch)
 
     def _log_error(self, part: str, metric: PredictionError) -> None:
         if self.num_features:

@@ -138,6 +138,20 @@ class SequenceModel(LightningModule, ABC):
         """Updates a metric with the log-likelihood of a batch under each restart."""
 
     @property
+    def uses_labels(self) -> bool:
+        """Whether labels and state weights of the training data are used in training."""
+        return False
+
+    def _refuse_known_states(self, sequences: Sequences) -> None:
+        """Raises a `ValueError` if there are labels or state weights, and the model cannot use them."""
+        if sequences.has_known_states and not self.uses_labels:
+            given = "labels" if sequences.labels is not None else "state weights"
+            raise ValueError(
+                f"A {type(self).__name__} cannot use known states, but the sequences have {given}. Remove them with "
+                "`sequences.without_labels()`, or set `train_on_labels` of a `FileDataModule` to False."
+            )
+
+    @property
     def starts_from_data(self) -> bool:
         """Whether parameters are still to be initialized from the training data, by `initialize`."""
         return False
@@ -227,6 +241,10 @@ class SequenceModel(LightningModule, ABC):
         total = self._sum_over_ranks(torch.cat([gradient.flatten().double() for gradient in gradients])) / divisor
         set_gradients(self.parameters(), total.split([gradient.numel() for gradient in gradients]))
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._require_sequences(batch)
+        self._refuse_known_states(batch)
+
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.restarts > 1 and self.trainer.is_last_batch and not self._validates:
             self.best_restart.copy_(self.train_likelihood.compute().argmax())
@@ -262,7 +280,8 @@ class SequenceModel(LightningModule, ABC):
     # Validation and test
 
     def validation_step(self, batch: Sequences, batch_idx: int) -> None:
-        self._update_likelihood(self.val_likelihood, batch)
+        self._require_sequences(batch)
+        self._update_likelihood(self.val_likelihood, batch.without_labels())
 
     def on_validation_epoch_end(self) -> None:
         values = self.val_likelihood.compute().reshape(-1)
@@ -274,7 +293,8 @@ class SequenceModel(LightningModule, ABC):
         self.val_likelihood.reset()
 
     def test_step(self, batch: Sequences, batch_idx: int) -> None:
-        self._update_likelihood(self.test_likelihood, batch)
+        self._require_sequences(batch)
+        self._update_likelihood(self.test_likelihood, batch.without_labels())
 
     def on_test_epoch_end(self) -> None:
         self._log_metrics("test", self.test_likelihood.compute().reshape(-1))

@@ -150,12 +150,7 @@ class BaumWelchTraining(SequenceModel):
                 "`iterations_per_epoch`."
             )
         self.iteration_likelihoods = []
-        compiled = (
-            self.trainer.world_size == 1
-            and self.device.type == "cpu"
-            and self.arithmetic == "float64"
-            and self.compiled_kernel is not None
-        )
+        compiled = self.arithmetic == "float64" and self._can_compile(batch)
         iteration, end = 0, self.iterations_per_epoch
         while iteration < end:
             last = iteration == end - 1
@@ -236,7 +231,7 @@ class BaumWelchTraining(SequenceModel):
     def _many_updates(self, batch: Sequences) -> None:
         """Runs several updates of online EM on a training batch, in one compiled pass if there is one."""
         assert self.sequences_per_update is not None
-        if self.trainer.world_size == 1 and self.device.type == "cpu" and self.compiled_kernel is not None:
+        if self._can_compile(batch):
             optimizer: Any = self.optimizers()
             scores = optimizer.optimizer.compiled_pass(batch, self.sequences_per_update, self.compiled_kernel)
             self.train_likelihood.update(batch.weighted(scores).sum(1), batch.num_observed())
@@ -251,6 +246,11 @@ class BaumWelchTraining(SequenceModel):
         for number, (first, last) in enumerate(pairwise(cuts), 1):
             self._gather(batch[max(first, 0) : last])
             self._m_step(counted=number == len(cuts) - 1)  # One step per batch, as in the compiled pass.
+
+    def _can_compile(self, batch: Sequences) -> bool:
+        """Whether the compiled pass can process a batch. It runs on one rank and without known states."""
+        on_one_cpu = self.trainer.world_size == 1 and self.device.type == "cpu"
+        return on_one_cpu and not batch.has_known_states and self.compiled_kernel is not None
 
     @property
     def compiled_kernel(self) -> Any:

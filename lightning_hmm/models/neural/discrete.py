@@ -121,6 +121,10 @@ class NeuralDiscreteHMM(StandardizedObservations, PredictionErrors, DiscreteHMM)
 
     # Inference
 
+    @property
+    def uses_labels(self) -> bool:
+        return True
+
     def chain(self, restart: int, sequences: Sequences | None = None) -> tuple[Tensor, Dense]:
         transition = self.transition(self.embedding, self.transition.bias)
         return self.initial.log_softmax(0), Dense(transition.log_softmax(1))
