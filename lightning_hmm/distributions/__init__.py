@@ -10,8 +10,9 @@ from lightning_hmm.distributions.one_symbol import OneSymbol
 from lightning_hmm.distributions.poisson import Poisson
 from lightning_hmm.distributions.product import Product
 from lightning_hmm.distributions.rows import CategoricalRows, Initial
+from lightning_hmm.distributions.stationary import Stationary
 from lightning_hmm.distributions.torch_emission import TorchEmission
-from lightning_hmm.distributions.transitions import Clones, DenseMostlyConstant, Full
+from lightning_hmm.distributions.transitions import Clones, DenseMostlyConstant, Full, LeftRight
 
 __all__ = [
     "Categorical",
@@ -28,12 +29,14 @@ __all__ = [
     "Gaussian",
     "GaussianState",
     "Initial",
+    "LeftRight",
     "LinearGaussianEmission",
     "LinearGaussianTransition",
     "Moments",
     "OneSymbol",
     "Poisson",
     "Product",
+    "Stationary",
     "TorchEmission",
     "Transition",
 ]

@@ -54,7 +54,7 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         emission: Distribution of the observations. By default `Categorical` for symbols and a diagonal `Gaussian` for
             real vectors.
         transition: Distribution of the next state. By default `Full`.
-        initial: Distribution of the first state. By default `Initial`.
+        initial: Distribution of the first state: by default `Initial`, whose probabilities are free, or `Stationary`.
         num_symbols: Number of symbols, for sequences of symbols.
         num_features: Number of columns, for sequences of real vectors.
         columns: Descriptions of the observed columns, instead of `num_symbols` or `num_features`. If none of the three
@@ -133,9 +133,10 @@ class HMM(BaumWelchTraining, DiscreteHMM):
                 raise ValueError(f"`frozen` must name initial, transition or emission, but names {name!r} instead.")
         self.seed, self.initialization = seed, initialization
         self.columns: list[Column] | None = None
-        self.initial = make_part(initial or Initial(), Initial, "initial")
         emitted = None if emission is None else make_part(emission, Emission, "emission")
-        self.transition = make_part(transition or (emitted and emitted.partner) or Full(), Transition, "transition")
+        moves = make_part(transition or (emitted and emitted.partner) or Full(), Transition, "transition")
+        self.initial = make_part(initial or moves.default_initial, Initial, "initial")
+        self.transition = moves
         self.emission = emitted
         if observed is not None:
             self.allocate(observed)
@@ -172,7 +173,7 @@ class HMM(BaumWelchTraining, DiscreteHMM):
             self.emission = make_part(self.transition.partner or default, Emission, "emission")
         _check_partners(self.transition, self.emission)
         self.num_symbols, self.num_features = (columns[0].num_categories, None) if categorical else (None, len(columns))
-        for part in (self.initial, self.transition, self.emission):
+        for part in (self.transition, self.emission, self.initial):
             part.belong_to(self)
         self.emission.allocate(self.restarts, self.num_states, columns)
         self.transition.allocate(self.restarts, self.num_states)
