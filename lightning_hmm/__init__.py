@@ -3,6 +3,7 @@
 from lightning_hmm._version import __version__
 from lightning_hmm.columns import Column
 from lightning_hmm.distributions import (
+    Autoregressive,
     Categorical,
     Clones,
     DenseMostlyConstant,
@@ -12,6 +13,7 @@ from lightning_hmm.distributions import (
     Emission,
     Full,
     Gaussian,
+    Histories,
     Initial,
     LeftRight,
     OneSymbol,
@@ -39,6 +41,7 @@ from lightning_hmm.vocabulary import Vocabulary
 __all__ = [
     "DMCHMM",
     "HMM",
+    "Autoregressive",
     "BaumWelch",
     "Categorical",
     "ClonedHMM",
@@ -53,6 +56,7 @@ __all__ = [
     "Full",
     "Gaussian",
     "Initial",
+    "Histories",
     "LeftRight",
     "LinearGaussianHMM",
     "NeuralDiscreteHMM",

@@ -1,5 +1,7 @@
 """Components of a hidden Markov model: emissions, transitions and the distribution of the first state."""
 
+from lightning_hmm.distributions.around_mean import AroundMean
+from lightning_hmm.distributions.autoregressive import Autoregressive
 from lightning_hmm.distributions.base import Distribution, Emission, Transition
 from lightning_hmm.distributions.categorical import Categorical
 from lightning_hmm.distributions.embedded import EmbeddedCategorical, EmbeddedGaussian, EmbeddedTransition
@@ -12,9 +14,11 @@ from lightning_hmm.distributions.product import Product
 from lightning_hmm.distributions.rows import CategoricalRows, Initial
 from lightning_hmm.distributions.stationary import Stationary
 from lightning_hmm.distributions.torch_emission import TorchEmission
-from lightning_hmm.distributions.transitions import Clones, DenseMostlyConstant, Full, LeftRight
+from lightning_hmm.distributions.transitions import Clones, DenseMostlyConstant, Full, Histories, LeftRight
 
 __all__ = [
+    "AroundMean",
+    "Autoregressive",
     "Categorical",
     "CategoricalRows",
     "Clones",
@@ -28,6 +32,7 @@ __all__ = [
     "Full",
     "Gaussian",
     "GaussianState",
+    "Histories",
     "Initial",
     "LeftRight",
     "LinearGaussianEmission",

@@ -180,6 +180,8 @@ class Emission(Distribution):
     reads_counts: ClassVar[bool] = False
     # Whether initial values or statistics such as a center are computed from the training data.
     starts_from_data: bool = True
+    # Whether the distribution of an observation depends on earlier ones, so that `forecast` predicts from sequences.
+    depends_on_past: ClassVar[bool] = False
     # Names of the parameters, which are properties, arguments of `set`, and values of the options `tied` and `frozen`.
     names: tuple[str, ...] = ()
     # Whether `set_data_stats` has been called.

@@ -310,6 +310,24 @@ class HMM(BaumWelchTraining, DiscreteHMM):
     def predict_emission(self, state_probs: Tensor) -> Any:
         return self.emission.predict(state_probs)
 
+    @torch.no_grad()
+    def predict_next(self, sequences: Any, steps: int = 1) -> Any:
+        """Returns the distribution of the observation `steps` steps after the end of each sequence.
+
+        See `DiscreteHMM.predict_next`.
+        """
+        if self.emission is None or not self.emission.depends_on_past:
+            return super().predict_next(sequences, steps)
+        sequences = self.as_sequences(sequences)
+        initial, operator, evidence, offsets = self.problem(sequences)
+        states = inference.predict(initial, operator, evidence, offsets)
+        self._warn_where_impossible(sequences, states.isnan().any(1))
+
+        def move(messages: Tensor) -> Tensor:
+            return operator.predict(messages, offsets.new_zeros(len(messages)))
+
+        return self.emission.forecast(sequences, states, move, steps)
+
     # Initialization
 
     @property
