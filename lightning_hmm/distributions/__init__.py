@@ -1,5 +1,7 @@
 """Components of a hidden Markov model: emissions, transitions and the distribution of the first state."""
 
+from lightning_hmm.distributions.around_mean import AroundMean
+from lightning_hmm.distributions.autoregressive import Autoregressive
 from lightning_hmm.distributions.base import Distribution, Emission, Transition
 from lightning_hmm.distributions.beta import Beta
 from lightning_hmm.distributions.binomial import Bernoulli, Binomial
@@ -17,11 +19,14 @@ from lightning_hmm.distributions.one_symbol import OneSymbol
 from lightning_hmm.distributions.poisson import Poisson
 from lightning_hmm.distributions.product import Product
 from lightning_hmm.distributions.rows import CategoricalRows, Initial
+from lightning_hmm.distributions.stationary import Stationary
 from lightning_hmm.distributions.torch_emission import TorchEmission
-from lightning_hmm.distributions.transitions import Clones, DenseMostlyConstant, Full
+from lightning_hmm.distributions.transitions import Clones, DenseMostlyConstant, Full, Histories, LeftRight
 from lightning_hmm.distributions.von_mises import VonMises
 
 __all__ = [
+    "AroundMean",
+    "Autoregressive",
     "Bernoulli",
     "Beta",
     "Binomial",
@@ -41,7 +46,9 @@ __all__ = [
     "Gaussian",
     "GaussianState",
     "Geometric",
+    "Histories",
     "Initial",
+    "LeftRight",
     "LinearGaussianEmission",
     "LinearGaussianTransition",
     "LogNormal",
@@ -50,6 +57,7 @@ __all__ = [
     "OneSymbol",
     "Poisson",
     "Product",
+    "Stationary",
     "TorchEmission",
     "Transition",
     "VonMises",

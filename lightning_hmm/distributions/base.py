@@ -180,6 +180,8 @@ class Emission(Distribution):
     reads_counts: ClassVar[bool] = False
     # Whether initial values or statistics such as a center are computed from the training data.
     starts_from_data: bool = True
+    # Whether the distribution of an observation depends on earlier ones, so that `forecast` predicts from sequences.
+    depends_on_past: ClassVar[bool] = False
     # Names of the parameters, which are properties, arguments of `set`, and values of the options `tied` and `frozen`.
     names: tuple[str, ...] = ()
     # Whether `set_data_stats` has been called.
@@ -299,6 +301,23 @@ class Transition(Distribution):
     """
 
     no_matrix: ClassVar[str] = "are not one matrix"  # the reason why `matrix` returns ``None``, for error messages
+    # Distribution of the first state for models without another one, in the format of a configuration file.
+    default_initial: str | Mapping[str, Any] = "Initial"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the compiled passes of online EM, which know the class and one pseudocount, can perform the M-step."""
+        return True
+
+    def couple(self, initial: Distribution) -> None:
+        """Records the part `initial` of the model, whose distribution follows from the transitions.
+
+        The M-step of the transitions must take its counts into account.
+        """
+        raise ValueError(
+            f"A {type(initial).__name__} start requires Full transitions, but they are {type(self).__name__}. "
+            "Use another initial."
+        )
 
     @property
     def is_started(self) -> bool:

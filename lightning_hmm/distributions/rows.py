@@ -141,7 +141,7 @@ class Initial(CategoricalRows):
     Args:
         pseudocount: Pseudocount of a Dirichlet prior, in counts of the whole data set.
         start: Initial values for training: "random" draws them from the probability simplex, "uniform" gives the same
-            probability to each state.
+            probability to each state, and "first" makes all states but the first impossible.
 
     Example:
         >>> import torch
@@ -155,18 +155,21 @@ class Initial(CategoricalRows):
 
     option = "initial"
 
-    def __init__(self, pseudocount: float = 0.0, start: Literal["random", "uniform"] = "random") -> None:
+    def __init__(self, pseudocount: float = 0.0, start: Literal["random", "uniform", "first"] = "random") -> None:
         super().__init__(pseudocount)
-        if start not in ("random", "uniform"):
-            raise ValueError(f"`start` must be random or uniform, but is {start!r} instead.")
+        if start not in ("random", "uniform", "first"):
+            raise ValueError(f"`start` must be random, uniform or first, but is {start!r} instead.")
         self.start = start
 
     def randomize(self, generator: torch.Generator) -> None:
-        """Draws random initial values, or sets equal ones, depending on `start`."""
+        """Draws random initial values, or sets those that `start` defines."""
+        size = self.log_probs.shape[-1]
         if self.start == "random":
             super().randomize(generator)
+        elif self.start == "uniform":
+            self.set(torch.full((size,), 1 / size, dtype=torch.float64))
         else:
-            self.set(torch.full(self.log_probs.shape[1:], 1 / self.log_probs.shape[-1], dtype=torch.float64))
+            self.set(torch.eye(size, dtype=torch.float64)[0])
 
     def allocate(self, restarts: int, num_states: int) -> None:
         """Creates the parameters."""

@@ -68,6 +68,19 @@ class Operator(ABC):
         """
 
     @property
+    def classes(self) -> Tensor | None:
+        """(S,) class of each state, if the states of a class have the same emission; ``None`` if each has its own.
+
+        Inference then also accepts evidence for the classes instead of the states.
+        """
+        return None
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes of states with the same emission."""
+        return self.num_states
+
+    @property
     def natural(self) -> tuple[Tensor, ...]:
         """Natural parameters, in the order of the fields."""
         return tuple(value for value in self._values() if value.is_floating_point())
@@ -314,6 +327,32 @@ class MostlyConstant(Operator):
         """Returns (rows, S) log-probabilities of the transitions from some of the states."""
         full = self.log_constants[rows, None].expand(-1, self.num_states)
         return full.scatter(1, self.indices[rows], self.log_values[rows])
+
+
+@dataclass(frozen=True)
+class ShiftRegister(MostlyConstant):
+    """A chain of K classes whose states are the most recent classes, so that an emission can depend on earlier ones.
+
+    With L earlier classes there are S = K^(L + 1) states. State c_0 K^L + c_1 K^(L - 1) + ... + c_L means that the
+    present class is c_0 and that c_l is the class l steps before. A state leads to K others. Use `of` to create it.
+    """
+
+    @classmethod
+    def of(cls, log_probs: Tensor, order: int) -> ShiftRegister:
+        """Creates the operator from (K, K) log-probabilities of the classes and the number L of earlier classes."""
+        size = len(log_probs)
+        states = torch.arange(size ** (order + 1), device=log_probs.device)
+        present = states // size**order
+        indices = torch.arange(size, device=log_probs.device) * size**order + (states // size)[:, None]
+        return cls(indices, log_probs[present], log_probs.new_full((len(states),), -torch.inf))
+
+    @property
+    def num_classes(self) -> int:
+        return self.indices.shape[1]
+
+    @property
+    def classes(self) -> Tensor:
+        return torch.arange(self.num_states, device=self.indices.device) // (self.num_states // self.num_classes)
 
 
 @dataclass(frozen=True)

@@ -194,9 +194,10 @@ class DiscreteHMM(SequenceModel):
         Those of an impossible sequence are -1, with a warning.
         """
         sequences = self.as_sequences(sequences)
-        path = inference.viterbi(*self.problem(sequences))
+        problem = self.problem(sequences)
+        path = inference.viterbi(*problem)
         self._warn_where_impossible(sequences, path.log_probability == -torch.inf)
-        return sequences.with_values(path.states)
+        return sequences.with_values(_states_of_classes(path.states, problem[1].classes))
 
     @torch.no_grad()
     def posterior(self, sequences: Any) -> Posterior:
@@ -205,12 +206,12 @@ class DiscreteHMM(SequenceModel):
         Labels and state weights of the sequences, if there are any, are part of the evidence.
         """
         sequences = self.as_sequences(sequences)
-        found = inference.posterior(*self.problem(sequences), sequences.weights)
+        problem = self.problem(sequences)
+        found = inference.posterior(*problem, sequences.weights)
         self._warn_where_impossible(sequences, found.log_likelihood == -torch.inf)
         counts = found.counts[0] if len(found.counts) == 1 else found.counts
-        return Posterior(
-            found.log_likelihood, sequences.with_values(found.filtered), sequences.with_values(found.smoothed), counts
-        )
+        filtered, smoothed = (_sum_over_classes(rows, problem[1]) for rows in (found.filtered, found.smoothed))
+        return Posterior(found.log_likelihood, sequences.with_values(filtered), sequences.with_values(smoothed), counts)
 
     @torch.no_grad()
     def sample(
@@ -236,8 +237,9 @@ class DiscreteHMM(SequenceModel):
                 "Set `num_sequences` as well."
             )
         generator = torch.Generator().manual_seed(seed)
-        chain = self.chain(int(self.best_restart))
-        states = Sequences(*inference.sample(*chain, lengths.expand(num_sequences), generator))
+        initial, operator = self.chain(int(self.best_restart))
+        states = Sequences(*inference.sample(initial, operator, lengths.expand(num_sequences), generator))
+        states = states.with_values(_states_of_classes(states.values, operator.classes))
         observations = self.emit(states, generator)
         return (observations, states) if return_states else observations
 
@@ -246,9 +248,9 @@ class DiscreteHMM(SequenceModel):
         """Draws one path of hidden states for each sequence from p(states | sequence)."""
         check_seed(seed)
         sequences = self.as_sequences(sequences)
-        return sequences.with_values(
-            inference.sample_posterior(*self.problem(sequences), torch.Generator().manual_seed(seed))
-        )
+        problem = self.problem(sequences)
+        states = inference.sample_posterior(*problem, torch.Generator().manual_seed(seed))
+        return sequences.with_values(_states_of_classes(states, problem[1].classes))
 
     @torch.no_grad()
     def predict_next(self, sequences: Any, steps: int = 1) -> Any:
@@ -258,9 +260,10 @@ class DiscreteHMM(SequenceModel):
         sequence is NaN, with a warning.
         """
         sequences = self.as_sequences(sequences)
-        states = inference.predict(*self.problem(sequences), steps=steps)
+        problem = self.problem(sequences)
+        states = inference.predict(*problem, steps=steps)
         self._warn_where_impossible(sequences, states.isnan().any(1))
-        return self.predict_emission(states)
+        return self.predict_emission(_sum_over_classes(states, problem[1]))
 
     def aic(self, sequences: Any) -> float:
         """Returns Akaike's information criterion, 2 k - 2 log L with the weighted likelihood L. Lower is better."""
@@ -375,9 +378,7 @@ class DiscreteHMM(SequenceModel):
                 which = impossible_message(batch, n, t)
                 if batch.has_known_states:
                     remedy = f"Correct the labels or state weights up to that step. Otherwise: {remedy}"
-            raise ValueError(
-                f"{which} (Sequences are counted inside the batch.) Training cannot use it. {remedy}"
-            )
+            raise ValueError(f"{which} (Sequences are counted inside the batch.) Training cannot use it. {remedy}")
 
     # Validation, test, prediction
 
@@ -400,11 +401,18 @@ class DiscreteHMM(SequenceModel):
     def on_test_epoch_end(self) -> None:
         data = data_of(self.trainer)
         truth = None if data is None else data.true_states("test")
-        if data is not None and data.test_sequences is not None and truth is not None and bool((truth.values >= 0).any()):
+        if (
+            data is not None
+            and data.test_sequences is not None
+            and truth is not None
+            and bool((truth.values >= 0).any())
+        ):
             # The sequences of this rank. There are none if there are more ranks than sequences.
             mine = torch.arange(len(truth))[self.trainer.global_rank :: self.trainer.world_size]
             metrics = {"state_accuracy": MatchedStateAccuracy}
-            if data.test_sequences.labels is not None:  # States of a model that is trained on labels have their numbers.
+            if (
+                data.test_sequences.labels is not None
+            ):  # States of a model that is trained on labels have their numbers.
                 metrics["label_accuracy"] = LabelAccuracy
             sequences = self.as_sequences(data.test_sequences[mine]).without_labels()
             weights = None if sequences.weights is None else sequences.repeat_interleave(sequences.weights)
@@ -418,3 +426,15 @@ class DiscreteHMM(SequenceModel):
     def predict_step(self, batch: Sequences, batch_idx: int) -> dict[str, Any]:
         """Returns the most probable states and the log-likelihood of each sequence."""
         return {"states": self.decode(batch), "log_likelihood": self.score(batch)}
+
+
+def _states_of_classes(states: Tensor, classes: Tensor | None) -> Tensor:
+    """Returns the model state of each state of an operator; -1 stays -1."""
+    return states if classes is None else torch.where(states < 0, -1, classes.to(states.device)[states.clamp(min=0)])
+
+
+def _sum_over_classes(rows: Tensor, operator: Operator) -> Tensor:
+    """Sums (n, S) probabilities over the operator states of each model state."""
+    if operator.classes is None:
+        return rows
+    return rows.new_zeros(len(rows), operator.num_classes).index_add(1, operator.classes.to(rows.device), rows)

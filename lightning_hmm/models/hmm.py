@@ -55,7 +55,7 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         emission: Distribution of the observations. By default `Categorical` for symbols and a diagonal `Gaussian` for
             real vectors.
         transition: Distribution of the next state. By default `Full`.
-        initial: Distribution of the first state. By default `Initial`.
+        initial: Distribution of the first state: by default `Initial`, whose probabilities are free, or `Stationary`.
         num_symbols: Number of symbols, for sequences of symbols.
         num_features: Number of columns, for sequences of real vectors.
         columns: Descriptions of the observed columns, instead of `num_symbols` or `num_features`. If none of the three
@@ -134,9 +134,10 @@ class HMM(BaumWelchTraining, DiscreteHMM):
                 raise ValueError(f"`frozen` must name initial, transition or emission, but names {name!r} instead.")
         self.seed, self.initialization = seed, initialization
         self.columns: list[Column] | None = None
-        self.initial = make_part(initial or Initial(), Initial, "initial")
         emitted = None if emission is None else make_part(emission, Emission, "emission")
-        self.transition = make_part(transition or (emitted and emitted.partner) or Full(), Transition, "transition")
+        moves = make_part(transition or (emitted and emitted.partner) or Full(), Transition, "transition")
+        self.initial = make_part(initial or moves.default_initial, Initial, "initial")
+        self.transition = moves
         self.emission = emitted
         if observed is not None:
             self.allocate(observed)
@@ -173,7 +174,7 @@ class HMM(BaumWelchTraining, DiscreteHMM):
             self.emission = make_part(self.transition.partner or default, Emission, "emission")
         _check_partners(self.transition, self.emission)
         self.num_symbols, self.num_features = (columns[0].num_categories, None) if categorical else (None, len(columns))
-        for part in (self.initial, self.transition, self.emission):
+        for part in (self.transition, self.emission, self.initial):
             part.belong_to(self)
         self.emission.allocate(self.restarts, self.num_states, columns)
         self.transition.allocate(self.restarts, self.num_states)
@@ -324,6 +325,24 @@ class HMM(BaumWelchTraining, DiscreteHMM):
 
     def predict_emission(self, state_probs: Tensor) -> Any:
         return self.emission.predict(state_probs)
+
+    @torch.no_grad()
+    def predict_next(self, sequences: Any, steps: int = 1) -> Any:
+        """Returns the distribution of the observation `steps` steps after the end of each sequence.
+
+        See `DiscreteHMM.predict_next`.
+        """
+        if self.emission is None or not self.emission.depends_on_past:
+            return super().predict_next(sequences, steps)
+        sequences = self.as_sequences(sequences)
+        initial, operator, evidence, offsets = self.problem(sequences)
+        states = inference.predict(initial, operator, evidence, offsets)
+        self._warn_where_impossible(sequences, states.isnan().any(1))
+
+        def move(messages: Tensor) -> Tensor:
+            return operator.predict(messages, offsets.new_zeros(len(messages)))
+
+        return self.emission.forecast(sequences, states, move, steps)
 
     # Initialization
 

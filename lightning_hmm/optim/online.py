@@ -47,7 +47,7 @@ class _Problem(NamedTuple):
 def compiled_kernel_for(initial: Initial, transition: Transition, emission: Emission) -> Callable[..., Tensor] | None:
     """Returns the compiled pass for these parts, or ``None`` if there is none. See `_run` for its arguments."""
     problem = _PROBLEMS.get((type(initial), type(transition), type(emission)))
-    if problem is None or emission.tied or emission.frozen:
+    if problem is None or emission.tied or emission.frozen or not transition.is_plain:
         return None
     if any(parameter.dtype != torch.float64 for parameter in transition.parameters()):
         return None

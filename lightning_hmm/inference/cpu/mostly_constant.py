@@ -31,7 +31,7 @@ from lightning_hmm.inference.kernels.gather import (
 )
 from lightning_hmm.inference.kernels.simd import padded_size
 from lightning_hmm.inference.kernels.threads import aligned_zeros
-from lightning_hmm.inference.operators import MostlyConstant
+from lightning_hmm.inference.operators import MostlyConstant, ShiftRegister
 
 # If the fraction of a sum that is left after a subtraction is below this, it is computed again without subtraction.
 _CANCELLED = {np.dtype(np.float32): 1e-2, np.dtype(np.float64): 1e-4}
@@ -370,6 +370,7 @@ def _retract(op, sums, starts, t, active, rows, alpha, kappa, slot, beta):
 
 
 @prepares(MostlyConstant)
+@prepares(ShiftRegister)
 def prepare(operator: MostlyConstant, dtype: np.dtype) -> Prepared:
     log_values, log_constants = operator.log_values.numpy(), operator.log_constants.numpy()
     indices = np.ascontiguousarray(operator.indices.numpy(), np.int32)
@@ -547,6 +548,7 @@ def _best_source(op, step, messages, slot, b, state):
 
 
 @scores(MostlyConstant)
+@scores(ShiftRegister)
 def prepare_scores(operator: MostlyConstant) -> ConstantScores:
     log_values, indices = operator.log_values.numpy(), np.ascontiguousarray(operator.indices.numpy(), np.int32)
     constants, row_best = aligned_zeros(np.dtype(np.float64), 2, padded_size(indices.shape[0], 8))
