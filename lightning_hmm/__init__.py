@@ -6,6 +6,7 @@ from lightning_hmm.distributions import (
     Categorical,
     Clones,
     DenseMostlyConstant,
+    Durations,
     EmbeddedCategorical,
     EmbeddedGaussian,
     EmbeddedTransition,
@@ -27,6 +28,7 @@ from lightning_hmm.models import (
     LinearGaussianHMM,
     NeuralDiscreteHMM,
     NeuralHMM,
+    SemiMarkovHMM,
     StandardHMM,
 )
 from lightning_hmm.optim import BaumWelch
@@ -44,6 +46,7 @@ __all__ = [
     "Column",
     "DenseHMM",
     "DenseMostlyConstant",
+    "Durations",
     "EmbeddedCategorical",
     "EmbeddedGaussian",
     "EmbeddedTransition",
@@ -57,6 +60,7 @@ __all__ = [
     "OneSymbol",
     "Poisson",
     "Product",
+    "SemiMarkovHMM",
     "Sequences",
     "StandardHMM",
     "TorchEmission",

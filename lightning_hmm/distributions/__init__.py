@@ -11,7 +11,7 @@ from lightning_hmm.distributions.poisson import Poisson
 from lightning_hmm.distributions.product import Product
 from lightning_hmm.distributions.rows import CategoricalRows, Initial
 from lightning_hmm.distributions.torch_emission import TorchEmission
-from lightning_hmm.distributions.transitions import Clones, DenseMostlyConstant, Full
+from lightning_hmm.distributions.transitions import Clones, DenseMostlyConstant, Durations, Full
 
 __all__ = [
     "Categorical",
@@ -19,6 +19,7 @@ __all__ = [
     "Clones",
     "DenseMostlyConstant",
     "Distribution",
+    "Durations",
     "EmbeddedCategorical",
     "EmbeddedGaussian",
     "EmbeddedTransition",

@@ -72,8 +72,13 @@ class Table(NamedTuple):
     def with_live(self, live: Tensor) -> Table:
         return self._replace(log_probs=live)
 
-    def shared(self, classes: Tensor) -> Table:
-        """Returns evidence for S states. The emission of state s is that of state ``classes[s]`` of this evidence."""
+    def shared(self, classes: Tensor) -> Evidence:
+        """Returns evidence for S states. The emission of state s is that of state ``classes[s]`` of this evidence.
+
+        A label is a class, so all states of the class are possible at a labeled step.
+        """
+        if self.labels is not None:
+            return Rows(self.rows()[:, classes])
         return self._replace(log_probs=self.log_probs[classes])
 
     def gathered(self, gradient: Tensor, classes: Tensor) -> Tensor:
@@ -82,6 +87,8 @@ class Table(NamedTuple):
         Returns:
             The gradient with respect to `live`.
         """
+        if self.labels is not None:
+            return self.pull(_sum_classes(gradient, classes, self.num_states))
         return torch.zeros_like(self.log_probs, dtype=gradient.dtype).index_add(0, classes, gradient)
 
     def rows(self) -> Tensor:
@@ -135,12 +142,16 @@ class Quadratic(NamedTuple):
     def with_live(self, live: Tensor) -> Quadratic:
         return self._replace(weights=live)
 
-    def shared(self, classes: Tensor) -> Quadratic:
+    def shared(self, classes: Tensor) -> Evidence:
         """See `Table.shared`."""
+        if self.labels is not None:
+            return Rows(self.rows()[:, classes])
         return self._replace(weights=self.weights[classes])
 
     def gathered(self, gradient: Tensor, classes: Tensor) -> Tensor:
         """See `Table.gathered`."""
+        if self.labels is not None:
+            return self.pull(_sum_classes(gradient, classes, self.num_states))
         return torch.zeros_like(self.weights, dtype=gradient.dtype).index_add(0, classes, gradient)
 
     def features(self, dtype: torch.dtype) -> Tensor:
@@ -196,11 +207,11 @@ class Rows(NamedTuple):
 
     def shared(self, classes: Tensor) -> Rows:
         """See `Table.shared`."""
-        return self._replace(log_likelihoods=self.log_likelihoods[:, classes])
+        return Rows(self.rows()[:, classes])
 
     def gathered(self, gradient: Tensor, classes: Tensor) -> Tensor:
         """See `Table.gathered`."""
-        return torch.zeros_like(self.log_likelihoods, dtype=gradient.dtype).index_add(1, classes, gradient)
+        return _sum_classes(gradient, classes, self.num_states)
 
     def rows(self) -> Tensor:
         """Returns (steps, K) log-likelihoods with labels applied, differentiable with respect to `live`."""
@@ -216,6 +227,11 @@ class Rows(NamedTuple):
 
 
 Evidence = Table | Quadratic | Rows
+
+
+def _sum_classes(gradient: Tensor, classes: Tensor, num_classes: int) -> Tensor:
+    """Sums (steps, S) numbers over the states of each class."""
+    return gradient.new_zeros(len(gradient), num_classes).index_add(1, classes, gradient)
 
 
 def _labelled(rows: Tensor, labels: Tensor | None) -> Tensor:

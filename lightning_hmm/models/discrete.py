@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_hmm import inference
+from lightning_hmm.conversion import packed_column
 from lightning_hmm.data import data_of
 from lightning_hmm.inference.evidence import Evidence
 from lightning_hmm.inference.operators import Operator
@@ -25,6 +26,7 @@ from lightning_hmm.inference.results import impossible_message
 from lightning_hmm.metrics import LogLikelihoodPerSymbol, MatchedStateAccuracy
 from lightning_hmm.models.sequence_model import SequenceModel, check_counts, check_seed
 from lightning_hmm.sequences import Sequences
+from lightning_hmm.vocabulary import MISSING
 
 
 class Posterior(NamedTuple):
@@ -128,6 +130,14 @@ class DiscreteHMM(SequenceModel):
     def num_free_parameters(self) -> int:
         """The number of degrees of freedom."""
 
+    def path_chain(self, restart: int, sequences: Sequences) -> tuple[Tensor, Operator, Tensor | None]:
+        """Returns the chain whose most probable path is decoded: as `chain`, and the model state of each of its states.
+
+        The model states are ``None`` if they are the states of the chain.
+        """
+        initial, operator = self.chain(restart, sequences)
+        return initial, operator, operator.classes
+
     # Inference
 
     @property
@@ -159,58 +169,83 @@ class DiscreteHMM(SequenceModel):
     def decode(self, sequences: Any) -> Sequences:
         """Returns the most probable states (Viterbi). Those of an impossible sequence are -1, with a warning."""
         sequences = self.as_sequences(sequences)
-        path = inference.viterbi(*self.problem(sequences))
+        restart = int(self.best_restart)
+        first, operator, classes = self.path_chain(restart, sequences)
+        evidence = self.evidence(restart, sequences)
+        path = inference.viterbi(
+            first, operator, evidence if classes is None else evidence.shared(classes), sequences.offsets
+        )
         self._warn_where_impossible(sequences, path.log_probability == -torch.inf)
-        return sequences.with_values(path.states)
+        return sequences.with_values(_states_of_classes(path.states, classes))
 
     @torch.no_grad()
     def posterior(self, sequences: Any) -> Posterior:
         """Returns the filtered and smoothed state probabilities and the expected transition counts."""
         sequences = self.as_sequences(sequences)
-        found = inference.posterior(*self.problem(sequences), sequences.weights)
+        problem = self.problem(sequences)
+        found = inference.posterior(*problem, sequences.weights)
         self._warn_where_impossible(sequences, found.log_likelihood == -torch.inf)
         counts = found.counts[0] if len(found.counts) == 1 else found.counts
+        filtered, smoothed = (_sum_over_classes(rows, problem[1]) for rows in (found.filtered, found.smoothed))
         return Posterior(
-            found.log_likelihood, sequences.with_values(found.filtered), sequences.with_values(found.smoothed), counts
+            found.log_likelihood, sequences.with_values(filtered), sequences.with_values(smoothed), counts
         )
 
     @torch.no_grad()
     def sample(
-        self, num_sequences: int = 1, length: int | Sequence[int] = 100, seed: int = 0, return_states: bool = False
+        self,
+        num_sequences: int = 1,
+        length: int | Sequence[int] = 100,
+        seed: int = 0,
+        return_states: bool = False,
+        *,
+        times: Any = None,
     ) -> Any:
-        """Draws sequences of one length or of the given lengths. With `return_states` it also returns their states."""
+        """Draws sequences.
+
+        Args:
+            num_sequences: Number of sequences.
+            length: Length of all sequences, or the length of each.
+            seed: Seed of the random numbers.
+            return_states: Whether to return the hidden states as well.
+            times: Times of the steps, for transitions that depend on them: a list with one array for each sequence,
+                which determines the number of sequences and their lengths, or a tensor with one entry for each step.
+        """
         check_seed(seed)
-        if not isinstance(num_sequences, int):
-            raise ValueError(f"`num_sequences` must be a whole number, but is {num_sequences!r} instead.")
-        sizes = np.asarray(length.cpu() if isinstance(length, Tensor) else length)
-        if sizes.dtype.kind not in "iu" or sizes.ndim > 1:
-            raise ValueError(
-                f"`length` must be a whole number, or a list with one for each sequence, but is {length!r} instead."
-            )
-        lengths = torch.from_numpy(sizes.astype(np.int64))
-        if num_sequences < 0 or bool((lengths < 0).any()):
-            raise ValueError(
-                f"`num_sequences` and `length` must not be negative, but are {num_sequences} and {length} instead."
-            )
-        if lengths.dim() == 1 and len(lengths) != num_sequences:
-            raise ValueError(
-                f"`length` must have one number for each of the {num_sequences} sequences, but has {len(lengths)}. "
-                "Set `num_sequences` as well."
-            )
         generator = torch.Generator().manual_seed(seed)
-        chain = self.chain(int(self.best_restart))
-        states = Sequences(*inference.sample(*chain, lengths.expand(num_sequences), generator))
-        observations = self.emit(states, generator)
-        return (observations, states) if return_states else observations
+        steps = self._steps_to_sample(num_sequences, length, times=times)
+        initial, operator = self.chain(int(self.best_restart), steps)
+        states, _ = inference.sample(initial, operator, steps.lengths, generator)
+        path = steps.with_values(_states_of_classes(states, operator.classes))
+        observations = self.emit(path, generator)
+        return (observations, path) if return_states else observations
+
+    def _steps_to_sample(self, num_sequences: int, length: Any, **columns: Any) -> Sequences:
+        """Returns sequences of the given lengths with missing values and with the columns that are given."""
+        columns = {name: column for name, column in columns.items() if column is not None}
+        lists = [column for column in columns.values() if isinstance(column, (list, tuple))]
+        if lists:
+            num_sequences, length = len(lists[0]), [len(part) for part in lists[0]]
+        lengths = _lengths_to_sample(num_sequences, length)
+        values = (
+            torch.full((int(lengths.sum()),), MISSING)
+            if self.num_features is None
+            else torch.full((int(lengths.sum()), self.num_features), torch.nan, dtype=torch.float64)
+        )
+        packed = {
+            name: packed_column(column, lengths.tolist(), name) if isinstance(column, (list, tuple)) else column
+            for name, column in columns.items()
+        }
+        return Sequences.from_lengths(values.to(self.device), lengths, **packed)
 
     @torch.no_grad()
     def sample_posterior(self, sequences: Any, seed: int = 0) -> Sequences:
         """Draws one path of hidden states for each sequence from p(states | sequence)."""
         check_seed(seed)
         sequences = self.as_sequences(sequences)
-        return sequences.with_values(
-            inference.sample_posterior(*self.problem(sequences), torch.Generator().manual_seed(seed))
-        )
+        problem = self.problem(sequences)
+        states = inference.sample_posterior(*problem, torch.Generator().manual_seed(seed))
+        return sequences.with_values(_states_of_classes(states, problem[1].classes))
 
     @torch.no_grad()
     def predict_next(self, sequences: Any, steps: int = 1) -> Any:
@@ -220,9 +255,10 @@ class DiscreteHMM(SequenceModel):
         sequence is NaN, with a warning.
         """
         sequences = self.as_sequences(sequences)
-        states = inference.predict(*self.problem(sequences), steps=steps)
+        problem = self.problem(sequences)
+        states = inference.predict(*problem, steps=steps)
         self._warn_where_impossible(sequences, states.isnan().any(1))
-        return self.predict_emission(states)
+        return self.predict_emission(_sum_over_classes(states, problem[1]))
 
     def aic(self, sequences: Any) -> float:
         """Returns Akaike's information criterion, 2 k - 2 log L with the weighted likelihood L. Lower is better."""
@@ -373,3 +409,37 @@ class DiscreteHMM(SequenceModel):
     def predict_step(self, batch: Sequences, batch_idx: int) -> dict[str, Any]:
         """Returns the most probable states and the log-likelihood of each sequence."""
         return {"states": self.decode(batch), "log_likelihood": self.score(batch)}
+
+
+def _lengths_to_sample(num_sequences: Any, length: Any) -> Tensor:
+    """Returns the (N,) lengths of the sequences to draw, from the arguments of `DiscreteHMM.sample`."""
+    if not isinstance(num_sequences, int):
+        raise ValueError(f"`num_sequences` must be a whole number, but is {num_sequences!r} instead.")
+    sizes = np.asarray(length.cpu() if isinstance(length, Tensor) else length)
+    if sizes.dtype.kind not in "iu" or sizes.ndim > 1:
+        raise ValueError(
+            f"`length` must be a whole number, or a list with one for each sequence, but is {length!r} instead."
+        )
+    lengths = torch.from_numpy(sizes.astype(np.int64))
+    if num_sequences < 0 or bool((lengths < 0).any()):
+        raise ValueError(
+            f"`num_sequences` and `length` must not be negative, but are {num_sequences} and {length} instead."
+        )
+    if lengths.dim() == 1 and len(lengths) != num_sequences:
+        raise ValueError(
+            f"`length` must have one number for each of the {num_sequences} sequences, but has {len(lengths)}. "
+            "Set `num_sequences` as well."
+        )
+    return lengths.expand(num_sequences)
+
+
+def _states_of_classes(states: Tensor, classes: Tensor | None) -> Tensor:
+    """Returns the model state of each state of an operator; -1 stays -1."""
+    return states if classes is None else torch.where(states < 0, -1, classes.to(states.device)[states.clamp(min=0)])
+
+
+def _sum_over_classes(rows: Tensor, operator: Operator) -> Tensor:
+    """Sums (n, S) probabilities over the operator states of each model state."""
+    if operator.classes is None:
+        return rows
+    return rows.new_zeros(len(rows), operator.num_classes).index_add(1, operator.classes.to(rows.device), rows)

@@ -1,7 +1,8 @@
 """Transition distributions."""
 
 from lightning_hmm.distributions.transitions.clones import Clones
+from lightning_hmm.distributions.transitions.durations import Durations
 from lightning_hmm.distributions.transitions.full import Full
 from lightning_hmm.distributions.transitions.mostly_constant import DenseMostlyConstant
 
-__all__ = ["Clones", "DenseMostlyConstant", "Full"]
+__all__ = ["Clones", "DenseMostlyConstant", "Durations", "Full"]
