@@ -10,6 +10,7 @@ from lightning_hmm.distributions import (
     Categorical,
     Clones,
     DenseMostlyConstant,
+    Durations,
     EmbeddedCategorical,
     EmbeddedGaussian,
     EmbeddedTransition,
@@ -40,6 +41,7 @@ from lightning_hmm.models import (
     LinearGaussianHMM,
     NeuralDiscreteHMM,
     NeuralHMM,
+    SemiMarkovHMM,
     StandardHMM,
 )
 from lightning_hmm.optim import BaumWelch
@@ -61,6 +63,7 @@ __all__ = [
     "Column",
     "DenseHMM",
     "DenseMostlyConstant",
+    "Durations",
     "EmbeddedCategorical",
     "EmbeddedGaussian",
     "EmbeddedTransition",
@@ -81,6 +84,7 @@ __all__ = [
     "OneSymbol",
     "Poisson",
     "Product",
+    "SemiMarkovHMM",
     "Sequences",
     "StandardHMM",
     "Stationary",

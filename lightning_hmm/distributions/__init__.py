@@ -21,7 +21,7 @@ from lightning_hmm.distributions.product import Product
 from lightning_hmm.distributions.rows import CategoricalRows, Initial
 from lightning_hmm.distributions.stationary import Stationary
 from lightning_hmm.distributions.torch_emission import TorchEmission
-from lightning_hmm.distributions.transitions import Clones, DenseMostlyConstant, Full, Histories, LeftRight
+from lightning_hmm.distributions.transitions import Clones, DenseMostlyConstant, Durations, Full, Histories, LeftRight
 from lightning_hmm.distributions.von_mises import VonMises
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "Clones",
     "DenseMostlyConstant",
     "Distribution",
+    "Durations",
     "EmbeddedCategorical",
     "EmbeddedGaussian",
     "EmbeddedTransition",

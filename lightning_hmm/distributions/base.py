@@ -338,6 +338,8 @@ class Transition(Distribution):
     def operator(self, natural: Sequence[Tensor], batch: Sequences | None) -> Operator:
         """Returns the transitions as a pure function of the arguments.
 
+        If the operator has `classes`, these are the states of the model.
+
         Args:
             natural: Natural parameters of one restart.
             batch: The batch, for transitions that depend on inputs or times.
@@ -345,12 +347,28 @@ class Transition(Distribution):
 
     @abstractmethod
     def set(self, probs: Any) -> None:
-        """Sets the transition probabilities to the same values in all restarts."""
+        """Sets the transition probabilities to the same values in all restarts.
 
-    @property
-    def classes(self) -> Tensor | None:
-        """(S,) model state for each state of the operator, or ``None`` if the states are the same."""
-        return None
+        A transition with other parameters takes these as arguments by name.
+        """
+
+    # Whether `operator` takes the states that are known from observations or labels as the labels of the batch.
+    needs_known_states: bool = False
+    # Approximate size of the temporary arrays of `operator` for each step of the batch.
+    numbers_per_step: int = 0
+
+    def check(self, sequences: Sequences) -> None:
+        """Raises a `ValueError` if the sequences lack a column that the transitions depend on."""
+
+    def path_chain(
+        self, log_initial: Tensor, natural: Sequence[Tensor], batch: Sequences | None
+    ) -> tuple[Tensor, Operator, Tensor | None]:
+        """Returns the chain whose most probable path is decoded: first states, operator, and classes of its states.
+
+        Override it if several paths of `operator` belong to the same path of model states.
+        """
+        operator = self.operator(natural, batch)
+        return self.first_states(log_initial, natural), operator, operator.classes
 
     def first_states(self, log_initial: Tensor, natural: Sequence[Tensor]) -> Tensor:
         """Returns the (S,) log-probabilities of the operator's first state, given the (K,) ones of the model's."""

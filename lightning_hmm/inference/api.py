@@ -9,7 +9,8 @@ log-likelihood is the E-step:
 
 .. math:: \partial L / \partial \log A_{ij} = E[\text{number of transitions } i \to j \mid y]
 
-Messages are float64 unless `dtype` is float32. Counts are always summed in float64. The log-likelihood of an impossible
+If an operator has `classes` of states with the same emission, the evidence may be for the classes. Messages are float64
+unless `dtype` is float32. Counts are always summed in float64. The log-likelihood of an impossible
 sequence is -inf. N is the number of sequences and S the number of states.
 
 Example:
@@ -79,7 +80,17 @@ def e_step(
     if weights is None:
         weights = torch.ones(len(offsets) - 1, dtype=wide_dtype(initial.device), device=initial.device)
     backend = backends.choose(operator, evidence, initial.device)
-    return backend.e_step(initial, operator, evidence, offsets, weights, dtype=dtype, smooth=smooth, per_step=per_step)
+    options: dict[str, Any] = {"dtype": dtype, "smooth": smooth, "per_step": per_step}
+    if backend.takes_classes and not per_step:
+        return backend.e_step(initial, operator, evidence, offsets, weights, **options)
+    states = _for_states(operator, evidence)
+    if states is evidence:
+        return backend.e_step(initial, operator, evidence, offsets, weights, **options)
+    found = backends.choose(operator, states, initial.device).e_step(
+        initial, operator, states, offsets, weights, **options
+    )
+    assert operator.classes is not None
+    return found._replace(evidence=evidence.gathered(found.evidence, operator.classes)) if smooth else found
 
 
 def log_likelihood(
@@ -217,6 +228,7 @@ def viterbi(initial: Tensor, operator: Operator, evidence: Evidence, offsets: Te
         tensor([0, 0, 0, 1, 1])
     """
     _check(initial, operator, evidence, offsets)
+    evidence = _for_states(operator, evidence)
     return Path(*backends.choose(operator, evidence, initial.device).viterbi(initial, operator, evidence, offsets))
 
 
@@ -312,10 +324,18 @@ def sample_posterior(
         torch.Size([5])
     """
     _check(initial, operator, evidence, offsets)
+    evidence = _for_states(operator, evidence)
     uniforms = sampling.draw_uniforms(int(offsets[-1]), generator)
     filtered = partial(e_step, initial, operator, evidence, offsets, per_step=True)
     states = sampling.paths(operator.on("cpu"), initial.detach().cpu(), evidence, offsets, uniforms, filtered)
     return states.to(initial.device)
+
+
+def _for_states(operator: Operator, evidence: Evidence) -> Evidence:
+    """Returns evidence for the states of the operator, given evidence for these or for their classes."""
+    if evidence.num_states == operator.num_states or operator.classes is None:
+        return evidence
+    return evidence.shared(operator.classes)
 
 
 def _check(initial: Tensor, operator: Operator, evidence: Evidence, offsets: Tensor) -> None:
@@ -326,7 +346,7 @@ def _check(initial: Tensor, operator: Operator, evidence: Evidence, offsets: Ten
             f"`operator` must have the {num_states} states of `initial`, "
             f"but {type(operator).__name__} has {operator.num_states}."
         )
-    if evidence.num_states != num_states:
+    if evidence.num_states not in (num_states, operator.num_classes):
         raise ValueError(
             f"`evidence` must be for the {num_states} states of `initial`, "
             f"but {type(evidence).__name__} is for {evidence.num_states}."

@@ -32,6 +32,7 @@ class Backend(NamedTuple):
     viterbi: Function with the signature of `log_space.viterbi`.
     predict: Function with the signature of `inference.predict`, or ``None`` if predictions are computed from the last
         filtered probabilities with `Operator.predict`.
+    takes_classes: Whether the E-step takes evidence for the classes of the operator instead of its states.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Backend(NamedTuple):
     e_step: Callable[..., EStep]
     viterbi: Callable[..., tuple[Tensor, Tensor]]
     predict: Callable[..., Tensor] | None = None
+    takes_classes: bool = False
 
 
 def _cpu_obstacle(operator: Operator, evidence: Evidence, device: torch.device) -> str | None:

@@ -234,7 +234,9 @@ def _sum_classes(gradient: Tensor, classes: Tensor, num_classes: int) -> Tensor:
     return gradient.new_zeros(len(gradient), num_classes).index_add(1, classes, gradient)
 
 
-def with_known_states(evidence: Evidence, labels: Tensor | None, state_weights: Tensor | None) -> Evidence:
+def with_known_states(
+    evidence: Evidence, labels: Tensor | None, state_weights: Tensor | None, classes: Tensor | None = None
+) -> Evidence:
     """Returns evidence that is restricted by labels and multiplied by state weights.
 
     Labels do not change the form of the evidence. With weights, the result is `Rows`; the `pull` method of the given
@@ -244,6 +246,7 @@ def with_known_states(evidence: Evidence, labels: Tensor | None, state_weights: 
         evidence: Evidence without labels.
         labels: (steps,) known states, -1 where unknown.
         state_weights: (steps, K) non-negative weights of the states, which are factors of p(y_t | k).
+        classes: (S,) state to which labels and weights refer, for each of the S states of the evidence, if these differ.
 
     Example:
         >>> import torch
@@ -252,10 +255,16 @@ def with_known_states(evidence: Evidence, labels: Tensor | None, state_weights: 
         tensor([[0., 2.],
                 [1., 1.]])
     """
-    if state_weights is None:
+    if state_weights is None and classes is None:
         return evidence._replace(labels=labels)
     rows = evidence.rows()
-    return Rows(rows + state_weights.to(rows.dtype).log(), labels)
+    if state_weights is not None:
+        factors = state_weights.to(rows.dtype).log()
+        rows = rows + (factors if classes is None else factors[:, classes])
+    if labels is not None and classes is not None:
+        other = (labels[:, None] >= 0) & (labels[:, None] != classes)
+        return Rows(rows.masked_fill(other, -torch.inf))
+    return Rows(rows, labels)
 
 
 def _labelled(rows: Tensor, labels: Tensor | None) -> Tensor:

@@ -392,7 +392,8 @@ class Duration(Operator):
     """Explicit durations, for hidden semi-Markov models.
 
     State k D + r means that the chain remains in class k for r more steps. A step takes K^2 + K D operations, because
-    the transition matrix of all K D states is not formed.
+    the transition matrix of all K D states is not formed. All states of a class have the same emission, so the evidence
+    may be for the K classes.
 
     log_jumps: (K, K) log-probabilities of the next class at the end of a stay.
     log_durations: (K, D) log-probabilities of the duration of a stay, from 1 to D steps.
@@ -404,6 +405,15 @@ class Duration(Operator):
     @property
     def num_states(self) -> int:
         return self.log_durations.numel()
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.log_jumps)
+
+    @property
+    def classes(self) -> Tensor:
+        size, longest = self.log_durations.shape
+        return torch.arange(size, device=self.log_durations.device).repeat_interleave(longest)
 
     def predict(self, alpha: Tensor, at: Tensor) -> Tensor:
         stays = alpha.reshape(len(alpha), *self.log_durations.shape)

@@ -8,6 +8,7 @@ from lightning_hmm.models.dmc import DMCHMM
 from lightning_hmm.models.hmm import HMM
 from lightning_hmm.models.linear_gaussian import LinearGaussianHMM
 from lightning_hmm.models.neural import NeuralDiscreteHMM, NeuralHMM
+from lightning_hmm.models.semi_markov import SemiMarkovHMM
 from lightning_hmm.models.sequence_model import SequenceModel
 from lightning_hmm.models.standard import StandardHMM
 
@@ -22,6 +23,7 @@ __all__ = [
     "NeuralDiscreteHMM",
     "NeuralHMM",
     "RecurrentNet",
+    "SemiMarkovHMM",
     "SequenceModel",
     "StandardHMM",
     "fair_num_states",

@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_hmm import inference
+from lightning_hmm.conversion import packed_column
 from lightning_hmm.data import data_of
 from lightning_hmm.inference.evidence import Evidence, with_known_states
 from lightning_hmm.inference.operators import Operator
@@ -25,6 +26,7 @@ from lightning_hmm.inference.results import impossible_message
 from lightning_hmm.metrics import LabelAccuracy, LogLikelihoodPerSymbol, MatchedStateAccuracy
 from lightning_hmm.models.sequence_model import SequenceModel, check_counts, check_seed
 from lightning_hmm.sequences import Sequences
+from lightning_hmm.vocabulary import MISSING
 
 
 class Posterior(NamedTuple):
@@ -128,6 +130,14 @@ class DiscreteHMM(SequenceModel):
     def num_free_parameters(self) -> int:
         """The number of degrees of freedom."""
 
+    def path_chain(self, restart: int, sequences: Sequences) -> tuple[Tensor, Operator, Tensor | None]:
+        """Returns the chain whose most probable path is decoded: as `chain`, and the model state of each of its states.
+
+        The model states are ``None`` if they are the states of the chain.
+        """
+        initial, operator = self.chain(restart, sequences)
+        return initial, operator, operator.classes
+
     # Inference
 
     @property
@@ -141,23 +151,18 @@ class DiscreteHMM(SequenceModel):
         Labels and state weights of the sequences are part of the evidence.
         """
         restart = int(self.best_restart) if restart is None else restart
-        evidence = self._with_labels(self.evidence(restart, sequences), sequences)
-        if self.state_classes is not None:
-            evidence = evidence.shared(self.state_classes)
-        return *self.chain(restart, sequences), evidence, sequences.offsets
+        initial, operator = self.chain(restart, sequences)
+        evidence = self._with_labels(self.evidence(restart, sequences), sequences, operator)
+        return initial, operator, evidence, sequences.offsets
 
-    @property
-    def state_classes(self) -> Tensor | None:
-        """(S,) state of the model for each state of the operator, or ``None`` if the states are the same."""
-        return None
-
-    def _with_labels(self, evidence: Evidence, sequences: Sequences) -> Evidence:
+    def _with_labels(self, evidence: Evidence, sequences: Sequences, operator: Operator) -> Evidence:
         """Applies labels and state weights of the sequences to their evidence."""
         if not sequences.has_known_states:
             return evidence
         self._refuse_known_states(sequences)
         sequences.check_states(self.num_states)
-        return with_known_states(evidence, sequences.labels, sequences.state_weights)
+        classes = None if evidence.num_states == self.num_states else operator.classes
+        return with_known_states(evidence, sequences.labels, sequences.state_weights, classes)
 
     def _filter(self, sequences: Sequences, restart: int | None = None) -> inference.EStep:
         """Runs the forward pass, for log-likelihoods and impossible steps."""
@@ -194,10 +199,14 @@ class DiscreteHMM(SequenceModel):
         Those of an impossible sequence are -1, with a warning.
         """
         sequences = self.as_sequences(sequences)
-        problem = self.problem(sequences)
-        path = inference.viterbi(*problem)
+        restart = int(self.best_restart)
+        first, operator, classes = self.path_chain(restart, sequences)
+        evidence = self._with_labels(self.evidence(restart, sequences), sequences, operator)
+        if classes is not None and evidence.num_states != operator.num_states:
+            evidence = evidence.shared(classes)
+        path = inference.viterbi(first, operator, evidence, sequences.offsets)
         self._warn_where_impossible(sequences, path.log_probability == -torch.inf)
-        return sequences.with_values(_states_of_classes(path.states, problem[1].classes))
+        return sequences.with_values(_states_of_classes(path.states, classes))
 
     @torch.no_grad()
     def posterior(self, sequences: Any) -> Posterior:
@@ -215,33 +224,50 @@ class DiscreteHMM(SequenceModel):
 
     @torch.no_grad()
     def sample(
-        self, num_sequences: int = 1, length: int | Sequence[int] = 100, seed: int = 0, return_states: bool = False
+        self,
+        num_sequences: int = 1,
+        length: int | Sequence[int] = 100,
+        seed: int = 0,
+        return_states: bool = False,
+        *,
+        times: Any = None,
     ) -> Any:
-        """Draws sequences of one length or of the given lengths. With `return_states` it also returns their states."""
+        """Draws sequences.
+
+        Args:
+            num_sequences: Number of sequences.
+            length: Length of all sequences, or the length of each.
+            seed: Seed of the random numbers.
+            return_states: Whether to return the hidden states as well.
+            times: Times of the steps, for transitions that depend on them: a list with one array for each sequence,
+                which determines the number of sequences and their lengths, or a tensor with one entry for each step.
+        """
         check_seed(seed)
-        if not isinstance(num_sequences, int):
-            raise ValueError(f"`num_sequences` must be a whole number, but is {num_sequences!r} instead.")
-        sizes = np.asarray(length.cpu() if isinstance(length, Tensor) else length)
-        if sizes.dtype.kind not in "iu" or sizes.ndim > 1:
-            raise ValueError(
-                f"`length` must be a whole number, or a list with one for each sequence, but is {length!r} instead."
-            )
-        lengths = torch.from_numpy(sizes.astype(np.int64))
-        if num_sequences < 0 or bool((lengths < 0).any()):
-            raise ValueError(
-                f"`num_sequences` and `length` must not be negative, but are {num_sequences} and {length} instead."
-            )
-        if lengths.dim() == 1 and len(lengths) != num_sequences:
-            raise ValueError(
-                f"`length` must have one number for each of the {num_sequences} sequences, but has {len(lengths)}. "
-                "Set `num_sequences` as well."
-            )
         generator = torch.Generator().manual_seed(seed)
-        initial, operator = self.chain(int(self.best_restart))
-        states = Sequences(*inference.sample(initial, operator, lengths.expand(num_sequences), generator))
-        states = states.with_values(_states_of_classes(states.values, operator.classes))
-        observations = self.emit(states, generator)
-        return (observations, states) if return_states else observations
+        steps = self._steps_to_sample(num_sequences, length, times=times)
+        initial, operator = self.chain(int(self.best_restart), steps)
+        states, _ = inference.sample(initial, operator, steps.lengths, generator)
+        path = steps.with_values(_states_of_classes(states, operator.classes))
+        observations = self.emit(path, generator)
+        return (observations, path) if return_states else observations
+
+    def _steps_to_sample(self, num_sequences: int, length: Any, **columns: Any) -> Sequences:
+        """Returns sequences of the given lengths with missing values and with the columns that are given."""
+        columns = {name: column for name, column in columns.items() if column is not None}
+        lists = [column for column in columns.values() if isinstance(column, (list, tuple))]
+        if lists:
+            num_sequences, length = len(lists[0]), [len(part) for part in lists[0]]
+        lengths = _lengths_to_sample(num_sequences, length)
+        values = (
+            torch.full((int(lengths.sum()),), MISSING)
+            if self.num_features is None
+            else torch.full((int(lengths.sum()), self.num_features), torch.nan, dtype=torch.float64)
+        )
+        packed = {
+            name: packed_column(column, lengths.tolist(), name) if isinstance(column, (list, tuple)) else column
+            for name, column in columns.items()
+        }
+        return Sequences.from_lengths(values.to(self.device), lengths, **packed)
 
     @torch.no_grad()
     def sample_posterior(self, sequences: Any, seed: int = 0) -> Sequences:
@@ -426,6 +452,28 @@ class DiscreteHMM(SequenceModel):
     def predict_step(self, batch: Sequences, batch_idx: int) -> dict[str, Any]:
         """Returns the most probable states and the log-likelihood of each sequence."""
         return {"states": self.decode(batch), "log_likelihood": self.score(batch)}
+
+
+def _lengths_to_sample(num_sequences: Any, length: Any) -> Tensor:
+    """Returns the (N,) lengths of the sequences to draw, from the arguments of `DiscreteHMM.sample`."""
+    if not isinstance(num_sequences, int):
+        raise ValueError(f"`num_sequences` must be a whole number, but is {num_sequences!r} instead.")
+    sizes = np.asarray(length.cpu() if isinstance(length, Tensor) else length)
+    if sizes.dtype.kind not in "iu" or sizes.ndim > 1:
+        raise ValueError(
+            f"`length` must be a whole number, or a list with one for each sequence, but is {length!r} instead."
+        )
+    lengths = torch.from_numpy(sizes.astype(np.int64))
+    if num_sequences < 0 or bool((lengths < 0).any()):
+        raise ValueError(
+            f"`num_sequences` and `length` must not be negative, but are {num_sequences} and {length} instead."
+        )
+    if lengths.dim() == 1 and len(lengths) != num_sequences:
+        raise ValueError(
+            f"`length` must have one number for each of the {num_sequences} sequences, but has {len(lengths)}. "
+            "Set `num_sequences` as well."
+        )
+    return lengths.expand(num_sequences)
 
 
 def _states_of_classes(states: Tensor, classes: Tensor | None) -> Tensor:

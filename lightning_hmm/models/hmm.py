@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Literal, Self
@@ -201,7 +202,7 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         options = dict(self._given_options)
         if "columns" in options:
             options |= {"num_symbols": None, "num_features": None}  # Both follow from the columns.
-            options |= {name: part.config for name, part in self.distributions.items()}
+            options |= {name: part.config for name, part in self.distributions.items() if name in options}
             options["columns"] = [
                 {**asdict(column), "categories": column.category_names or column.num_categories}
                 for column in self.columns
@@ -279,7 +280,7 @@ class HMM(BaumWelchTraining, DiscreteHMM):
 
         Args:
             initial: (K,) probabilities.
-            transition: Probabilities, (K, K) for a full matrix.
+            transition: Probabilities, (K, K) for a full matrix, or a dictionary of the transition's parameters by name.
             emission: A dictionary of the emission's parameters by name, such as ``{"mean": ..., "variance": ...}``, the
                 (K, V) probabilities of a categorical emission, or, for a `Product`, a list with an entry for each part,
                 which is ``None`` for a part that keeps its values.
@@ -288,7 +289,7 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         if initial is not None:
             self.initial.set(initial)
         if transition is not None:
-            self.transition.set(transition)
+            _set_transition(self.transition, transition)
         if emission is not None:
             _set_emission(self.emission, emission)
         return self
@@ -299,16 +300,31 @@ class HMM(BaumWelchTraining, DiscreteHMM):
     def uses_labels(self) -> bool:
         return True
 
-    @property
-    def state_classes(self) -> Tensor | None:
-        classes: Tensor | None = self.transition.classes
-        return classes
-
     def chain(self, restart: int, sequences: Sequences | None = None) -> tuple[Tensor, Operator]:
         self._require_allocated()
         natural = self.transition.natural(restart)
         initial = self.transition.first_states(self.initial.natural(restart)[0], natural)
-        return initial, self.transition.operator(natural, sequences)
+        return initial, self.transition.operator(natural, self._with_known_states(restart, sequences))
+
+    def path_chain(self, restart: int, sequences: Sequences) -> tuple[Tensor, Operator, Tensor | None]:
+        self._require_allocated()
+        found: tuple[Tensor, Operator, Tensor | None] = self.transition.path_chain(
+            self.initial.natural(restart)[0],
+            self.transition.natural(restart),
+            self._with_known_states(restart, sequences),
+        )
+        return found
+
+    def _with_known_states(self, restart: int, sequences: Sequences | None) -> Sequences | None:
+        """Adds labels where only one state is possible, for transitions that depend on known states."""
+        if sequences is None or not self.transition.needs_known_states:
+            return sequences
+        with torch.no_grad():
+            possible = self.emission.evidence(self.emission.natural(restart), sequences).rows() > -torch.inf
+        known = torch.where(possible.sum(1) == 1, possible.int().argmax(1), -1)
+        return sequences.replaced(
+            labels=known if sequences.labels is None else torch.where(sequences.labels >= 0, sequences.labels, known)
+        )
 
     def evidence(self, restart: int, sequences: Sequences) -> Evidence:
         self._require_allocated()
@@ -387,6 +403,7 @@ class HMM(BaumWelchTraining, DiscreteHMM):
 
     def check(self, sequences: Sequences) -> None:
         self.emission.check(sequences)
+        self.transition.check(sequences)
 
     @torch.no_grad()
     def initialize(self, sequences: Sequences) -> None:
@@ -396,7 +413,7 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         already have values keep them.
         """
         self.take_sizes([sequences])
-        self.emission.check(sequences)
+        self.check(sequences)
         if not self.transition.is_started:
             self.transition.start(sequences, torch.Generator().manual_seed(self.seed))
         generator = torch.Generator().manual_seed(self.seed)
@@ -496,20 +513,18 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         leaves = self._leaves(restart)
         with torch.enable_grad():
             initial = self.transition.first_states(leaves[0][0], leaves[1])
-            operator = self.transition.operator(leaves[1], batch)
+            operator = self.transition.operator(leaves[1], self._with_known_states(restart, batch))
             if full_matrix:
                 operator = Dense(operator.to_dense(torch.zeros(0, dtype=torch.int64)))
         with torch.set_grad_enabled(self.emission.needs_graph(batch)):
             emitted = self.emission.evidence(leaves[2], batch)
-        classes, known = self.transition.classes, self._with_labels(emitted, batch)
-        evidence = known if classes is None else known.shared(classes)
+        known = self._with_labels(emitted, batch, operator)
         found = inference.e_step(
-            initial, operator, evidence, batch.offsets, batch.weights, dtype=self.message_dtype, per_step=per_step
+            initial, operator, known, batch.offsets, batch.weights, dtype=self.message_dtype, per_step=per_step
         )
         flat = [leaf for part in leaves[:2] for leaf in part if leaf.requires_grad]
         counts = self.transition.statistics(initial, operator, found, flat)
-        gradient = found.evidence if classes is None else known.gathered(found.evidence, classes)
-        gradient = gradient if known.live is emitted.live else emitted.pull(gradient)
+        gradient = found.evidence if known.live is emitted.live else emitted.pull(found.evidence)
         if not self.emission.is_closed:
             if "emission" not in self.frozen:
                 self.emission.hold(restart, batch, gradient)
@@ -533,8 +548,10 @@ class HMM(BaumWelchTraining, DiscreteHMM):
 
         The cuts depend only on shapes, so results do not depend on the number of threads.
         """
-        most = max(1, _CHUNK // max(self.num_states, 2 * (self.num_features or 1)))
-        if (batch.is_discrete and batch.state_weights is None) or batch.num_steps <= most:
+        numbers = 0 if batch.is_discrete else max(self.num_states, 2 * (self.num_features or 1))
+        numbers = max(numbers, 0 if batch.state_weights is None else self.num_states)
+        most = _CHUNK // max(1, numbers, self.transition.numbers_per_step)
+        if not max(numbers, self.transition.numbers_per_step) or batch.num_steps <= most:
             yield batch
             return
         first, offsets = 0, batch.offsets
@@ -564,6 +581,20 @@ def _check_partners(transition: Transition, emission: Emission) -> None:
             f"A {type(emission).__name__} emission must be combined with {emission.partner} transitions, "
             f"but the transitions are {type(transition).__name__}."
         )
+
+
+def _set_transition(transition: Any, values: Any) -> None:
+    """Sets the parameters of a transition, given by name in a dictionary or as its one parameter."""
+    if not isinstance(values, Mapping):
+        transition.set(values)
+        return
+    names = list(inspect.signature(transition.set).parameters)
+    unknown = next((name for name in values if name not in names), None)
+    if unknown is not None:
+        raise ValueError(
+            f"{type(transition).__name__} transitions have the parameters {', '.join(names)}, but {unknown!r} was given."
+        )
+    transition.set(**values)
 
 
 def _set_emission(emission: Any, values: Any) -> None:

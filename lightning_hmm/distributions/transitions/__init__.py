@@ -1,9 +1,11 @@
 """Transition distributions."""
 
 from lightning_hmm.distributions.transitions.clones import Clones
+from lightning_hmm.distributions.transitions.durations import Durations
 from lightning_hmm.distributions.transitions.full import Full
 from lightning_hmm.distributions.transitions.histories import Histories
 from lightning_hmm.distributions.transitions.left_right import LeftRight
 from lightning_hmm.distributions.transitions.mostly_constant import DenseMostlyConstant
 
 __all__ = ["Clones", "DenseMostlyConstant", "Full", "Histories", "LeftRight"]
+__all__ = ["Clones", "DenseMostlyConstant", "Durations", "Full"]
