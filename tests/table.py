@@ -195,9 +195,7 @@ ROWS: dict[str, Row] = {
     "composed, labeled": Row(lambda: _composed(Gaussian("full", 0.1)), "labeled vectors"),
     "composed, soft": Row(lambda: _composed(Gaussian("diagonal", 0.1), initialization="random"), "soft vectors"),
     "DMC, labeled": Row(lambda: DMCHMM(4, 1, restarts=2, **GAUSSIAN), "labeled vectors"),
-    "dense, labeled": Row(
-        lambda: DenseHMM(3, V, 2, objective="likelihood", restarts=2), "labeled symbols", **GRADIENT
-    ),
+    "dense, labeled": Row(lambda: DenseHMM(3, V, 2, objective="likelihood", restarts=2), "labeled symbols", **GRADIENT),
     "neural, discrete, labeled": Row(
         lambda: NeuralDiscreteHMM(2, D, width=8, embedding_dim=4), **{**NEURAL, "kind": "labeled vectors"}
     ),

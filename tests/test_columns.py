@@ -300,7 +300,9 @@ class TestTogether:
         weighted = Sequences.from_list([[2]], state_weights=[[[4.0, 2.0]]])
         joined = Sequences.cat([Sequences.from_list([[0, 1]]), weighted])
         assert joined.state_weights.tolist() == [[1.0, 1.0], [1.0, 1.0], [4.0, 2.0]]
-        with pytest.raises(ValueError, match="`batches` must have the same number of `state_weights`, but have 2 and 3"):
+        with pytest.raises(
+            ValueError, match="`batches` must have the same number of `state_weights`, but have 2 and 3"
+        ):
             Sequences.cat([weighted, Sequences.from_list([[0]], state_weights=[[[1, 1, 1]]])])
 
     def test_without_labels(self):

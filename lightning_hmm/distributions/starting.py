@@ -120,7 +120,9 @@ def completed(known: Tensor, guess: Tensor, weights: Tensor) -> Tensor:
     """
     is_known = known.sum(1, keepdim=True) > 0
     smooth = known * (1 - _UNIFORM_WEIGHT) + _UNIFORM_WEIGHT / known.shape[1]
-    known, guess = (torch.where(rows, part * weights[:, None], 0.0) for rows, part in ((is_known, smooth), (~is_known, guess)))
+    known, guess = (
+        torch.where(rows, part * weights[:, None], 0.0) for rows, part in ((is_known, smooth), (~is_known, guess))
+    )
     limit = known.sum(0) * _UNIFORM_WEIGHT / (1 - _UNIFORM_WEIGHT)
     total = guess.sum(0)
     scale = torch.where((limit > 0) & (total > limit), limit / total, 1.0)

@@ -375,9 +375,7 @@ class DiscreteHMM(SequenceModel):
                 which = impossible_message(batch, n, t)
                 if batch.has_known_states:
                     remedy = f"Correct the labels or state weights up to that step. Otherwise: {remedy}"
-            raise ValueError(
-                f"{which} (Sequences are counted inside the batch.) Training cannot use it. {remedy}"
-            )
+            raise ValueError(f"{which} (Sequences are counted inside the batch.) Training cannot use it. {remedy}")
 
     # Validation, test, prediction
 
