@@ -334,7 +334,8 @@ class FileDataModule(ScaledDataModule):
         values = self._encoded(self.in_order(read))
         if self.standardize:
             values = values.with_values(self.scaled(values.values, self._training(values).values))
-        states = None if self._train_on_labels else values.with_values(values.labels)
+        labels = None if self._train_on_labels else values.labels
+        states = None if labels is None else values.with_values(labels)
         if states is not None:
             values = values.replaced(labels=None)
         dataset = self._dataset if values is read else as_dataset(as_table(values, states))

@@ -103,7 +103,11 @@ def data(kind: str, seed: int = 0) -> Sequences:
 
 
 def suited(kind: str, sequences: Sequences) -> Sequences:
-    """Sequences as what the models of a kind observe: counts for "count vectors", two numbers, a symbol and a count for "mixed vectors", and some known states for "labeled" and "soft" kinds."""
+    """Sequences as what the models of a kind observe.
+
+    These are counts for "count vectors", two numbers, a symbol and a count for "mixed vectors", and sequences with some
+    known states for the kinds that begin with "labeled" and "soft".
+    """
     if kind.startswith(("labeled", "soft")):
         first = sequences.values if sequences.is_discrete else sequences.values[:, 0]
         states = (first.long() // 2).clamp(0, 1)
