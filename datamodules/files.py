@@ -67,8 +67,8 @@ class FileDataModule(ScaledDataModule):
         label_column: Column of known states, as names or as integers from 0. An empty cell or -1 is an unknown state.
             Models are trained on the labels of the training part. Those of other parts are used only to compute
             accuracies.
-        train_on_labels: Whether models are trained on the labels. Otherwise, those of all parts are used only to compute
-            accuracies.
+        train_on_labels: Whether models are trained on the labels. Otherwise, those of all parts are used only to
+            compute accuracies.
         input_columns: Numeric columns that emissions or transitions may depend on. No input may be missing.
         time_column: Column of times, as seconds or as dates, which are converted to seconds since 1970. No time may be
             missing, and times must not decrease within a sequence.
