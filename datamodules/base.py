@@ -183,8 +183,9 @@ class SequenceDataModule(SequenceData, ABC):
         Returns a `datasets.Dataset` with a list column `values`: integers for symbols, floats or fixed-size lists of
         floats for vectors. Optional list columns are `states`, `labels`, `inputs`, `times`, `actions` and
         `state_weights`; `weights` has one number per sequence. See `as_table`. Models are trained on `labels` and
-        `state_weights`. The true `states` are used only to evaluate models. If the parts are fixed, returns a dictionary of data sets with the key
-        "train" and optionally "val" and "test"; missing parts are taken from "train".
+        `state_weights`. The true `states` are used only to evaluate models. If the parts are fixed, returns a
+        dictionary of data sets with the key "train" and optionally "val" and "test"; missing parts are taken from
+        "train".
 
         The method runs on every rank and must return the same data on each. Slow steps and steps that write files, such
         as a download or a conversion, belong in `prepare_data`, which Lightning runs once per machine, or in `cached`.

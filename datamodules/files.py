@@ -67,15 +67,18 @@ class FileDataModule(ScaledDataModule):
         label_column: Column of known states, as names or as integers from 0. An empty cell or -1 is an unknown state.
             Models are trained on the labels of the training part. Those of other parts are used only to compute
             accuracies.
-        train_on_labels: Whether models are trained on the labels. Otherwise, those of all parts are used only to compute
-            accuracies.
+        train_on_labels: Whether models are trained on the labels. Otherwise, those of all parts are used only to
+            compute accuracies.
         input_columns: Numeric columns that emissions or transitions may depend on. No input may be missing.
         time_column: Column of times, as seconds or as dates, which are converted to seconds since 1970. No time may be
             missing, and times must not decrease within a sequence.
         time_format: Format of other dates, in the directives of `datetime.strptime`, such as ``"%d/%m/%Y %H:%M:%S"``.
         action_column: Column of the action at each step, as names or as integers from 0. No action may be missing.
             Names of labels and actions are numbered in sorted order, or as in training for a trained model. If
-            `columns` is a column of lists, labels, inputs, times and actions must be lists of the same lengths.
+            `columns` is a column of lists, all of these columns must contain lists of the same lengths.
+        state_weight_columns: Columns of non-negative weights, one for each state of the model, such as probabilities
+            given by an annotator. Training multiplies them by the likelihoods of the states. No weight may be missing;
+            equal weights leave the state open.
         kind: "symbols" or "vectors". "auto" reads a single column of names or integers as symbols, and everything else
             as vectors.
         vocabulary: Names of the symbols in the order of their indices, by default the names in the training part,
@@ -128,6 +131,7 @@ class FileDataModule(ScaledDataModule):
         time_column: str | None = None,
         time_format: str | None = None,
         action_column: str | None = None,
+        state_weight_columns: list[str] | None = None,
         kind: Kind = "auto",
         vocabulary: list[str] | None = None,
         unknown: str | None = None,
@@ -148,9 +152,9 @@ class FileDataModule(ScaledDataModule):
         paths = {"train": path, "val": val_path, "test": test_path}
         files, file_format = _find_parts(paths, self.data_dir, format)
         singles = {"labels": label_column, "times": time_column, "actions": action_column}
-        others = {step: [name] for step, name in singles.items() if name is not None} | (
-            {"inputs": input_columns} if input_columns else {}
-        )
+        several = {"inputs": input_columns, "state_weights": state_weight_columns}
+        others = {step: [name] for step, name in singles.items() if name is not None}
+        others |= {step: names for step, names in several.items() if names}
         if file_format == "text":
             given = {"columns": columns, "sequence_column": sequence_column, "categorical_columns": categorical_columns}
             used = [option for option, value in given.items() if value] + [OPTIONS[step] for step in others]
@@ -166,7 +170,9 @@ class FileDataModule(ScaledDataModule):
         layout = (sequence_column, columns, kind, named, unit, sequence_per, missing_token, listed, others, time_format)
         self._reader = Reader(file_format, delimiter, *layout)
         if not train_on_labels and label_column is None:
-            raise ValueError("`train_on_labels` requires `label_column`, which is not given. Set it, or omit the option.")
+            raise ValueError(
+                "`train_on_labels` requires `label_column`, which is not given. Set it, or omit the option."
+            )
         self._files = files
         self._train_on_labels = train_on_labels
         self._columns_given = columns is not None
@@ -328,7 +334,8 @@ class FileDataModule(ScaledDataModule):
         values = self._encoded(self.in_order(read))
         if self.standardize:
             values = values.with_values(self.scaled(values.values, self._training(values).values))
-        states = None if self._train_on_labels else values.with_values(values.labels)
+        labels = None if self._train_on_labels else values.labels
+        states = None if labels is None else values.with_values(labels)
         if states is not None:
             values = values.replaced(labels=None)
         dataset = self._dataset if values is read else as_dataset(as_table(values, states))

@@ -24,7 +24,14 @@ from datamodules.series import as_seconds
 from lightning_hmm.sequences import Sequences
 from lightning_hmm.vocabulary import MISSING
 
-OPTIONS = {"labels": "label_column", "inputs": "input_columns", "times": "time_column", "actions": "action_column"}
+OPTIONS = {
+    "labels": "label_column",
+    "inputs": "input_columns",
+    "times": "time_column",
+    "actions": "action_column",
+    "state_weights": "state_weight_columns",
+}
+NUMERIC = {"inputs": "Inputs", "state_weights": "State weights"}  # Those that may have several columns.
 DEEPEST = 100  # Levels of nested JSON. Several thousand would overflow the stack of Arrow's reader and crash.
 JSON_STRING = re.compile(rb'(?s)"[^"\\]*(?:\\.[^"\\]*)*"')
 NO_BRACKET = bytes(set(range(256)) - set(b"[]{}\n"))
@@ -35,7 +42,7 @@ class _Steps(NamedTuple):
 
     columns: Cells of each column of values.
     names: Names of the columns; empty for a text.
-    others: Columns of labels, inputs, times and actions.
+    others: Columns of labels, inputs, times, actions and state weights.
     rows: (steps,) row of each step.
     keys: (steps,) index of the sequence of each step.
     num_sequences: Number of sequences.
@@ -62,7 +69,7 @@ class Reader(NamedTuple):
     sequence_per: str
     missing_token: str | None
     categorical: dict[str, bool]  # Columns of categories, and whether to read numbers in them as names.
-    others: dict[str, list[str]]  # Columns of labels, inputs, times and actions.
+    others: dict[str, list[str]]  # Columns of labels, inputs, times, actions and state weights.
     time_format: str | None
 
     def read(self, files: dict[str, list[Path]]) -> pa.Table:
@@ -228,7 +235,7 @@ class Reader(NamedTuple):
         )
 
     def _others(self, table: pa.Table, lengths: np.ndarray | None, path: Path) -> dict[str, list[pa.Array]]:
-        """Returns the columns of labels, inputs, times and actions, with one entry per step.
+        """Returns the columns of labels, inputs, times, actions and state weights, with one entry per step.
 
         Args:
             table: Table with these columns.
@@ -344,7 +351,7 @@ class Reader(NamedTuple):
     def _convert_others(
         self, others: dict[str, list[pa.Array]], place: Callable[[int], str]
     ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        """Returns labels, inputs, times and actions as numbers, and describes the columns of labels and actions."""
+        """Returns the other columns of each step as numbers, and describes those of labels and actions."""
         steps, coded = {}, {}
         for kind, columns in others.items():
             cleaned = [
@@ -361,12 +368,13 @@ class Reader(NamedTuple):
                     found.append(as_seconds(column, name, place, self.time_format))
                     continue
                 if kind != "labels" and column.null_count:
-                    each = "an action" if kind == "actions" else "all inputs"
+                    each = f"all {NUMERIC[kind].lower()}" if kind in NUMERIC else "an action"
                     raise ValueError(
                         f"Each row must have {each}, but {where(int(np.argmax(column.is_null())))} is empty."
                     )
-                if kind == "inputs":
-                    found.append(numbers(column, where, "Inputs", "Set `input_columns` to numeric columns."))
+                if kind in NUMERIC:
+                    remedy = f"Set `{OPTIONS[kind]}` to numeric columns."
+                    found.append(numbers(column, where, NUMERIC[kind], remedy))
                     continue
                 there = codes(column, where, f"{kind.capitalize()} must be names or integers", "")
                 if kind == "actions" and np.any(missing := there.numbers == MISSING):
@@ -376,7 +384,7 @@ class Reader(NamedTuple):
                     )
                 found.append(there.numbers)
                 coded[kind] = _described(name, there)
-            steps[kind] = np.stack(found, axis=1) if kind == "inputs" else found[0]
+            steps[kind] = np.stack(found, axis=1) if kind in NUMERIC else found[0]
         return steps, coded
 
     def _clean_times(self, column: pa.Array) -> pa.Array:

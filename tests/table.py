@@ -104,10 +104,10 @@ def data(kind: str, seed: int = 0) -> Sequences:
 
 
 def suited(kind: str, sequences: Sequences) -> Sequences:
-    """Converts sequences to what the models of a kind observe.
+    """Sequences as what the models of a kind observe.
 
     These are counts for "count vectors", two numbers, a symbol and a count for "mixed vectors", and sequences with some
-    known states for the "labeled" and "soft" kinds.
+    known states for the kinds that begin with "labeled" and "soft".
     """
     if kind.startswith(("labeled", "soft")):
         first = sequences.values if sequences.is_discrete else sequences.values[:, 0]
@@ -200,9 +200,7 @@ ROWS: dict[str, Row] = {
     "composed, labeled": Row(lambda: _composed(Gaussian("full", 0.1)), "labeled vectors"),
     "composed, soft": Row(lambda: _composed(Gaussian("diagonal", 0.1), initialization="random"), "soft vectors"),
     "DMC, labeled": Row(lambda: DMCHMM(4, 1, restarts=2, **GAUSSIAN), "labeled vectors"),
-    "dense, labeled": Row(
-        lambda: DenseHMM(3, V, 2, objective="likelihood", restarts=2), "labeled symbols", **GRADIENT
-    ),
+    "dense, labeled": Row(lambda: DenseHMM(3, V, 2, objective="likelihood", restarts=2), "labeled symbols", **GRADIENT),
     "neural, discrete, labeled": Row(
         lambda: NeuralDiscreteHMM(2, D, width=8, embedding_dim=4), **{**NEURAL, "kind": "labeled vectors"}
     ),

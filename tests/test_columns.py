@@ -25,7 +25,8 @@ LABELS = [[5, -1], [], [7, 8, 9]]
 INPUTS = [[[0.5, 1.5], [2.5, 3.5]], [], [[4.5, 5.5], [6.5, 7.5], [8.5, 9.5]]]
 TIMES = [[10.0, 10.0], [], [-3.0, 0.0, 1e9]]
 ACTIONS = [[0, 1], [], [2, 3, 4]]
-GIVEN = {"labels": LABELS, "inputs": INPUTS, "times": TIMES, "actions": ACTIONS}
+WEIGHTS = [[[0.5, 0.0], [1.0, 2.0]], [], [[0.25, 3.0], [0.75, 1024.0], [0.0, 7.0]]]
+GIVEN = {"labels": LABELS, "inputs": INPUTS, "times": TIMES, "actions": ACTIONS, "state_weights": WEIGHTS}
 
 
 def batch(**changes) -> Sequences:
@@ -118,6 +119,7 @@ class TestWaysIn:
             torch.float64,
             torch.float64,
             torch.int64,
+            torch.float64,
         ]
         assert columns(Sequences.from_list(VALUES)) == dict.fromkeys(STEP_COLUMNS)
 
@@ -195,6 +197,18 @@ class TestWaysIn:
                 {"inputs": [[[1, 2], [3, INF]], [], INPUTS[2]]},
                 "`inputs` must be finite, but input 1 at position 1 of sequence 0 is inf instead",
             ),
+            (
+                {"state_weights": [[[1, 2], [3, -1]], [], WEIGHTS[2]]},
+                "`state_weights` must be finite and not negative, but that of state 1 at position 1 of sequence 0 is -1",
+            ),
+            (
+                {"state_weights": [[[1, 2], [3, NAN]], [], WEIGHTS[2]]},
+                "`state_weights` must be finite and not negative, but that of state 1 at position 1 of sequence 0 is nan",
+            ),
+            (
+                {"state_weights": [WEIGHTS[0], [], [[1, 0], [0, 0], [1, 1]]]},
+                "must have a positive entry at each step, but position 1 of sequence 2 has none. Use equal weights",
+            ),
             ({"inputs": [[1, "x"], [], [3, 4, 5]]}, "`inputs` must hold numbers, but sequence 0 holds"),
             (
                 {"inputs": [[[1], [2]], [], INPUTS[2]]},
@@ -218,6 +232,7 @@ class TestWaysIn:
                 r"`inputs` must have shape \(5, M\), one entry for each step, but has shape \(4, 2\) instead",
             ),
             ({"inputs": torch.zeros(5, 2, 2)}, r"`inputs` must have shape \(5, M\)"),
+            ({"state_weights": torch.ones(4, 2)}, r"`state_weights` must have shape \(5, K\), one entry for each step"),
             ({"times": torch.zeros(5, 2)}, r"`times` must have shape \(5,\)"),
             ({"actions": torch.zeros(5)}, "`actions` must be whole numbers, but are float32 instead"),
         ],
@@ -281,6 +296,29 @@ class TestTogether:
             4.0
         ]
 
+    def test_cat_without_state_weights_and_with(self):
+        weighted = Sequences.from_list([[2]], state_weights=[[[4.0, 2.0]]])
+        joined = Sequences.cat([Sequences.from_list([[0, 1]]), weighted])
+        assert joined.state_weights.tolist() == [[1.0, 1.0], [1.0, 1.0], [4.0, 2.0]]
+        with pytest.raises(
+            ValueError, match="`batches` must have the same number of `state_weights`, but have 2 and 3"
+        ):
+            Sequences.cat([weighted, Sequences.from_list([[0]], state_weights=[[[1, 1, 1]]])])
+
+    def test_without_labels(self):
+        made = batch()
+        made.check(5, None)
+        plain = made.without_labels()
+        assert columns(plain) == {**chosen(0, 1, 2), "labels": None, "state_weights": None}
+        assert columns(made) == chosen(0, 1, 2)
+        assert plain is made.without_labels()
+        assert plain.without_labels() is plain
+        assert (plain.values is made.values, plain.weights is made.weights) == (True, True)
+        assert not plain.has_known_states
+        assert made.has_known_states
+        assert batch(labels=None).has_known_states
+        assert columns(plain[1:]) == {**chosen(1, 2), "labels": None, "state_weights": None}
+
     @pytest.mark.parametrize("name", ["inputs", "times", "actions"])
     def test_cat_of_batches_of_which_some_have_a_column(self, name):
         with pytest.raises(ValueError, match=f"`batches` must all have `{name}` or none, but batch 1 has none"):
@@ -330,6 +368,7 @@ class TestTogether:
             torch.float32,
             torch.float64,
             torch.int64,
+            torch.float64,
         ]
         assert columns(moved) == chosen(0, 1, 2)
         made = batch()
@@ -359,7 +398,8 @@ class TestTogether:
         assert all(getattr(back, name).data_ptr() == getattr(made, name).data_ptr() for name in STEP_COLUMNS)
 
     def test_repr(self):
-        assert repr(batch()) == "Sequences(3 sequences, 5 symbols, weighted, labels, inputs, times, actions)"
+        names = "labels, inputs, times, actions, state_weights"
+        assert repr(batch()) == f"Sequences(3 sequences, 5 symbols, weighted, {names})"
 
 
 class TestCheck:

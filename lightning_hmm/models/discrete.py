@@ -426,28 +426,29 @@ class DiscreteHMM(SequenceModel):
 
     def on_test_epoch_end(self) -> None:
         data = data_of(self.trainer)
-        truth = None if data is None else data.true_states("test")
-        if (
-            data is not None
-            and data.test_sequences is not None
-            and truth is not None
-            and bool((truth.values >= 0).any())
-        ):
-            # The sequences of this rank. There are none if there are more ranks than sequences.
-            mine = torch.arange(len(truth))[self.trainer.global_rank :: self.trainer.world_size]
-            metrics = {"state_accuracy": MatchedStateAccuracy}
-            if (
-                data.test_sequences.labels is not None
-            ):  # States of a model that is trained on labels have their numbers.
-                metrics["label_accuracy"] = LabelAccuracy
-            sequences = self.as_sequences(data.test_sequences[mine]).without_labels()
-            weights = None if sequences.weights is None else sequences.repeat_interleave(sequences.weights)
-            decoded, states = self.decode(sequences).values, truth[mine].values.to(self.device)
-            for name, kind in metrics.items():
-                accuracy = kind(self.num_states, int(truth.values.max()) + 1).to(self.device)
-                accuracy.update(decoded, states, weights)
-                self.log(f"test/{name}", accuracy.compute())
+        if data is not None and data.test_sequences is not None:
+            self._log_accuracies(data.test_sequences, data.true_states("test"))
         super().on_test_epoch_end()
+
+    def _log_accuracies(self, test: Sequences, states: Sequences | None) -> None:
+        """Logs the accuracy of decoded states, compared with true states and, without a matching, with labels."""
+        truths = {
+            "state_accuracy": (MatchedStateAccuracy, None if states is None else states.values),
+            "label_accuracy": (LabelAccuracy, test.labels),
+        }
+        # The sequences of this rank. There are none if there are more ranks than sequences.
+        mine = torch.arange(len(test))[self.trainer.global_rank :: self.trainer.world_size]
+        decoded, weights = None, None
+        for name, (kind, truth) in truths.items():
+            if truth is None or not bool((truth >= 0).any()):
+                continue
+            if decoded is None:
+                sequences = self.as_sequences(test[mine]).without_labels()
+                weights = None if sequences.weights is None else sequences.repeat_interleave(sequences.weights)
+                decoded = self.decode(sequences).values
+            accuracy = kind(self.num_states, int(truth.max()) + 1).to(self.device)
+            accuracy.update(decoded, test.with_values(truth)[mine].values.to(self.device), weights)
+            self.log(f"test/{name}", accuracy.compute())
 
     def predict_step(self, batch: Sequences, batch_idx: int) -> dict[str, Any]:
         """Returns the most probable states and the log-likelihood of each sequence."""

@@ -9,13 +9,16 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
+from lightning.pytorch import Trainer
 
 from datamodules import FileDataModule, TextDataModule
-from lightning_hmm import Column
-from lightning_hmm.columns import STEP_COLUMNS
+from lightning_hmm import HMM, Column, Gaussian
+from lightning_hmm.training import quiet_lightning
 from tests.datamodules.test_files import TABLES, folder, ready, write, write_table  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("folder")
+
+NAMES = ("labels", "inputs", "times", "actions")
 
 # The rows of sequences a and b alternate: everything must be sorted with the values.
 ROWS = {
@@ -39,7 +42,7 @@ OPTIONS = {
 
 
 def found(data: FileDataModule) -> dict[str, list | None]:
-    columns = {name: getattr(data.train_sequences, name) for name in STEP_COLUMNS}
+    columns = {name: getattr(data.train_sequences, name) for name in NAMES}
     return {name: None if column is None else column.tolist() for name, column in columns.items()}
 
 
@@ -72,7 +75,7 @@ class TestSteps:
     def test_without_options_there_are_none(self):
         write_table("x.csv", ROWS)
         data = ready("x.csv", sequence_column="id", columns=["y"])
-        assert found(data) == dict.fromkeys(STEP_COLUMNS)
+        assert found(data) == dict.fromkeys(NAMES)
         assert (data.label_names, data.input_names, data.action_names, data.num_actions) == (None, None, None, None)
 
     def test_other_columns_are_values(self):
@@ -483,3 +486,69 @@ class TestNarrowSymbols:
         data.setup()
         assert data.train_sequences.values.dtype == torch.int8
         assert str(data._dataset.features["values"].feature.dtype) == "int8"
+
+
+class TestKnownStates:
+    """Labels are used in training and as the truth; without `train_on_labels` they are only the truth."""
+
+    def test_labels_are_the_truth_of_every_part(self):
+        write_table("x.csv", ROWS)
+        data = ready("x.csv", **OPTIONS)
+        assert data.knows_states
+        assert data.true_states("train").tolist() == [[1, -1, 0], [0, 1]]
+        assert data.true_states("train").values.tolist() == data.train_sequences.labels.tolist()
+
+    def test_labels_for_evaluation_only(self):
+        write_table("x.csv", ROWS)
+        data, other = ready("x.csv", **OPTIONS), ready("x.csv", train_on_labels=False, **OPTIONS)
+        assert not other.knows_states
+        assert found(other) == {**found(data), "labels": None}
+        for part in ("train", "val", "test"):
+            assert other.true_states(part).tolist() == data.true_states(part).tolist()
+        assert other.label_names == ["dry", "wet"]
+        with pytest.raises(ValueError, match="`train_on_labels` requires `label_column`, which is not given"):
+            FileDataModule("x.csv", train_on_labels=False)
+
+    def test_state_weights(self):
+        write_table("x.csv", ROWS)
+        options = {"sequence_column": "id", "columns": ["y"], "state_weight_columns": ["u", "v"]}
+        data = ready("x.csv", **options)
+        assert data.knows_states
+        assert data.train_sequences.state_weights.tolist() == [
+            [0.5, 1.0],
+            [2.5, 3.0],
+            [4.5, 5.0],
+            [1.5, 2.0],
+            [3.5, 4.0],
+        ]
+        assert data.true_states("train") is None
+        write_table("x.csv", {**ROWS, "u": [0.5, -1.5, 2.5, 3.5, 4.5]})
+        with pytest.raises(ValueError, match=r"not negative, but that of state 0 at position 0 of sequence 1 is -1\.5"):
+            ready("x.csv", **options)
+        write_table("x.csv", {**ROWS, "u": [0.5, None, 2.5, 3.5, 4.5]})
+        with pytest.raises(ValueError, match="Each row must have all state weights, but column 'u' in row 2 of"):
+            ready("x.csv", **options)
+        write_table("x.csv", {**ROWS, "u": list("abcde")})
+        with pytest.raises(ValueError, match=r"State weights .* Set `state_weight_columns` to numeric columns"):
+            ready("x.csv", **options)
+
+    def test_training_and_testing(self):
+        states = [0, 0, 0, 1, 1, 1] * 10
+        rows = {
+            "id": [n // 12 for n in range(60)],
+            "y": [10.0 * state + n % 3 for n, state in enumerate(states)],
+            "state": ["ab"[1 - state] if n % 3 == 0 else None for n, state in enumerate(states)],
+        }
+        write_table("x.csv", rows)
+        options = {"sequence_column": "id", "columns": ["y"], "label_column": "state", "test_fraction": 0.2}
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        for train_on_labels in (True, False):
+            data = ready("x.csv", **options, train_on_labels=train_on_labels)
+            trainer, model = Trainer(max_epochs=5, enable_model_summary=False, **quiet), HMM(2, Gaussian())
+            with quiet_lightning(announcements=False):
+                trainer.fit(model, datamodule=data)
+                (metrics,) = trainer.test(model, datamodule=data, verbose=False)
+            assert metrics["test/state_accuracy"] == 1
+            assert metrics.get("test/label_accuracy") == (1 if train_on_labels else None)
+            if train_on_labels:
+                assert model.emission.mean.flatten().tolist() == pytest.approx([11.0, 1.0], abs=0.1)

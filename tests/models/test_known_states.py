@@ -14,7 +14,18 @@ from numpy.testing import assert_allclose
 from torch import Tensor
 
 from datamodules import SyntheticDataModule
-from lightning_hmm import DMCHMM, HMM, Categorical, ClonedHMM, DenseHMM, Gaussian, NeuralHMM, Sequences, StandardHMM, fit
+from lightning_hmm import (
+    DMCHMM,
+    HMM,
+    Categorical,
+    ClonedHMM,
+    DenseHMM,
+    Gaussian,
+    NeuralHMM,
+    Sequences,
+    StandardHMM,
+    fit,
+)
 from lightning_hmm.data import InMemoryData
 from lightning_hmm.distributions import Full
 from lightning_hmm.inference.backends import VARIABLE
@@ -177,7 +188,9 @@ def test_expected_counts_agree_with_the_enumeration_of_paths(backend, name, know
     wanted = answers(model, sequences)
     smoothed = np.concatenate([answer.smoothed * weight for answer, weight in zip(wanted, weights, strict=True)])
     pairs = sum(answer.pairs * weight for answer, weight in zip(wanted, weights, strict=True))
-    first = sum(answer.smoothed[0] * weight for answer, weight in zip(wanted, weights, strict=True) if len(answer.smoothed))
+    first = sum(
+        answer.smoothed[0] * weight for answer, weight in zip(wanted, weights, strict=True) if len(answer.smoothed)
+    )
     members = np.eye(K)[np.arange(smoothed.shape[1]) // (smoothed.shape[1] // K)]
     found, counts = model._expected_counts(sequences, 0)
     assert_allclose(found.log_likelihood, [answer.log_likelihood for answer in wanted], **tolerance)
@@ -211,7 +224,9 @@ def test_one_m_step_with_all_states_known_counts(rng, pseudocount):
     priors = {f"{part}_pseudocount": pseudocount for part in ("initial", "transition", "emission")}
     model = fit(StandardHMM(K, V, restarts=3, seed=5, **priors), sequences, max_epochs=1)
     wanted = counted(values, labels, weights, pseudocount)
-    for found, estimate in zip((model.initial_probs, model.transition_probs, model.emission_probs), wanted, strict=True):
+    for found, estimate in zip(
+        (model.initial_probs, model.transition_probs, model.emission_probs), wanted, strict=True
+    ):
         assert_allclose(found, estimate, rtol=1e-12)
     assert_allclose(model.emission.log_probs.detach()[1:], model.emission.log_probs.detach()[:-1])  # of all restarts
     assert model.decode(sequences).values.tolist() == np.concatenate(labels).tolist()
@@ -234,13 +249,17 @@ def test_compiled_passes_do_not_ignore_labels(monkeypatch, options):
     monkeypatch.setattr(BaumWelchTraining, "_can_compile", lambda self, batch: False)
     wanted = fit(StandardHMM(K, V, **options), sequences, max_epochs=10, tolerance=0)
     assert torch.equal(model.transition_probs, wanted.transition_probs)
-    assert model.decode(sequences).values[sequences.labels >= 0].tolist() == sequences.labels[sequences.labels >= 0].tolist()
+    assert (
+        model.decode(sequences).values[sequences.labels >= 0].tolist()
+        == sequences.labels[sequences.labels >= 0].tolist()
+    )
 
 
 def drawn(missing: float, num_sequences: int = 20) -> tuple[Sequences, Sequences]:
     """Sequences of three states that are easy to tell apart, of which a share has no label; and all of the states."""
     model = HMM(K, Gaussian(), num_features=1).set_parameters(
-        transition=np.full((K, K), 0.05) + 0.85 * np.eye(K), emission={"mean": [[0.0], [6.0], [3.0]], "variance": np.ones((K, 1))}
+        transition=np.full((K, K), 0.05) + 0.85 * np.eye(K),
+        emission={"mean": [[0.0], [6.0], [3.0]], "variance": np.ones((K, 1))},
     )
     sequences, states = model.sample(num_sequences, 50, seed=3, return_states=True)
     unknown = torch.rand(states.num_steps, generator=torch.Generator().manual_seed(1)) < missing
@@ -353,7 +372,9 @@ def test_true_states_are_not_labels():
 def test_models_without_labels_refuse_them(make):
     model = make()
     for known, what in (("labels", "labels"), ("state_weights", "state weights")):
-        with pytest.raises(ValueError, match=f"{type(model).__name__} cannot use known states, but the sequences have {what}"):
+        with pytest.raises(
+            ValueError, match=f"{type(model).__name__} cannot use known states, but the sequences have {what}"
+        ):
             fit(model, observed("symbols", known), max_epochs=1)
     fit(make(), observed("symbols", "labels").without_labels()[:2], max_epochs=1)
 
@@ -400,7 +421,9 @@ def test_weights_of_other_states_are_refused():
 def test_an_impossible_label_is_located(order):
     sequences = Sequences.from_list([[0, 1, 2], [3, 0, 2, 1]], labels=[[-1, -1, -1], [0, 1, 0, -1]])[order]
     model = StandardHMM(2, V).set_parameters(transition=[[0.5, 0.5], [0.0, 1.0]])
-    message = rf"Sequence {order.index(1)} has probability zero under the model: step 2 \(2\) with the label 0 cannot follow"
+    message = (
+        rf"Sequence {order.index(1)} has probability zero under the model: step 2 \(2\) with the label 0 cannot follow"
+    )
     with pytest.warns(UserWarning, match=message):
         assert model.score_labeled(sequences)[order.index(1)] == -torch.inf
     with pytest.warns(UserWarning, match=message):
