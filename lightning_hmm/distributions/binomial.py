@@ -36,8 +36,8 @@ class Binomial(ExponentialFamily):
         >>> model = HMM(num_states=2, emission=Binomial(total_count=10), num_features=1)
         >>> model = model.set_parameters(emission={"probs": [[0.1], [0.5]]})
         >>> model.emission.moments()[0]
-        tensor([[1.],
-                [5.]], dtype=torch.float64)
+        tensor([[1.0000],
+                [5.0000]], dtype=torch.float64)
     """
 
     products = ((0, None),)
