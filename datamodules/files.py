@@ -157,9 +157,7 @@ class FileDataModule(ScaledDataModule):
         others |= {step: names for step, names in several.items() if names}
         if file_format == "text":
             given = {"columns": columns, "sequence_column": sequence_column, "categorical_columns": categorical_columns}
-            used = [option for option, value in given.items() if value] + [OPTIONS[step] for step in others]
-            if used:
-                raise ValueError(f"`{used[0]}` applies to tables, but the files are text. Omit it, or set `format`.")
+            _refuse_for_text([option for option, value in given.items() if value] + [OPTIONS[step] for step in others])
         if time_format is not None and time_column is None:
             raise ValueError("`time_format` requires `time_column`, which is not given. Set it, or omit `time_format`.")
         categories = categorical_columns if isinstance(categorical_columns, dict) else {}
@@ -438,6 +436,11 @@ def _lookup(read: dict[str, Any], names: list[str], unknown: str | None = None) 
     number = {name: i for i, name in enumerate(names)}
     lookup = [number[name] if name in number else number[str(unknown)] for name in read["names"]]
     return None if lookup == list(range(len(lookup))) else np.array([*lookup, MISSING], symbol_dtype(len(names)))
+
+
+def _refuse_for_text(used: list[str]) -> None:
+    if used:
+        raise ValueError(f"`{used[0]}` applies to tables, but the files are text. Omit it, or set `format`.")
 
 
 def _find_parts(
