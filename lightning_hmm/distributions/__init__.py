@@ -11,12 +11,21 @@ from lightning_hmm.distributions.poisson import Poisson
 from lightning_hmm.distributions.product import Product
 from lightning_hmm.distributions.rows import CategoricalRows, Initial
 from lightning_hmm.distributions.torch_emission import TorchEmission
-from lightning_hmm.distributions.transitions import Clones, DenseMostlyConstant, Durations, Full
+from lightning_hmm.distributions.transitions import (
+    Clones,
+    Components,
+    ContinuousTime,
+    DenseMostlyConstant,
+    Durations,
+    Full,
+)
 
 __all__ = [
     "Categorical",
     "CategoricalRows",
     "Clones",
+    "Components",
+    "ContinuousTime",
     "DenseMostlyConstant",
     "Distribution",
     "Durations",

@@ -37,7 +37,8 @@ def _chain(initial: Tensor, operator: Duration) -> stays.Chain | None:
         return None
     first, jumps, durations = (part.detach().double().exp().contiguous().numpy() for part in logs)
     least = jumps[logs[1].detach().numpy() > -np.inf].min(initial=1.0)
-    return stays.Chain(first, jumps, durations, durations.min(1), bool(least < _LEAST_JUMP))
+    shortest = np.stack([durations.min(1), np.where(durations > 0, durations, np.inf).min(1)])
+    return stays.Chain(first, jumps, durations, shortest, bool(least < _LEAST_JUMP))
 
 
 def _e_step(

@@ -392,9 +392,12 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         self.emission.set_data_stats(sequences)
         if not bool(self.emission.is_set):
             part = excerpt(sequences, generator)
-            states = guess_states(part, self.num_states, self.restarts, generator, self.initialization)
-            self.emission.start(part, states)
+            self.emission.start(part, self._guess_states(part, generator))
         self.emission.has_data_stats.fill_(True)
+
+    def _guess_states(self, sequences: Sequences, generator: torch.Generator) -> list[Tensor]:
+        """Guesses the posterior probabilities of the states for each restart, to initialize the emission from."""
+        return guess_states(sequences, self.num_states, self.restarts, generator, self.initialization)
 
     def configure_optimizers(self) -> BaumWelch:
         if not self.distributions["transition"].is_started:

@@ -27,8 +27,9 @@ _MARGIN = 1e20  # An entry this many times larger than `FLUSH` does not notice t
 
 
 class Chain(NamedTuple):
-    """Probabilities: initial (K, D), jumps (K, K), durations (K, D) and the smallest of the durations of each class (K,).
+    """Probabilities: initial (K, D), jumps (K, K) and durations (K, D).
 
+    least: (2, K) smallest probability of a duration of each class, of all and of those that are not zero.
     doubtful: Whether a jump is so improbable that it can leave the range of floats unnoticed.
     """
 
@@ -61,17 +62,27 @@ class Sums(NamedTuple):
 
 
 @inner
-def _advance(now, following, stay, enter, durations, leak):
-    """Predicts the next entries of one class and returns their sum."""
-    longest, total = now.shape[0], 0.0
+def _advance(messages, slot, following, k, stay, enter, durations, leak):
+    """Predicts the next entries of class k and returns their sum. Views of rows are avoided: they cost as much as a row."""
+    longest, total = durations.shape[1], 0.0
     for r in range(longest - 1):
-        entry = stay * now[r + 1] + enter * durations[r] + leak
+        entry = stay * messages[slot, k, r + 1] + enter * durations[k, r] + leak
         entry = entry if entry >= FLUSH else 0.0
-        following[r] = entry
+        messages[following, k, r] = entry
         total += entry
-    entry = enter * durations[longest - 1] + leak
-    following[longest - 1] = entry if entry >= FLUSH else 0.0
-    return total + following[longest - 1]
+    entry = enter * durations[k, longest - 1] + leak
+    entry = entry if entry >= FLUSH else 0.0
+    messages[following, k, longest - 1] = entry
+    return total + entry
+
+
+@inner
+def _least_positive(messages, slot, k):
+    least = np.inf
+    for r in range(messages.shape[2]):
+        if 0.0 < messages[slot, k, r] < least:
+            least = messages[slot, k, r]
+    return least
 
 
 @inner
@@ -97,43 +108,46 @@ def _forward(chain, probs, impossible, scratch, keep, leak):
         if not total > COLLAPSE:
             return np.nan, True
         log_likelihood += np.log(total)
+        inverse, entering = 1.0 / total, scratch.entering
+        for j in range(size):
+            entering[t + 1, j] = 0.0
         for k in range(size):
-            scratch.factors[t, k] = probs[t, k] / total
-            scratch.ends[t, k] = scratch.factors[t, k] * scratch.messages[slot, k, 0]
+            scratch.factors[t, k] = probs[t, k] * inverse
+            end = scratch.factors[t, k] * scratch.messages[slot, k, 0]
+            scratch.ends[t, k] = end
+            for j in range(size):
+                entering[t + 1, j] += end * chain.jumps[k, j]
         if t + 1 == length:
             break
         for j in range(size):
-            enter = 0.0
-            for k in range(size):
-                enter += scratch.ends[t, k] * chain.jumps[k, j]
-            stay = scratch.factors[t, j]
-            scratch.entering[t + 1, j] = enter
-            kept, least = stay * bound[j] if stay > 0.0 else np.inf, enter * chain.least[j]
-            lost |= kept < FLUSH and least < FLUSH * _MARGIN
-            lost |= 0.0 < enter and least < FLUSH
-            bound[j] = least if least >= FLUSH else min(kept, FLUSH if enter > 0.0 else np.inf)
-            total_of[j] = _advance(
-                scratch.messages[slot, j], scratch.messages[following, j], stay, enter, chain.durations[j], leak
-            )
+            stay, enter = scratch.factors[t, j], entering[t + 1, j]
+            least, entered = enter * chain.least[0, j], enter * chain.least[1, j] if enter > 0.0 else np.inf
+            kept = stay * bound[j] if stay > 0.0 else np.inf
+            if kept < FLUSH and least < FLUSH * _MARGIN:
+                kept = stay * _least_positive(scratch.messages, slot, j)
+                lost |= kept < FLUSH
+            lost |= entered < FLUSH
+            bound[j] = least if least >= FLUSH else max(min(kept, entered), FLUSH)
+            total_of[j] = _advance(scratch.messages, slot, following, j, stay, enter, chain.durations, leak)
     return log_likelihood, lost
 
 
 @inner
-def _retreat(before, now, messages, durations, counted, factor, first, entering):
-    """The backward messages of one class, `now` from those of the next step. Returns their sums with the durations and
-    with the predictions, and adds their products with `entering` to `counted`."""
-    longest = now.shape[0]
-    value = first if messages[0] > 0.0 else 0.0
-    now[0] = value
-    counted[0] += entering * value
-    leaving, posterior = durations[0] * value, messages[0] * value
+def _retreat(kappa, now, before, messages, t, k, durations, counted, factor, first, entering):
+    """The backward messages of class k at step t, from those of the next step. Returns their sums of products with the
+    durations and with the predictions, and adds their products with `entering` to `counted`."""
+    longest = durations.shape[1]
+    value = first if messages[t, k, 0] > 0.0 else 0.0
+    kappa[now, k, 0] = value
+    counted[k, 0] += entering * value
+    leaving, posterior = durations[k, 0] * value, messages[t, k, 0] * value
     for r in range(1, longest):
-        value = factor * before[r - 1]
-        value = value if messages[r] > 0.0 else 0.0
-        now[r] = value
-        leaving += durations[r] * value
-        posterior += messages[r] * value
-        counted[r] += entering * value
+        value, message = factor * kappa[before, k, r - 1], messages[t, k, r]
+        value = value if message > 0.0 else 0.0
+        kappa[now, k, r] = value
+        leaving += durations[k, r] * value
+        posterior += message * value
+        counted[k, r] += entering * value
     return leaving, posterior
 
 
@@ -145,11 +159,11 @@ def _backward(chain, weight, scratch, sums, posteriors):
     scratch.kappa[(length % 2)] = 1.0
     scale = 1.0
     for t in range(length - 1, -1, -1):
-        now, before, total = scratch.kappa[t % 2], scratch.kappa[(t + 1) % 2], 0.0
+        total = 0.0
         for k in range(size):
             factor = scratch.factors[t, k] * scale
             leaving[k], posterior = _retreat(
-                before[k], now[k], scratch.messages[t, k], chain.durations[k], sums.durations[k], factor,
+                scratch.kappa, t % 2, (t + 1) % 2, scratch.messages, t, k, chain.durations, sums.durations, factor,
                 factor * ending[k], weight * scratch.entering[t, k],
             )  # fmt: skip
             posteriors[t, k] = posterior
