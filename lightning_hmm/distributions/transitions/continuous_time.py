@@ -199,14 +199,14 @@ class ContinuousTime(Transition):
         return TimeVarying(log_probs, index)
 
     def _log_densities(self, log_probs: Tensor, log_rates: Tensor) -> Tensor:
-        """Returns (M, K, K) matrices in which entries into the states of `exact` are densities of the time."""
+        """Returns (M, K, K) matrices for steps in a state of `exact`: the density of entering it at that time."""
         exact = torch.zeros(len(log_rates), dtype=torch.bool, device=log_rates.device)
         exact[list(self.exact)] = True
-        entering = (log_probs.exp() @ log_rates.exp())  # (M, K, K); the rates from absorbing states are zero
-        possible = entering > 0
+        entering = log_probs.exp() @ log_rates.exp()  # The rates from absorbing states are zero.
+        possible = exact & (entering > 0)
         entering = torch.where(possible, torch.where(possible, entering, 1.0).log(), -torch.inf)
-        replaced = exact & ~torch.eye(len(exact), dtype=torch.bool, device=exact.device)
-        return torch.where(replaced, entering, log_probs)
+        stays = torch.diag(exact)
+        return torch.where(stays, log_probs, entering)
 
     def matrix(self, restart: int) -> None:
         return None

@@ -20,45 +20,80 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_hmm.inference.cpu.cache import inner, kernel
+from lightning_hmm.inference.cpu.cache import inner, kernel, strict_kernel
+from lightning_hmm.inference.cpu.fill import multiply
 
 FLUSH, COLLAPSE, NEGLIGIBLE = 1e-290, 1e-200, 1e-9
 _MARGIN = 1e20  # An entry this many times larger than `FLUSH` does not notice that a smaller one is added or not.
 
 
 class Chain(NamedTuple):
-    """Probabilities: initial (K, D), jumps (K, K) and durations (K, D).
+    """Probabilities: initial (K, D), durations (K, D), and jumps (K, padded) with their transpose, padded with zeros.
 
     least: (2, K) smallest probability of a duration of each class, of all and of those that are not zero.
     doubtful: Whether a jump is so improbable that it can leave the range of floats unnoticed.
     """
 
     initial: np.ndarray
-    jumps: np.ndarray
     durations: np.ndarray
+    jumps: np.ndarray
+    transposed: np.ndarray
     least: np.ndarray
     doubtful: bool
 
 
 class Scratch(NamedTuple):
-    """Of a sequence: predictions (slots, K, D), and (T + 1, K) factors, ends of stays and entries into classes.
+    """Of a sequence: predictions (slots, K, D), factors (T + 1, K) and entries into classes (T + 1, padded).
 
     kappa: (2, K, D) backward messages.
+    ending: (padded,) backward messages at the ends of stays.
     """
 
     messages: np.ndarray
     factors: np.ndarray
-    ends: np.ndarray
     entering: np.ndarray
     kappa: np.ndarray
+    ending: np.ndarray
 
 
 class Sums(NamedTuple):
-    """Sums of products of messages: initial (K, D), jumps (K, K) and durations (K, D)."""
+    """Sums of products of messages: initial (K, D) and durations (K, D)."""
 
     initial: np.ndarray
-    jumps: np.ndarray
     durations: np.ndarray
+
+
+class Result(NamedTuple):
+    """Of the sequences and steps of a batch.
+
+    log_likelihood: (N,) log-likelihoods.
+    last: (N, K D) filtered rows, without a backward pass only.
+    ends, leaving: (steps, padded) probabilities of ends of stays, and backward messages at entries, times weight. Their
+        products at successive steps are the counts of jumps.
+    posteriors: (steps, K) probabilities of the classes, times weight.
+    """
+
+    log_likelihood: np.ndarray
+    last: np.ndarray
+    ends: np.ndarray
+    leaving: np.ndarray
+    posteriors: np.ndarray
+
+
+@strict_kernel
+def relative(rows, largest, impossible):
+    """Subtracts the largest entry from each row. Returns whether all entries are numbers below infinity."""
+    valid = True
+    for t in range(rows.shape[0]):
+        most = -np.inf
+        for k in range(rows.shape[1]):
+            valid &= rows[t, k] < np.inf
+            most = max(most, rows[t, k])
+        largest[t] = most
+        for k in range(rows.shape[1]):
+            impossible[t, k] = rows[t, k] == -np.inf
+            rows[t, k] = -np.inf if impossible[t, k] else rows[t, k] - most
+    return valid
 
 
 @inner
@@ -86,9 +121,9 @@ def _least_positive(messages, slot, k):
 
 
 @inner
-def _forward(chain, probs, impossible, scratch, keep, leak):
+def _forward(chain, probs, impossible, first, length, scratch, ends, keep, leak):
     """Filters a sequence. Returns its log-likelihood and whether an entry may have been lost."""
-    length, size = probs.shape
+    size, padded = probs.shape[1], ends.shape[1]
     total_of, bound = np.empty(size), np.empty(size)
     log_likelihood, lost = 0.0, chain.doubtful
     for k in range(size):
@@ -103,24 +138,23 @@ def _forward(chain, probs, impossible, scratch, keep, leak):
         slot, following = (t, t + 1) if keep else (t % 2, (t + 1) % 2)
         total = 0.0
         for k in range(size):
-            total += probs[t, k] * total_of[k]
-            lost |= probs[t, k] == 0.0 and total_of[k] > 0.0 and not impossible[t, k]
+            total += probs[first + t, k] * total_of[k]
+            lost |= probs[first + t, k] == 0.0 and total_of[k] > 0.0 and not impossible[first + t, k]
         if not total > COLLAPSE:
             return np.nan, True
         log_likelihood += np.log(total)
-        inverse, entering = 1.0 / total, scratch.entering
-        for j in range(size):
-            entering[t + 1, j] = 0.0
+        inverse = 1.0 / total
         for k in range(size):
-            scratch.factors[t, k] = probs[t, k] * inverse
-            end = scratch.factors[t, k] * scratch.messages[slot, k, 0]
-            scratch.ends[t, k] = end
-            for j in range(size):
-                entering[t + 1, j] += end * chain.jumps[k, j]
+            scratch.factors[t, k] = probs[first + t, k] * inverse
+            ends[first + t, k] = scratch.factors[t, k] * scratch.messages[slot, k, 0]
         if t + 1 == length:
             break
+        multiply(
+            0.0, scratch.entering.ctypes.data + 8 * (t + 1) * padded, ends.ctypes.data + 8 * (first + t) * padded, padded, 1,
+            chain.jumps.ctypes.data, padded, 1, padded, size,
+        )  # fmt: skip
         for j in range(size):
-            stay, enter = scratch.factors[t, j], entering[t + 1, j]
+            stay, enter = scratch.factors[t, j], scratch.entering[t + 1, j]
             least, entered = enter * chain.least[0, j], enter * chain.least[1, j] if enter > 0.0 else np.inf
             kept = stay * bound[j] if stay > 0.0 else np.inf
             if kept < FLUSH and least < FLUSH * _MARGIN:
@@ -152,62 +186,61 @@ def _retreat(kappa, now, before, messages, t, k, durations, counted, factor, fir
 
 
 @inner
-def _backward(chain, weight, scratch, sums, posteriors):
-    """Smooths a sequence and adds its counts. `posteriors` takes the probabilities of the classes, times weight."""
-    length, size = posteriors.shape
-    leaving, ending = np.empty(size), np.ones(size)
-    scratch.kappa[(length % 2)] = 1.0
+def _backward(chain, weight, first, length, scratch, sums, out):
+    """Smooths a sequence and adds its counts."""
+    size, padded = out.posteriors.shape[1], out.leaving.shape[1]
+    scratch.kappa[length % 2] = 1.0
+    scratch.ending[:] = 1.0
     scale = 1.0
     for t in range(length - 1, -1, -1):
-        total = 0.0
+        total, row = 0.0, first + t
         for k in range(size):
             factor = scratch.factors[t, k] * scale
-            leaving[k], posterior = _retreat(
+            leaving, posterior = _retreat(
                 scratch.kappa, t % 2, (t + 1) % 2, scratch.messages, t, k, chain.durations, sums.durations, factor,
-                factor * ending[k], weight * scratch.entering[t, k],
+                factor * scratch.ending[k], weight * scratch.entering[t, k],
             )  # fmt: skip
-            posteriors[t, k] = posterior
+            out.posteriors[row, k], out.leaving[row, k] = posterior, leaving
             total += posterior
         scale = 1.0 / total  # Only rounding makes it differ from one.
+        if t > 0:
+            multiply(
+                0.0, scratch.ending.ctypes.data, out.leaving.ctypes.data + 8 * row * padded, padded, 1,
+                chain.transposed.ctypes.data, padded, 1, padded, size,
+            )  # fmt: skip
         for k in range(size):
-            posteriors[t, k] *= weight * scale
-        if t == 0:
-            break
-        for k in range(size):
-            end, ending[k] = weight * scratch.ends[t - 1, k], 0.0
-            for j in range(size):
-                ending[k] += chain.jumps[k, j] * leaving[j]
-                sums.jumps[k, j] += end * leaving[j]
+            out.posteriors[row, k] *= weight * scale
+            out.leaving[row, k] *= weight if t > 0 else 0.0
     for k in range(size):
         for r in range(sums.initial.shape[1]):
             sums.initial[k, r] += weight * scratch.messages[0, k, r] * scratch.kappa[0, k, r]
 
 
 @kernel
-def run_stays(lane, lanes, offsets, weights, chain, probs, impossible, smooth, scratch, sums, log_likelihood, last, posteriors):
-    """Runs every `lanes`-th sequence of a batch. `last` takes (N, K D) filtered rows without `smooth`."""
+def run_stays(lane, lanes, offsets, weights, chain, probs, impossible, smooth, scratch, sums, out):
+    """Runs every `lanes`-th sequence of a batch."""
     size, longest = chain.durations.shape
     leak = min(size * longest * FLUSH, COLLAPSE)
     for n in range(lane, offsets.shape[0] - 1, lanes):
-        first, end = offsets[n], offsets[n + 1]
-        log_likelihood[n] = 0.0
-        if first == end:
+        first, length = offsets[n], offsets[n + 1] - offsets[n]
+        out.log_likelihood[n] = 0.0
+        if length == 0:
             continue
-        rows, ruled_out = probs[first:end], impossible[first:end]
-        found, lost = _forward(chain, rows, ruled_out, scratch, smooth, 0.0)
+        found, lost = _forward(chain, probs, impossible, first, length, scratch, out.ends, smooth, 0.0)
         if lost and not np.isnan(found):
-            leaked, _ = _forward(chain, rows, ruled_out, scratch, smooth, leak)
-            found = found if leaked - found <= NEGLIGIBLE else np.nan
-            if not np.isnan(found):
-                _forward(chain, rows, ruled_out, scratch, smooth, 0.0)
-        log_likelihood[n] = found
+            leaked, _ = _forward(chain, probs, impossible, first, length, scratch, out.ends, smooth, leak)
+            if leaked - found <= NEGLIGIBLE:
+                _forward(chain, probs, impossible, first, length, scratch, out.ends, smooth, 0.0)
+            else:
+                found = np.nan
+        out.log_likelihood[n] = found
         if np.isnan(found):
             continue
         if not smooth:
-            slot = (end - first - 1) % 2
+            slot = (length - 1) % 2
             for k in range(size):
                 for r in range(longest):
-                    last[n, k * longest + r] = scratch.factors[end - first - 1, k] * scratch.messages[slot, k, r]
+                    out.last[n, k * longest + r] = scratch.factors[length - 1, k] * scratch.messages[slot, k, r]
         elif weights[n] != 0.0:
             scratch.entering[0] = 0.0
-            _backward(chain, weights[n], scratch, sums, posteriors[first:end])
+            _backward(chain, weights[n], first, length, scratch, sums, out)
