@@ -97,21 +97,6 @@ def relative(rows, largest, impossible):
 
 
 @inner
-def _advance(messages, slot, following, k, stay, enter, durations, leak):
-    """Predicts the next entries of class k and returns their sum. Views of rows are avoided: they cost as much as a row."""
-    longest, total = durations.shape[1], 0.0
-    for r in range(longest - 1):
-        entry = stay * messages[slot, k, r + 1] + enter * durations[k, r] + leak
-        entry = entry if entry >= FLUSH else 0.0
-        messages[following, k, r] = entry
-        total += entry
-    entry = enter * durations[k, longest - 1] + leak
-    entry = entry if entry >= FLUSH else 0.0
-    messages[following, k, longest - 1] = entry
-    return total + entry
-
-
-@inner
 def _least_positive(messages, slot, k):
     least = np.inf
     for r in range(messages.shape[2]):
@@ -123,17 +108,21 @@ def _least_positive(messages, slot, k):
 @inner
 def _forward(chain, probs, impossible, first, length, scratch, ends, keep, leak):
     """Filters a sequence. Returns its log-likelihood and whether an entry may have been lost."""
-    size, padded = probs.shape[1], ends.shape[1]
+    # References to arrays are counted, which takes longer than a row of a message. Hence the loops below contain neither
+    # attributes nor calls.
+    initial, durations, jumps, least_of = chain.initial, chain.durations, chain.jumps, chain.least
+    messages, factors, entering = scratch.messages, scratch.factors, scratch.entering
+    (size, longest), padded = durations.shape, ends.shape[1]
+    jumps_at, entering_at, ends_at = jumps.ctypes.data, entering.ctypes.data, ends.ctypes.data
     total_of, bound = np.empty(size), np.empty(size)
     log_likelihood, lost = 0.0, chain.doubtful
     for k in range(size):
-        total_of[k], bound[k] = 0.0, np.inf
-        for r in range(chain.initial.shape[1]):
-            entry = chain.initial[k, r] + leak
-            scratch.messages[0, k, r] = entry
+        total_of[k] = 0.0
+        for r in range(longest):
+            entry = initial[k, r] + leak
+            messages[0, k, r] = entry
             total_of[k] += entry
-            if 0.0 < entry < bound[k]:
-                bound[k] = entry
+        bound[k] = _least_positive(messages, 0, k)
     for t in range(length):
         slot, following = (t, t + 1) if keep else (t % 2, (t + 1) % 2)
         total = 0.0
@@ -145,75 +134,77 @@ def _forward(chain, probs, impossible, first, length, scratch, ends, keep, leak)
         log_likelihood += np.log(total)
         inverse = 1.0 / total
         for k in range(size):
-            scratch.factors[t, k] = probs[first + t, k] * inverse
-            ends[first + t, k] = scratch.factors[t, k] * scratch.messages[slot, k, 0]
+            factors[t, k] = probs[first + t, k] * inverse
+            ends[first + t, k] = factors[t, k] * messages[slot, k, 0]
         if t + 1 == length:
             break
         multiply(
-            0.0, scratch.entering.ctypes.data + 8 * (t + 1) * padded, ends.ctypes.data + 8 * (first + t) * padded, padded, 1,
-            chain.jumps.ctypes.data, padded, 1, padded, size,
+            0.0, entering_at + 8 * (t + 1) * padded, ends_at + 8 * (first + t) * padded, padded, 1, jumps_at, padded, 1,
+            padded, size,
         )  # fmt: skip
         for j in range(size):
-            stay, enter = scratch.factors[t, j], scratch.entering[t + 1, j]
-            least, entered = enter * chain.least[0, j], enter * chain.least[1, j] if enter > 0.0 else np.inf
+            stay, enter = factors[t, j], entering[t + 1, j]
+            least, entered = enter * least_of[0, j], enter * least_of[1, j] if enter > 0.0 else np.inf
             kept = stay * bound[j] if stay > 0.0 else np.inf
             if kept < FLUSH and least < FLUSH * _MARGIN:
-                kept = stay * _least_positive(scratch.messages, slot, j)
+                kept = stay * _least_positive(messages, slot, j)
                 lost |= kept < FLUSH
             lost |= entered < FLUSH
             bound[j] = least if least >= FLUSH else max(min(kept, entered), FLUSH)
-            total_of[j] = _advance(scratch.messages, slot, following, j, stay, enter, chain.durations, leak)
+            total = 0.0
+            for r in range(longest - 1):
+                entry = stay * messages[slot, j, r + 1] + enter * durations[j, r] + leak
+                entry = entry if entry >= FLUSH else 0.0
+                messages[following, j, r] = entry
+                total += entry
+            entry = enter * durations[j, longest - 1] + leak
+            entry = entry if entry >= FLUSH else 0.0
+            messages[following, j, longest - 1] = entry
+            total_of[j] = total + entry
     return log_likelihood, lost
-
-
-@inner
-def _retreat(kappa, now, before, messages, t, k, durations, counted, factor, first, entering):
-    """The backward messages of class k at step t, from those of the next step. Returns their sums of products with the
-    durations and with the predictions, and adds their products with `entering` to `counted`."""
-    longest = durations.shape[1]
-    value = first if messages[t, k, 0] > 0.0 else 0.0
-    kappa[now, k, 0] = value
-    counted[k, 0] += entering * value
-    leaving, posterior = durations[k, 0] * value, messages[t, k, 0] * value
-    for r in range(1, longest):
-        value, message = factor * kappa[before, k, r - 1], messages[t, k, r]
-        value = value if message > 0.0 else 0.0
-        kappa[now, k, r] = value
-        leaving += durations[k, r] * value
-        posterior += message * value
-        counted[k, r] += entering * value
-    return leaving, posterior
 
 
 @inner
 def _backward(chain, weight, first, length, scratch, sums, out):
     """Smooths a sequence and adds its counts."""
-    size, padded = out.posteriors.shape[1], out.leaving.shape[1]
-    scratch.kappa[length % 2] = 1.0
-    scratch.ending[:] = 1.0
+    durations, transposed, starts, counted = chain.durations, chain.transposed, sums.initial, sums.durations
+    messages, factors, entering, kappa, ending = (
+        scratch.messages, scratch.factors, scratch.entering, scratch.kappa, scratch.ending,
+    )  # fmt: skip
+    posteriors, leaving = out.posteriors, out.leaving
+    (size, longest), padded = durations.shape, leaving.shape[1]
+    ending_at, leaving_at, transposed_at = ending.ctypes.data, leaving.ctypes.data, transposed.ctypes.data
+    kappa[length % 2] = 1.0
+    ending[:] = 1.0
     scale = 1.0
     for t in range(length - 1, -1, -1):
-        total, row = 0.0, first + t
+        now, before, row, whole = t % 2, (t + 1) % 2, first + t, 0.0
         for k in range(size):
-            factor = scratch.factors[t, k] * scale
-            leaving, posterior = _retreat(
-                scratch.kappa, t % 2, (t + 1) % 2, scratch.messages, t, k, chain.durations, sums.durations, factor,
-                factor * scratch.ending[k], weight * scratch.entering[t, k],
-            )  # fmt: skip
-            out.posteriors[row, k], out.leaving[row, k] = posterior, leaving
-            total += posterior
-        scale = 1.0 / total  # Only rounding makes it differ from one.
+            factor, enter = factors[t, k] * scale, weight * entering[t, k]
+            value = factor * ending[k] if messages[t, k, 0] > 0.0 else 0.0
+            kappa[now, k, 0] = value
+            counted[k, 0] += enter * value
+            left, posterior = durations[k, 0] * value, messages[t, k, 0] * value
+            for r in range(1, longest):
+                message = messages[t, k, r]
+                value = factor * kappa[before, k, r - 1] if message > 0.0 else 0.0
+                kappa[now, k, r] = value
+                left += durations[k, r] * value
+                posterior += message * value
+                counted[k, r] += enter * value
+            posteriors[row, k], leaving[row, k] = posterior, left
+            whole += posterior
+        scale = 1.0 / whole  # Only rounding makes it differ from one.
         if t > 0:
             multiply(
-                0.0, scratch.ending.ctypes.data, out.leaving.ctypes.data + 8 * row * padded, padded, 1,
-                chain.transposed.ctypes.data, padded, 1, padded, size,
-            )  # fmt: skip
+                0.0, ending_at, leaving_at + 8 * row * padded, padded, 1, transposed_at, padded, 1, padded, size
+            )
         for k in range(size):
-            out.posteriors[row, k] *= weight * scale
-            out.leaving[row, k] *= weight if t > 0 else 0.0
+            posteriors[row, k] *= weight * scale
+            leaving[row, k] *= weight if t > 0 else 0.0
     for k in range(size):
-        for r in range(sums.initial.shape[1]):
-            sums.initial[k, r] += weight * scratch.messages[0, k, r] * scratch.kappa[0, k, r]
+        for r in range(longest):
+            starts[k, r] += weight * messages[0, k, r] * kappa[0, k, r]
 
 
 @kernel
