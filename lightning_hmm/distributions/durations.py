@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 _ITERATIONS = 60  # of the scoring method in an M-step; it starts from the present parameters
+_FLAT = 1e-12  # information below which a parameter hardly moves, such as the total count near the Poisson limit
 _LARGEST_STEP = 2.0  # of an iteration, in the unconstrained parameters
 
 
@@ -126,7 +127,7 @@ def fitted(family: Family, parameters: Tensor, counts: Tensor) -> Tensor:
         centered = slopes - (slopes @ probs[..., None])
         information = (centered * probs[..., None, :]) @ centered.mT
         scale = information.diagonal(dim1=-2, dim2=-1)
-        ridge = scale * damping[..., None] + torch.finfo(scale.dtype).tiny
+        ridge = scale * damping[..., None] + _FLAT
         step = torch.linalg.solve_ex(information + torch.diag_embed(ridge), gradient)[0]
         step = step.nan_to_num().clamp(-_LARGEST_STEP, _LARGEST_STEP)  # of each parameter: one of them may be flat
         found = objective(parameters + step)
