@@ -64,7 +64,7 @@ def test_the_matrix_exponential_is_that_of_scipy():
 
 def test_two_states_have_a_closed_form():
     a, b, gap = 0.7, 0.2, 1.9
-    found = generator_exponential(torch.tensor([[-a, a], [b, -b]]).double(), torch.tensor([gap]).double())[0]
+    found = generator_exponential(torch.from_numpy(np.array([[-a, a], [b, -b]])), torch.from_numpy(np.array([gap])))[0]
     assert float(found[0, 1]) == pytest.approx(a / (a + b) * (1 - math.exp(-(a + b) * gap)), rel=1e-12)
 
 
@@ -92,14 +92,14 @@ def test_expected_jumps_and_times_are_derivatives_of_the_likelihood(sequences):
 
 
 def test_em_recovers_rates_and_ends_at_a_maximum(rng):
-    times = [np.cumsum(rng.exponential(1.0, 15)) for _ in range(200)]
+    times = [np.cumsum(rng.exponential(1.0, 15)) for _ in range(400)]
     sequences = disease().sample(times=times, seed=1)
     assert sequences.times.tolist() == pytest.approx(np.concatenate(times).tolist())
     mine = model(allowed=[[0, 1, 1], [1, 0, 1], [0, 0, 0]])
     mine.set_parameters([1, 0, 0], emission=DIAGNOSIS)
     mine.frozen = ("initial", "emission")
     fit(mine, sequences, 300, 0)
-    torch.testing.assert_close(mine.transition.rates, disease().transition.rates, rtol=0.25, atol=0.02)
+    torch.testing.assert_close(mine.transition.rates, disease().transition.rates, rtol=0.2, atol=0.06)
     _, (_, jumps, exits, *_) = mine._expected_counts(sequences, 0)
     gradient = jumps + exits[:, None] * mine.transition.rates.clamp(min=0)  # with respect to log q_ij
     assert float(gradient.abs().max()) < 1e-3
@@ -161,7 +161,7 @@ def test_a_model_saves_and_loads(tmp_path, sequences):
     [
         (lambda: disease().score([[0, 1]]), "depend on the times of the steps, but the sequences have none"),
         (lambda: fit(model(), [[0, 1, 1]]), "depend on the times of the steps, but the sequences have none"),
-        (lambda: disease().sample(2), r"Give `times`, as in `model\.sample"),
+        (lambda: disease().sample(2), r"`model\.sample\(times=\[\[0\.0, 1\.5, 2\.0\]\]\)`"),
         (lambda: disease().transition_probs, r"`transition\.rates` holds the rates"),
         (lambda: disease(exact=[3]), "`exact` must hold states from 0 to 2, but holds 3"),
         (lambda: model(exact=[2]).set_parameters(transition=RATES), "`rates` from a state of `exact` must be zero"),

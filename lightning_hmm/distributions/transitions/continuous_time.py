@@ -14,6 +14,10 @@ from lightning_hmm.distributions.base import Transition, as_numbers, check_not_n
 from lightning_hmm.inference.operators import TimeVarying
 from lightning_hmm.sequences import Sequences
 
+_NO_TIMES = (
+    "ContinuousTime transitions depend on the times of the steps, but the sequences have none. Give `times`, as in "
+    "`Sequences.from_list(values, times=...)` or `model.sample(times=[[0.0, 1.5, 2.0]])`."
+)
 _TERMS = 18  # of the exponential series of a matrix with row sums of at most 1, for 16 digits
 
 
@@ -161,10 +165,7 @@ class ContinuousTime(Transition):
 
     def check(self, sequences: Sequences) -> None:
         if sequences.times is None and sequences.num_steps:
-            raise ValueError(
-                "ContinuousTime transitions depend on the times of the steps, but the sequences have none. "
-                "Give `times` to `Sequences`, as in `Sequences.from_list(values, times=...)`."
-            )
+            raise ValueError(_NO_TIMES)
 
     def _gaps(self, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """Returns which steps are not the first of a sequence, and the (steps,) time since the step before."""
@@ -179,10 +180,7 @@ class ContinuousTime(Transition):
     def operator(self, natural: Sequence[Tensor], batch: Sequences | None) -> TimeVarying:
         log_rates, exit_rates = natural
         if batch is None:
-            raise ValueError(
-                "ContinuousTime transitions depend on the times of the steps. Give `times`, as in "
-                "`model.sample(times=[[0.0, 1.5, 2.0]])`."
-            )
+            raise ValueError(_NO_TIMES)
         self.check(batch)
         if not batch.num_steps:
             return TimeVarying(log_rates[None], torch.zeros(0, dtype=torch.int64, device=log_rates.device))
