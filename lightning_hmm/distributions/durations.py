@@ -19,8 +19,8 @@ class Family(NamedTuple):
     .. math:: p(d) = f(d - 1) / \sum_{x < D} f(x)
 
     names: Names of the parameters.
-    curves: Function of the parameters (..., P) and D. It returns log f, (..., D), up to a constant, and its derivatives,
-        (..., P, D).
+    curves: Function of the parameters (..., P) and D. It returns log f, (..., D), up to a constant, and its
+        derivatives, (..., P, D).
     values: Function from the unconstrained parameters (..., P) to the values of the parameters, (..., P).
     unconstrained: The inverse of `values`.
     from_mean: Function from the mean of x without truncation to unconstrained parameters.
@@ -139,7 +139,7 @@ def fitted(family: Family, parameters: Tensor, counts: Tensor) -> Tensor:
 
 
 def _derivatives(family: Family, parameters: Tensor, shares: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the log-likelihood (...), its gradient (..., P) and the Fisher information (..., P, P) of shares (..., D)."""
+    """Returns the log-likelihood (...) of shares (..., D), its gradient (..., P) and the information (..., P, P)."""
     curve, slopes = family.curves(parameters, longest)
     log_probs = curve.log_softmax(-1)
     probs = log_probs.exp()

@@ -67,7 +67,9 @@ def _e_step(
     for first, after in _pieces(boundaries, size):
         here = slice(first, after)
         part = evidence.at(torch.arange(int(boundaries[first]), int(boundaries[after])))
-        out = _run(chain, part, boundaries[first : after + 1], weights[here], smooth, sums, log_likelihood[here], last[here])
+        out = _run(
+            chain, part, boundaries[first : after + 1], weights[here], smooth, sums, log_likelihood[here], last[here]
+        )
         if out is None:
             return _general(initial, operator, evidence, offsets, weights, smooth)
         if smooth:
@@ -147,7 +149,9 @@ def _run(
         for total, added in zip(sums, part, strict=True):
             total += added
     which = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
-    log_likelihood += np.bincount(which, weights=np.where(np.isfinite(largest), largest, 0.0), minlength=len(offsets) - 1)
+    log_likelihood += np.bincount(
+        which, weights=np.where(np.isfinite(largest), largest, 0.0), minlength=len(offsets) - 1
+    )
     return out
 
 
@@ -171,9 +175,7 @@ def _with_lost(result: EStep, *problem: Any) -> EStep:
     ends = lengths.cumsum(0)
     steps = torch.arange(int(ends[-1])) + (offsets[:-1][lost] - ends + lengths).repeat_interleave(lengths)
     part = evidence.at(steps)
-    found = _general(
-        initial, operator, part, torch.cat([ends.new_zeros(1), ends]), weights[lost], smooth
-    )
+    found = _general(initial, operator, part, torch.cat([ends.new_zeros(1), ends]), weights[lost], smooth)
     result.log_likelihood[lost], result.impossible_step[lost] = found.log_likelihood, found.impossible_step
     if not smooth:
         result.last[lost] = found.last
@@ -187,6 +189,4 @@ def _with_lost(result: EStep, *problem: Any) -> EStep:
     return result
 
 
-backends.register(
-    backends.Backend("durations", _obstacle, _e_step, cpu.viterbi, takes_classes=True)  # type: ignore[arg-type]
-)
+backends.register(backends.Backend("durations", _obstacle, _e_step, cpu.viterbi, takes_classes=True))

@@ -545,7 +545,8 @@ def _set_transition(transition: Any, values: Any) -> None:
     unknown = next((name for name in values if name not in names), None)
     if unknown is not None:
         raise ValueError(
-            f"{type(transition).__name__} transitions have the parameters {', '.join(names)}, but {unknown!r} was given."
+            f"{type(transition).__name__} transitions have the parameters {', '.join(names)}, "
+            f"but {unknown!r} was given."
         )
     transition.set(**values)
 

@@ -25,8 +25,8 @@ class MixtureOfHMMs(HMM):
     no transitions between components. The component of a sequence is that of its first state, so the mixture weights
     are the sums of the initial probabilities. An EM iteration takes O(steps M K^2) time.
 
-    With an emission of real vectors, the components are initialized from clusters of the sequences: k-means on the means
-    and standard deviations of the columns in each sequence. With symbols, they are initialized at random; use
+    With an emission of real vectors, the components are initialized from clusters of the sequences: k-means on the
+    means and standard deviations of the columns in each sequence. With symbols, they are initialized at random; use
     `restarts`.
 
     Args:

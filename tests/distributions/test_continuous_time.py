@@ -150,7 +150,9 @@ def test_large_gaps_and_a_single_step_give_no_nan():
 
 
 def test_a_model_saves_and_loads(tmp_path, sequences):
-    mine = fit(model(pseudocount=0.1, pseudotime=0.1), sequences, 3, enable_checkpointing=True, default_root_dir=tmp_path)
+    mine = fit(
+        model(pseudocount=0.1, pseudotime=0.1), sequences, 3, enable_checkpointing=True, default_root_dir=tmp_path
+    )
     loaded = lightning_hmm.load(mine.trainer.checkpoint_callback.best_model_path)
     assert torch.equal(loaded.transition.rates, mine.transition.rates)
     assert torch.equal(loaded.score(sequences), mine.score(sequences))

@@ -128,9 +128,7 @@ def test_em_never_decreases_and_recovers_the_durations(kind):
         optimizer.step()
     assert float(torch.stack(objectives).diff(dim=0).min()) > -1e-7
     if kind != "geometric":
-        torch.testing.assert_close(
-            model.transition.mean_durations, truth.transition.mean_durations, rtol=0.15, atol=0
-        )
+        torch.testing.assert_close(model.transition.mean_durations, truth.transition.mean_durations, rtol=0.15, atol=0)
     torch.testing.assert_close(model.transition.duration_probs.sum(1), torch.ones(2).double())
 
 
@@ -139,7 +137,9 @@ def test_the_m_step_is_the_optimum_of_scipy(kind, rng):
     family, longest = FAMILIES[kind], 20
     numbers = np.arange(longest)
     counts = torch.from_numpy(
-        np.stack([stats.nbinom.pmf(numbers, 3, 0.3) + rng.random(longest) * 0.02, stats.poisson.pmf(numbers, 4) + 0.001])
+        np.stack(
+            [stats.nbinom.pmf(numbers, 3, 0.3) + rng.random(longest) * 0.02, stats.poisson.pmf(numbers, 4) + 0.001]
+        )
     )
     start = family.from_mean(torch.full((2,), 5.0, dtype=torch.float64))
     found = fitted(family, start, counts)
@@ -246,7 +246,9 @@ def evidences() -> dict[str, Any]:
 def test_the_compiled_backend_gives_the_numbers_of_the_reference(monkeypatch, name, smooth, scale):
     first, operator, offsets, weights = problem(scale)
     evidence = evidences()[name]
-    assert inference.explain(operator, evidence).startswith(f"Duration with {type(evidence).__name__} on cpu runs on the")
+    assert inference.explain(operator, evidence).startswith(
+        f"Duration with {type(evidence).__name__} on cpu runs on the"
+    )
     assert semi_markov._obstacle(operator, evidence, torch.device("cpu")) is None
     found = inference.e_step(first, operator, evidence, offsets, weights, smooth=smooth)
     monkeypatch.setenv(VARIABLE, "reference")
@@ -289,7 +291,9 @@ def test_no_gradient_is_lost_in_long_sequences():
 
 def test_a_semi_markov_model_trains_saves_and_loads(tmp_path):
     truth = SemiMarkovHMM(2, 8, "poisson", Poisson(), num_features=1)
-    truth.set_parameters([1, 0], {"jumps": [[0, 1], [1, 0]], "durations": {"rate": [1.5, 4.0]}}, {"rate": [[1.0], [9.0]]})
+    truth.set_parameters(
+        [1, 0], {"jumps": [[0, 1], [1, 0]], "durations": {"rate": [1.5, 4.0]}}, {"rate": [[1.0], [9.0]]}
+    )
     sequences, states = truth.sample(20, 80, seed=1, return_states=True)
     sequences.values[torch.rand(len(sequences.values), generator=torch.Generator().manual_seed(1)) < 0.05] = torch.nan
     saving = {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(tmp_path, save_last=True)]}
@@ -336,7 +340,9 @@ def test_an_impossible_duration_is_reported():
             r"`durations` of the family categorical must be \(K, D\) probabilities",
         ),
         (
-            lambda: SemiMarkovHMM(2, 3, "poisson", num_symbols=2).set_parameters(transition={"durations": {"rate": -2.0}}),
+            lambda: SemiMarkovHMM(2, 3, "poisson", num_symbols=2).set_parameters(
+                transition={"durations": {"rate": -2.0}}
+            ),
             "`rate` must be positive and finite, but that of state 0 is -2",
         ),
         (

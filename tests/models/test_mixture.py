@@ -57,7 +57,9 @@ def test_sequences_of_vectors_are_clustered(initialization, tmp_path):
     truth = [n % 3 > 0 for n in range(15)]
     data = [torch.randn(40, 2, generator=generator) + (20.0 if far else 0.0) + jumps for far in truth]
     data[3][5, 0] = torch.nan
-    model = MixtureOfHMMs(2, 2, Gaussian(), transition_pseudocount=0.1, restarts=3, initialization=initialization, seed=1)
+    model = MixtureOfHMMs(
+        2, 2, Gaussian(), transition_pseudocount=0.1, restarts=3, initialization=initialization, seed=1
+    )
     fit(model, data, 30, enable_checkpointing=True, default_root_dir=tmp_path)
     found = model.assign(data)
     assert found.eq(found[0]).tolist() == [far == truth[0] for far in truth]

@@ -43,7 +43,7 @@ class ContinuousTime(Transition):
         allowed: (K, K) zeros and ones: the transitions that are possible in an instant, such as
             ``[[0, 1, 1], [1, 0, 1], [0, 0, 0]]`` for two stages of a disease and death. The diagonal is not used. By
             default all are possible.
-        exact: States whose entry times are known exactly, such as death. They must be absorbing, which is their default.
+        exact: States whose entry times are known exactly, such as death. They are absorbing.
             A step at which such a state is certain, by a label or by an observation that only this state can emit,
             contributes the density :math:`\sum_j P_{ij} q_{jd}` of the time of entry. At other steps it contributes the
             probability :math:`P_{id}` of having been entered at any time before.

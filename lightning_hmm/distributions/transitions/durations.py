@@ -31,8 +31,8 @@ class Durations(Transition):
     .. math:: d \sim p_k(d), \; 1 \le d \le D, \qquad z' \mid z = k \sim J_k, \; J_{kk} = 0
 
     The chain stays in state k for d steps and then jumps to another state. The first stay begins at the first step of a
-    sequence. The last stay is right-censored: it may continue after the end of the sequence. Use it instead of `Full` if
-    stays have a typical length; the durations of `Full` are geometric. A step takes :math:`K^2 + K D` operations.
+    sequence. The last stay is right-censored: it may continue after the end of the sequence. Use it instead of `Full`
+    if stays have a typical length; the durations of `Full` are geometric. A step takes :math:`K^2 + K D` operations.
 
     The M-step uses the expected numbers of jumps and of complete durations, :math:`n_{kd}`, in which the censored part
     of a last stay is its expectation. Both have Dirichlet priors. Durations are either free ("categorical"), or
@@ -59,10 +59,12 @@ class Durations(Transition):
         >>> model.transition.mean_durations
         tensor([2., 3.], dtype=torch.float64)
         >>> model.set_parameters(initial=[0, 1], emission=[[1, 0], [0, 1]]).sample(length=7).tolist()
-        [[1, 1, 1, 0, 0, 1, 1]]
+        [[1, 1, 1, 0, 0, 0, 1]]
     """
 
-    no_matrix = "depend on the time since the last jump; `transition.jump_probs` and `transition.duration_probs` hold them"
+    no_matrix = (
+        "depend on the time since the last jump; `transition.jump_probs` and `transition.duration_probs` hold them"
+    )
 
     def __init__(
         self,
@@ -86,7 +88,9 @@ class Durations(Transition):
 
     def allocate(self, restarts: int, num_states: int) -> None:
         if num_states < 2:
-            raise ValueError(f"`num_states` must be at least 2 with Durations transitions, but is {num_states} instead.")
+            raise ValueError(
+                f"`num_states` must be at least 2 with Durations transitions, but is {num_states} instead."
+            )
         self._begin_allocation()
         self.jumps._allocate_rows(restarts, num_states, num_states)
         self.durations._allocate_rows(restarts, num_states, self.max_duration)
@@ -179,7 +183,9 @@ class Durations(Transition):
             if bool(wrong.any()):
                 state = int(torch.nonzero(wrong)[0])
                 rule = "between 0 and 1" if name == "probs" else "positive and finite"
-                raise ValueError(f"`{name}` must be {rule}, but that of state {state} is {float(value[state]):g} instead.")
+                raise ValueError(
+                    f"`{name}` must be {rule}, but that of state {state} is {float(value[state]):g} instead."
+                )
             given.append(value)
         self.parameters_of_durations.copy_(self._family.unconstrained(torch.stack(given, -1)))
         self._update_durations()

@@ -1,17 +1,17 @@
 r"""Forward-backward with explicit durations, for evidence of the K classes.
 
-The messages are those of the operator `Duration`, but a step takes one pass over them in each direction. The prediction a
-of step t has an entry for each class k and number of remaining steps r. With the factor :math:`f_k = b_k / c`, where b are
-the emission probabilities and c is the probability of the step,
+The messages are those of the operator `Duration`, but a step takes one pass over them in each direction. The prediction
+a of a step t has an entry for each class k and number of remaining steps r. With the factor :math:`f_k = b_k / c`, where
+b are the emission probabilities and c is the probability of the step,
 
 .. math:: a'_{kr} = f_k a_{k,r+1} + e_k p_{kr}, \qquad e_j = \sum_k f_k a_{k0} J_{kj}
 
-The backward messages :math:`\kappa_{kr} = f_k \beta_{kr}` move in the other direction, and all counts are sums of products
-of a or e with them. The emission of a class is used once for all of its states.
+The backward messages :math:`\kappa_{kr} = f_k \beta_{kr}` move in the other direction, and all counts are sums of
+products of a or e with them. The emission of a class is used once for all of its states.
 
 A prediction below `FLUSH` is set to zero. A lower bound of the positive entries of each class reveals where that may
-happen. The forward pass is then repeated with a tiny number added to each entry. If this changes the likelihood, or if a
-step leaves the range of floats, the log-likelihood of the sequence is NaN, and the caller computes it by other means.
+happen. The forward pass is then repeated with a tiny number added to each entry. If this changes the likelihood, or if
+a step leaves the range of floats, the log-likelihood of the sequence is NaN, and the caller computes it by other means.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def _least_positive(messages, slot, k):
 @inner
 def _forward(chain, probs, impossible, first, length, scratch, ends, keep, leak):
     """Filters a sequence. Returns its log-likelihood and whether an entry may have been lost."""
-    # References to arrays are counted, which takes longer than a row of a message. Hence the loops below contain neither
-    # attributes nor calls.
+    # References to arrays are counted, which takes longer than a row of a message. Hence the loops below contain
+    # neither attributes nor calls.
     initial, durations, jumps, least_of = chain.initial, chain.durations, chain.jumps, chain.least
     messages, factors, entering = scratch.messages, scratch.factors, scratch.entering
     (size, longest), padded = durations.shape, ends.shape[1]
@@ -196,9 +196,7 @@ def _backward(chain, weight, first, length, scratch, sums, out):
             whole += posterior
         scale = 1.0 / whole  # Only rounding makes it differ from one.
         if t > 0:
-            multiply(
-                0.0, ending_at, leaving_at + 8 * row * padded, padded, 1, transposed_at, padded, 1, padded, size
-            )
+            multiply(0.0, ending_at, leaving_at + 8 * row * padded, padded, 1, transposed_at, padded, 1, padded, size)
         for k in range(size):
             posteriors[row, k] *= weight * scale
             leaving[row, k] *= weight if t > 0 else 0.0
