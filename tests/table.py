@@ -16,7 +16,18 @@ import torch
 from lightning.pytorch import Callback
 
 from experiments.dmc.lazy import LazyDMCHMM
-from lightning_hmm import DMCHMM, HMM, ClonedHMM, DenseHMM, NeuralHMM, Sequences, StandardHMM, fit
+from lightning_hmm import (
+    DMCHMM,
+    HMM,
+    ClonedHMM,
+    DenseHMM,
+    MixtureOfHMMs,
+    NeuralHMM,
+    SemiMarkovHMM,
+    Sequences,
+    StandardHMM,
+    fit,
+)
 from lightning_hmm.callbacks import Pruning
 from lightning_hmm.columns import Column
 from lightning_hmm.distributions import (
@@ -24,6 +35,7 @@ from lightning_hmm.distributions import (
     Beta,
     Binomial,
     Categorical,
+    ContinuousTime,
     EmbeddedCategorical,
     EmbeddedGaussian,
     EmbeddedTransition,
@@ -38,6 +50,7 @@ from lightning_hmm.distributions import (
     Multinomial,
     Poisson,
     Product,
+    Transition,
     VonMises,
 )
 from lightning_hmm.models import LinearGaussianHMM, NeuralDiscreteHMM
@@ -126,6 +139,9 @@ def suited(kind: str, sequences: Sequences) -> Sequences:
             return sequences.replaced(labels=torch.where(known, states, -1))
         weights = 1.0 + 3 * known[:, None] * (states[:, None] == torch.arange(2))
         return sequences.replaced(state_weights=weights)
+    if kind.startswith("timed"):
+        steps = torch.arange(sequences.num_steps, dtype=torch.float64)
+        return sequences.replaced(times=(steps + steps.sin()).div(2).floor())  # some steps are at the same time
     counts = sequences.values.abs().floor()
     if kind == "positive vectors":
         return sequences.with_values(sequences.values.exp())
@@ -148,8 +164,15 @@ def _left_right() -> StandardHMM:
     return StandardHMM(3, V, transition_pseudocount=0.5).set_parameters(initial=[0.6, 0.4, 0.0], transition=steps)
 
 
-def _composed(emission: Emission, num_features: int | None = D, restarts: int = 2, **options: Any) -> HMM:
-    return HMM(2, emission, Full(0.5), Initial(0.3), num_features=num_features, restarts=restarts, **options)
+def _composed(
+    emission: Emission,
+    num_features: int | None = D,
+    transition: Transition | None = None,
+    restarts: int = 2,
+    **options: Any,
+) -> HMM:
+    steps = transition or Full(0.5)
+    return HMM(2, emission, steps, Initial(0.3), num_features=num_features, restarts=restarts, **options)
 
 
 def _mixed(tied: Sequence[str] = (), **options: Any) -> HMM:
@@ -163,6 +186,7 @@ PRIORS: dict[str, Any] = {"initial_pseudocount": 0.3, "transition_pseudocount": 
 SYMBOLS: dict[str, Any] = {"num_states": 3, "num_symbols": V, "emission_pseudocount": 0.1, **PRIORS}
 GAUSSIAN: dict[str, Any] = {"emission": "gaussian", "num_features": D}
 VECTORS: dict[str, Any] = {"num_states": 2, "variance_prior": 0.1, **GAUSSIAN, **PRIORS}
+OF_STAYS: dict[str, Any] = {"num_symbols": V, "initial_pseudocount": 0.3, "jump_pseudocount": 0.5}
 CLONES: dict[str, Any] = {"num_states": 11, "num_symbols": V, "seed": 3}
 SPARSE: dict[str, Any] = {"pairs": "all", "start_concentration": 0.1, "transition_pseudocount": 1e-9}
 PARTICLES: dict[str, Any] = {"latent_dim": 2, "num_features": D, "num_particles": 16, "num_paths": 4, "width": 8}
@@ -254,6 +278,36 @@ ROWS: dict[str, Row] = {
     ),
     "dense, Poisson": Row(
         lambda: DenseHMM(2, m_steps=3, emission=Poisson(0.2), num_features=D), "count vectors", closed=False
+    ),
+    "composed, durations": Row(lambda: SemiMarkovHMM(3, 4, duration_pseudocount=0.1, restarts=2, **OF_STAYS)),
+    "composed, durations, weights": Row(lambda: SemiMarkovHMM(3, 4, **OF_STAYS), "weighted symbols"),
+    "composed, Poisson durations": Row(lambda: SemiMarkovHMM(3, 4, "poisson", restarts=2, **OF_STAYS)),
+    "composed, negative-binomial durations": Row(
+        lambda: SemiMarkovHMM(2, 5, "negative_binomial", duration_pseudocount=0.1, num_features=D),
+        "vectors",
+        tolerance=1e-6,
+    ),
+    "composed, geometric durations, online": Row(
+        lambda: SemiMarkovHMM(3, 4, "geometric", discount=0.8, duration_pseudocount=0.1, **OF_STAYS),
+        tolerance=1e-8,
+        **ONLINE,
+    ),
+    "continuous time": Row(
+        lambda: _composed(Categorical(0.1), None, ContinuousTime(0.2, 0.1), num_symbols=V), "timed symbols"
+    ),
+    "continuous time, exact entry": Row(
+        lambda: HMM(3, Categorical(0.1), ContinuousTime(0.2, 0.1, exact=[2]), Initial(0.3), num_symbols=V),
+        "timed symbols",
+    ),
+    "continuous time, online": Row(
+        lambda: _composed(Gaussian("full", 0.1), D, ContinuousTime(0.2, 0.1), discount=0.8), "timed vectors", **ONLINE
+    ),
+    "composed, mixture of HMMs": Row(
+        lambda: MixtureOfHMMs(2, 2, num_symbols=V, initial_pseudocount=0.3, transition_pseudocount=0.5, restarts=2)
+    ),
+    "composed, mixture of HMMs, vectors": Row(
+        lambda: MixtureOfHMMs(2, 2, Gaussian(variance_prior=0.1), num_features=D, transition_pseudocount=0.5),
+        "weighted vectors",
     ),
     "composed, embedded": Row(
         lambda: HMM(

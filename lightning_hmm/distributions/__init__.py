@@ -21,7 +21,16 @@ from lightning_hmm.distributions.product import Product
 from lightning_hmm.distributions.rows import CategoricalRows, Initial
 from lightning_hmm.distributions.stationary import Stationary
 from lightning_hmm.distributions.torch_emission import TorchEmission
-from lightning_hmm.distributions.transitions import Clones, DenseMostlyConstant, Durations, Full, Histories, LeftRight
+from lightning_hmm.distributions.transitions import (
+    Clones,
+    Components,
+    ContinuousTime,
+    DenseMostlyConstant,
+    Durations,
+    Full,
+    Histories,
+    LeftRight,
+)
 from lightning_hmm.distributions.von_mises import VonMises
 
 __all__ = [
@@ -33,6 +42,8 @@ __all__ = [
     "Categorical",
     "CategoricalRows",
     "Clones",
+    "Components",
+    "ContinuousTime",
     "DenseMostlyConstant",
     "Distribution",
     "Durations",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 _ITERATIONS = 60  # of the scoring method in an M-step; it starts from the present parameters
+_FLAT = 1e-12  # information below which a parameter hardly moves, such as the total count near the Poisson limit
 _LARGEST_STEP = 2.0  # of an iteration, in the unconstrained parameters
 
 
@@ -18,8 +19,8 @@ class Family(NamedTuple):
     .. math:: p(d) = f(d - 1) / \sum_{x < D} f(x)
 
     names: Names of the parameters.
-    curves: Function of the parameters (..., P) and D. It returns log f, (..., D), up to a constant, and its derivatives,
-        (..., P, D).
+    curves: Function of the parameters (..., P) and D. It returns log f, (..., D), up to a constant, and its
+        derivatives, (..., P, D).
     values: Function from the unconstrained parameters (..., P) to the values of the parameters, (..., P).
     unconstrained: The inverse of `values`.
     from_mean: Function from the mean of x without truncation to unconstrained parameters.
@@ -113,28 +114,35 @@ def fitted(family: Family, parameters: Tensor, counts: Tensor) -> Tensor:
     """
     longest, total = counts.shape[-1], counts.sum(-1, keepdim=True)
     shares = counts / torch.where(total > 0, total, 1.0)
-
-    def objective(parameters: Tensor) -> Tensor:
-        return (shares * log_probs_of(family, parameters, longest)).sum(-1)
-
-    best = objective(parameters)
-    damping = torch.full_like(best, 1e-10)
+    present = _derivatives(family, parameters, shares, longest)
+    damping = torch.full_like(present[0], 1e-10)
     for _ in range(_ITERATIONS):
-        curve, slopes = family.curves(parameters, longest)
-        probs = curve.softmax(-1)
-        gradient = (slopes @ (shares - probs)[..., None]).squeeze(-1)
-        centered = slopes - (slopes @ probs[..., None])
-        information = (centered * probs[..., None, :]) @ centered.mT
-        scale = information.diagonal(dim1=-2, dim2=-1)
-        ridge = scale * damping[..., None] + torch.finfo(scale.dtype).tiny
-        step = torch.linalg.solve_ex(information + torch.diag_embed(ridge), gradient)[0]
-        step = step.nan_to_num().clamp(-_LARGEST_STEP, _LARGEST_STEP)  # of each parameter: one of them may be flat
-        found = objective(parameters + step)
-        better = found - best > 1e-15 * best.abs()
+        best, gradient, information = present
+        ridge = information.diagonal(dim1=-2, dim2=-1) * damping[..., None] + _FLAT
+        step = torch.linalg.solve_ex(information + torch.diag_embed(ridge), gradient)[0].nan_to_num()
+        step = step.clamp(-_LARGEST_STEP, _LARGEST_STEP)  # of each parameter: one of them may be flat
+        proposed = _derivatives(family, parameters + step, shares, longest)
+        # Close to the maximum, rounding errors hide the gain, but the gradient still decreases.
+        smaller = proposed[1].abs().amax(-1) < gradient.abs().amax(-1)
+        better = (proposed[0] - best > 1e-15 * best.abs()) | (smaller & (proposed[0] - best > -1e-14 * best.abs()))
         parameters = torch.where(better[..., None], parameters + step, parameters)
-        best = torch.where(better, found, best)
+        present = (
+            torch.where(better, proposed[0], best),
+            torch.where(better[..., None], proposed[1], gradient),
+            torch.where(better[..., None, None], proposed[2], information),
+        )
         damping = torch.where(better, damping * 0.1, damping.clamp(min=1e-3) * 10).clamp(1e-10, 1e10)
         done = (step.abs().amax(-1) < 1e-10) | (damping > 1e7)
         if done.device.type == "cpu" and bool(done.all()):  # On other devices the host does not wait for the result.
             break
     return parameters
+
+
+def _derivatives(family: Family, parameters: Tensor, shares: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the log-likelihood (...) of shares (..., D), its gradient (..., P) and the information (..., P, P)."""
+    curve, slopes = family.curves(parameters, longest)
+    log_probs = curve.log_softmax(-1)
+    probs = log_probs.exp()
+    gradient = (slopes @ (shares - shares.sum(-1, keepdim=True) * probs)[..., None]).squeeze(-1)
+    centered = slopes - slopes @ probs[..., None]
+    return (shares * log_probs).sum(-1), gradient, (centered * probs[..., None, :]) @ centered.mT

@@ -91,6 +91,47 @@ def guess_states(
     return guesses
 
 
+def cluster_sequences(sequences: Sequences, num_clusters: int, generator: torch.Generator, method: str) -> Tensor:
+    """Clusters sequences of real vectors by the means and standard deviations of their columns.
+
+    Args:
+        sequences: The N sequences.
+        num_clusters: Number of clusters M.
+        generator: Random number generator.
+        method: "kmeans" for k-means clusters of the standardized numbers, or "random" to assign each sequence to the
+            nearest of M sequences drawn at random.
+
+    Returns:
+        (N, M) guessed probabilities of the clusters.
+    """
+    values = sequences.values.double().cpu()
+    observed = (~values.isnan()).double()
+    which = torch.arange(len(sequences)).repeat_interleave(sequences.lengths)
+
+    def per_sequence(entries: Tensor) -> Tensor:
+        return torch.zeros(len(sequences), values.shape[1], dtype=torch.float64).index_add_(0, which, entries)
+
+    number = per_sequence(observed)
+    means = per_sequence(values.nan_to_num()) / number.clamp(min=1)
+    squares = per_sequence((values - means[which]).nan_to_num() ** 2) / number.clamp(min=1)
+    points, known = torch.cat([means, squares.sqrt()], 1), torch.cat([number, number], 1) > 0
+    total = known.sum(0).clamp(min=1)
+    center = (points * known).sum(0) / total
+    spread = (((points - center) ** 2 * known).sum(0) / total).sqrt()
+    points = torch.where(known, (points - center) / torch.where(spread > 0, spread, 1.0), 0.0)
+    weights = torch.ones(len(points), dtype=torch.float64) if sequences.weights is None else sequences.weights.cpu()
+    weights = weights * (number.sum(1) > 0)
+    if int((weights > 0).sum()) < num_clusters:
+        raise ValueError(
+            f"{num_clusters} components need at least as many observed sequences to start from, but there are "
+            f"{int((weights > 0).sum())}. Use fewer components."
+        )
+    seed = int(torch.randint(2**31 - 1, (), generator=generator))
+    find = _clusters if method == "kmeans" else _nearest
+    members = torch.nn.functional.one_hot(find(points, weights, num_clusters, seed), num_clusters)
+    return (members * (1 - _UNIFORM_WEIGHT) + _UNIFORM_WEIGHT / num_clusters).to(sequences.device)
+
+
 def known_states(sequences: Sequences, num_states: int) -> Tensor:
     """Returns (steps, K) probabilities of the states according to labels and state weights alone.
 

@@ -109,6 +109,7 @@ def explain(operator: Operator, evidence: Evidence, device: torch.device | str =
         >>> from lightning_hmm.inference.operators import Dense
         >>> print(inference.explain(Dense(torch.zeros(1, 1)), Rows(torch.zeros(3, 1))))
         Dense with Rows on cpu runs on the backend 'cpu'.
+        'durations': It runs explicit durations only.
         'clones': It runs transitions between clones of symbols only.
     """
     device = torch.device(device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,14 @@ from torch import Tensor
 from lightning_hmm.inference import backends, cpu
 from lightning_hmm.inference.cpu import stays
 from lightning_hmm.inference.evidence import Evidence, Rows
-from lightning_hmm.inference.kernels.threads import num_shares, run_shares, workspace
+from lightning_hmm.inference.kernels.simd import padded_size
+from lightning_hmm.inference.kernels.threads import aligned_zeros, num_shares, run_shares, workspace
 from lightning_hmm.inference.operators import Duration, Operator
 from lightning_hmm.inference.results import EStep
 
 _LARGEST_LOG = 300.0  # of a parameter
 _LEAST_JUMP = 1e-17
-_ENTRIES_AT_ONCE = 1 << 22  # of emission probabilities, which are computed for whole sequences
+_ENTRIES_AT_ONCE = 1 << 17  # of emission probabilities, which then stay in the cache of the processor
 
 
 def _obstacle(operator: Operator, evidence: Evidence, device: torch.device) -> str | None:
@@ -37,7 +39,11 @@ def _chain(initial: Tensor, operator: Duration) -> stays.Chain | None:
         return None
     first, jumps, durations = (part.detach().double().exp().contiguous().numpy() for part in logs)
     least = jumps[logs[1].detach().numpy() > -np.inf].min(initial=1.0)
-    return stays.Chain(first, jumps, durations, durations.min(1), bool(least < _LEAST_JUMP))
+    shortest = np.stack([durations.min(1), np.where(durations > 0, durations, np.inf).min(1)])
+    size = len(jumps)
+    padded, transposed = aligned_zeros(np.float64, 2, size, padded_size(size, 8))
+    padded[:, :size], transposed[:, :size] = jumps, jumps.T
+    return stays.Chain(first, durations, padded, transposed, shortest, bool(least < _LEAST_JUMP))
 
 
 def _e_step(
@@ -55,39 +61,45 @@ def _e_step(
     chain = _chain(initial, operator)
     if chain is None:
         return _general(initial, operator, evidence, offsets, weights, smooth)
-    num_sequences, boundaries = len(offsets) - 1, offsets.numpy()
+    num_sequences, boundaries, size = len(offsets) - 1, offsets.numpy(), operator.num_classes
     log_likelihood, last = np.zeros(num_sequences), np.zeros((0 if smooth else num_sequences, operator.num_states))
-    sums = [
-        np.zeros((operator.num_classes, width)) for width in (operator.log_durations.shape[1], operator.num_classes)
-    ]
-    totals = stays.Sums(sums[0], sums[1], sums[0].copy())
-    pulled, first = [], 0
-    while first < num_sequences or not pulled:
-        most = boundaries[first] + max(1, _ENTRIES_AT_ONCE // operator.num_classes)
-        after = max(first + 1, int(np.searchsorted(boundaries, most, side="right")) - 1) if num_sequences else 0
+    jumps, sums, pulled = np.zeros((size, size)), stays.Sums(*map(np.zeros_like, chain[:2])), []
+    for first, after in _pieces(boundaries, size):
         here = slice(first, after)
         part = evidence.at(torch.arange(int(boundaries[first]), int(boundaries[after])))
-        found = _run(
-            chain, part, boundaries[first : after + 1], weights[here], smooth, totals, log_likelihood[here], last[here]
+        out = _run(
+            chain, part, boundaries[first : after + 1], weights[here], smooth, sums, log_likelihood[here], last[here]
         )
-        if found is None:
+        if out is None:
             return _general(initial, operator, evidence, offsets, weights, smooth)
-        pulled.append(part.pull(found) if smooth else part.live[:0])
-        first = after
-        if not num_sequences:
-            break
-    gradient = torch.cat(pulled) if isinstance(evidence, Rows) else torch.stack(pulled).sum(0)
+        if smooth:
+            jumps += out.ends[:-1, :size].T @ out.leaving[1:, :size]
+            pulled.append(part.pull(torch.from_numpy(out.posteriors)))
+    gradient = evidence.live.new_zeros(0)
+    if smooth:
+        gradient = torch.cat(pulled) if isinstance(evidence, Rows) else torch.stack(pulled).sum(0)
+    nothing = torch.zeros(0, operator.num_states, dtype=torch.float64)
     result = EStep(
         torch.from_numpy(log_likelihood),
         torch.full((num_sequences,), -1),
-        torch.from_numpy(totals.initial).flatten(),
-        (torch.from_numpy(totals.jumps * chain.jumps), torch.from_numpy(totals.durations * chain.durations)),
+        torch.from_numpy(sums.initial).flatten(),
+        (torch.from_numpy(jumps * chain.jumps[:, :size]), torch.from_numpy(sums.durations * chain.durations)),
         gradient.detach(),
-        torch.zeros(0, operator.num_states, dtype=torch.float64),
-        torch.zeros(0, operator.num_states, dtype=torch.float64),
+        nothing,
+        nothing,
         torch.from_numpy(last),
     )
     return _with_lost(result, initial, operator, evidence, offsets, weights, smooth)
+
+
+def _pieces(boundaries: np.ndarray, size: int) -> Iterator[tuple[int, int]]:
+    """Yields runs of consecutive sequences whose emission probabilities are computed at once; one if there are none."""
+    first, num_sequences = 0, len(boundaries) - 1
+    while first < num_sequences or first == 0:
+        most = boundaries[first] + _ENTRIES_AT_ONCE // size
+        after = max(first + 1, int(np.searchsorted(boundaries, most, side="right")) - 1)
+        yield first, min(after, num_sequences)
+        first = after
 
 
 def _run(
@@ -96,41 +108,51 @@ def _run(
     boundaries: np.ndarray,
     weights: Tensor,
     smooth: bool,
-    totals: stays.Sums,
+    sums: stays.Sums,
     log_likelihood: np.ndarray,
     last: np.ndarray,
-) -> Tensor | None:
-    """Runs some sequences and adds to the results. Returns (steps, K) posteriors, or ``None`` for invalid evidence."""
-    rows = evidence.rows().detach().double()
-    if not bool((rows < torch.inf).all()):
+) -> stays.Result | None:
+    """Runs some sequences and adds to the results. Returns ``None`` if the evidence is not valid."""
+    rows = evidence.rows().detach()
+    rows = (rows.clone() if rows.data_ptr() == evidence.live.data_ptr() else rows).double().contiguous()
+    impossible, largest = np.zeros(rows.shape, np.bool_), np.zeros(len(rows))
+    if not stays.relative(rows.numpy(), largest, impossible):
         return None
-    largest = rows.amax(1, keepdim=True).clamp(min=torch.finfo(torch.float64).min)
-    probs = (rows - largest).exp().contiguous().numpy()
-    impossible = (rows == -torch.inf).contiguous().numpy()
-    offsets, size, longest = boundaries - boundaries[0], *chain.durations.shape
-    length = int(np.diff(offsets).max(initial=0))
-    lanes = num_shares(len(offsets) - 1, 8 * size * (2 * longest + size))
-    posteriors = np.zeros((len(rows) if smooth else 0, size))
-    parts = [stays.Sums(*map(np.zeros_like, totals)) for _ in range(lanes)]
+    probs, offsets, (size, longest) = rows.exp_().numpy(), boundaries - boundaries[0], chain.durations.shape
+    padded, length = chain.jumps.shape[1], int(np.diff(offsets).max(initial=0))
+    lanes = num_shares(len(offsets) - 1, 16 * size * longest)
+    kept = len(rows) if smooth else 0
+    out = stays.Result(
+        log_likelihood,
+        last,
+        aligned_zeros(np.float64, len(rows), padded),
+        aligned_zeros(np.float64, kept, padded),
+        np.zeros((kept, size)),
+    )
+    parts = [stays.Sums(*map(np.zeros_like, sums)) for _ in range(lanes)]
 
     def work(lane: int) -> None:
         slots = length if smooth else 2
-        memory = workspace(np.dtype(np.float64), (slots + 2) * size * longest)
-        messages = memory.reshape(slots + 2, size, longest)
-        small = [np.zeros((length + 1, size)) for _ in range(3)]
-        stays.run_stays(
-            lane, lanes, offsets, weights.double().numpy(), chain, probs, impossible, smooth,
-            stays.Scratch(messages[:slots], *small, messages[slots:]), parts[lane], log_likelihood, last, posteriors,
-        )  # fmt: skip
+        memory = workspace(np.dtype(np.float64), (slots + 2) * size * longest).reshape(slots + 2, size, longest)
+        scratch = stays.Scratch(
+            memory[:slots],
+            np.zeros((length + 1, size)),
+            aligned_zeros(np.float64, length + 1, padded),
+            memory[slots:],
+            aligned_zeros(np.float64, padded),
+        )
+        given = offsets, weights.double().numpy(), chain, probs, impossible, smooth
+        stays.run_stays(lane, lanes, *given, scratch, parts[lane], out)
 
     run_shares(lanes, work)
     for part in parts:
-        for total, added in zip(totals, part, strict=True):
+        for total, added in zip(sums, part, strict=True):
             total += added
-    log_likelihood += np.add.reduceat(np.append(largest.numpy()[:, 0], 0.0), np.minimum(offsets[:-1], len(rows))) * (
-        np.diff(offsets) > 0
+    which = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+    log_likelihood += np.bincount(
+        which, weights=np.where(np.isfinite(largest), largest, 0.0), minlength=len(offsets) - 1
     )
-    return torch.from_numpy(posteriors)
+    return out
 
 
 def _general(
@@ -167,6 +189,4 @@ def _with_lost(result: EStep, *problem: Any) -> EStep:
     return result
 
 
-backends.register(
-    backends.Backend("durations", _obstacle, _e_step, cpu.viterbi, takes_classes=True)  # type: ignore[arg-type]
-)
+backends.register(backends.Backend("durations", _obstacle, _e_step, cpu.viterbi, takes_classes=True))

@@ -7,6 +7,7 @@ from lightning_hmm.models.discrete import DiscreteHMM
 from lightning_hmm.models.dmc import DMCHMM
 from lightning_hmm.models.hmm import HMM
 from lightning_hmm.models.linear_gaussian import LinearGaussianHMM
+from lightning_hmm.models.mixture import MixtureOfHMMs
 from lightning_hmm.models.neural import NeuralDiscreteHMM, NeuralHMM
 from lightning_hmm.models.semi_markov import SemiMarkovHMM
 from lightning_hmm.models.sequence_model import SequenceModel
@@ -20,6 +21,7 @@ __all__ = [
     "DiscreteHMM",
     "KneserNey",
     "LinearGaussianHMM",
+    "MixtureOfHMMs",
     "NeuralDiscreteHMM",
     "NeuralHMM",
     "RecurrentNet",

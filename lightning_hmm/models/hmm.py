@@ -428,8 +428,7 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         self.emission.set_data_stats(sequences)
         if not bool(self.emission.is_set):
             part = excerpt(sequences, generator)
-            states = guess_states(part, self.num_states, self.restarts, generator, self.initialization)
-            self.emission.start(part, states)
+            self.emission.start(part, self._guess_states(part, generator))
         self.emission.has_data_stats.fill_(True)
 
     def _start_from_known_states(self, sequences: Sequences) -> None:
@@ -442,6 +441,10 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         rows = [self.emission.evidence(self.emission.natural(n), sequences).rows() for n in range(self.restarts)]
         weights = sequences.step_weights()
         self.emission.start(sequences, [completed(known, guess.softmax(1), weights) for guess in rows])
+
+    def _guess_states(self, sequences: Sequences, generator: torch.Generator) -> list[Tensor]:
+        """Guesses the posterior probabilities of the states for each restart, to initialize the emission from."""
+        return guess_states(sequences, self.num_states, self.restarts, generator, self.initialization)
 
     def configure_optimizers(self) -> BaumWelch:
         if not self.distributions["transition"].is_started:
@@ -594,7 +597,8 @@ def _set_transition(transition: Any, values: Any) -> None:
     unknown = next((name for name in values if name not in names), None)
     if unknown is not None:
         raise ValueError(
-            f"{type(transition).__name__} transitions have the parameters {', '.join(names)}, but {unknown!r} was given."
+            f"{type(transition).__name__} transitions have the parameters {', '.join(names)}, "
+            f"but {unknown!r} was given."
         )
     transition.set(**values)
 

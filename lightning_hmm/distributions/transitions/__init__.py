@@ -1,6 +1,8 @@
 """Transition distributions."""
 
 from lightning_hmm.distributions.transitions.clones import Clones
+from lightning_hmm.distributions.transitions.components import Components
+from lightning_hmm.distributions.transitions.continuous_time import ContinuousTime
 from lightning_hmm.distributions.transitions.durations import Durations
 from lightning_hmm.distributions.transitions.full import Full
 from lightning_hmm.distributions.transitions.histories import Histories
@@ -9,3 +11,4 @@ from lightning_hmm.distributions.transitions.mostly_constant import DenseMostlyC
 
 __all__ = ["Clones", "DenseMostlyConstant", "Full", "Histories", "LeftRight"]
 __all__ = ["Clones", "DenseMostlyConstant", "Durations", "Full"]
+__all__ = ["Clones", "Components", "ContinuousTime", "DenseMostlyConstant", "Durations", "Full"]

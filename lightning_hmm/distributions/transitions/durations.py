@@ -31,8 +31,8 @@ class Durations(Transition):
     .. math:: d \sim p_k(d), \; 1 \le d \le D, \qquad z' \mid z = k \sim J_k, \; J_{kk} = 0
 
     The chain stays in state k for d steps and then jumps to another state. The first stay begins at the first step of a
-    sequence. The last stay is right-censored: it may continue after the end of the sequence. Use it instead of `Full` if
-    stays have a typical length; the durations of `Full` are geometric. A step takes :math:`K^2 + K D` operations.
+    sequence. The last stay is right-censored: it may continue after the end of the sequence. Use it instead of `Full`
+    if stays have a typical length; the durations of `Full` are geometric. A step takes :math:`K^2 + K D` operations.
 
     The M-step uses the expected numbers of jumps and of complete durations, :math:`n_{kd}`, in which the censored part
     of a last stay is its expectation. Both have Dirichlet priors. Durations are either free ("categorical"), or
@@ -59,7 +59,7 @@ class Durations(Transition):
         >>> model.transition.mean_durations
         tensor([2., 3.], dtype=torch.float64)
         >>> model.set_parameters(initial=[0, 1], emission=[[1, 0], [0, 1]]).sample(length=7).tolist()
-        [[1, 1, 1, 0, 0, 1, 1]]
+        [[1, 1, 1, 0, 0, 0, 1]]
     """
 
     no_matrix = (

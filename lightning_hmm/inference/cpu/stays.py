@@ -1,17 +1,17 @@
 r"""Forward-backward with explicit durations, for evidence of the K classes.
 
-The messages are those of the operator `Duration`, but a step takes one pass over them in each direction. The prediction a
-of step t has an entry for each class k and number of remaining steps r. With the factor :math:`f_k = b_k / c`, where b are
-the emission probabilities and c is the probability of the step,
+The messages are those of the operator `Duration`, but a step takes one pass over them in each direction. The prediction
+a of a step t has an entry for each class k and number of remaining steps r. With the factor :math:`f_k = b_k / c`, where
+b are the emission probabilities and c is the probability of the step,
 
 .. math:: a'_{kr} = f_k a_{k,r+1} + e_k p_{kr}, \qquad e_j = \sum_k f_k a_{k0} J_{kj}
 
-The backward messages :math:`\kappa_{kr} = f_k \beta_{kr}` move in the other direction, and all counts are sums of products
-of a or e with them. The emission of a class is used once for all of its states.
+The backward messages :math:`\kappa_{kr} = f_k \beta_{kr}` move in the other direction, and all counts are sums of
+products of a or e with them. The emission of a class is used once for all of its states.
 
 A prediction below `FLUSH` is set to zero. A lower bound of the positive entries of each class reveals where that may
-happen. The forward pass is then repeated with a tiny number added to each entry. If this changes the likelihood, or if a
-step leaves the range of floats, the log-likelihood of the sequence is NaN, and the caller computes it by other means.
+happen. The forward pass is then repeated with a tiny number added to each entry. If this changes the likelihood, or if
+a step leaves the range of floats, the log-likelihood of the sequence is NaN, and the caller computes it by other means.
 """
 
 from __future__ import annotations
@@ -20,182 +20,216 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_hmm.inference.cpu.cache import inner, kernel
+from lightning_hmm.inference.cpu.cache import inner, kernel, strict_kernel
+from lightning_hmm.inference.cpu.fill import multiply
 
 FLUSH, COLLAPSE, NEGLIGIBLE = 1e-290, 1e-200, 1e-9
 _MARGIN = 1e20  # An entry this many times larger than `FLUSH` does not notice that a smaller one is added or not.
 
 
 class Chain(NamedTuple):
-    """Probabilities: initial (K, D), jumps (K, K), durations (K, D) and the smallest of the durations of each class (K,).
+    """Probabilities: initial (K, D), durations (K, D), and jumps (K, padded) with their transpose, padded with zeros.
 
+    least: (2, K) smallest probability of a duration of each class, of all and of those that are not zero.
     doubtful: Whether a jump is so improbable that it can leave the range of floats unnoticed.
     """
 
     initial: np.ndarray
-    jumps: np.ndarray
     durations: np.ndarray
+    jumps: np.ndarray
+    transposed: np.ndarray
     least: np.ndarray
     doubtful: bool
 
 
 class Scratch(NamedTuple):
-    """Of a sequence: predictions (slots, K, D), and (T + 1, K) factors, ends of stays and entries into classes.
+    """Of a sequence: predictions (slots, K, D), factors (T + 1, K) and entries into classes (T + 1, padded).
 
     kappa: (2, K, D) backward messages.
+    ending: (padded,) backward messages at the ends of stays.
     """
 
     messages: np.ndarray
     factors: np.ndarray
-    ends: np.ndarray
     entering: np.ndarray
     kappa: np.ndarray
+    ending: np.ndarray
 
 
 class Sums(NamedTuple):
-    """Sums of products of messages: initial (K, D), jumps (K, K) and durations (K, D)."""
+    """Sums of products of messages: initial (K, D) and durations (K, D)."""
 
     initial: np.ndarray
-    jumps: np.ndarray
     durations: np.ndarray
 
 
-@inner
-def _advance(now, following, stay, enter, durations, leak):
-    """Predicts the next entries of one class and returns their sum."""
-    longest, total = now.shape[0], 0.0
-    for r in range(longest - 1):
-        entry = stay * now[r + 1] + enter * durations[r] + leak
-        entry = entry if entry >= FLUSH else 0.0
-        following[r] = entry
-        total += entry
-    entry = enter * durations[longest - 1] + leak
-    following[longest - 1] = entry if entry >= FLUSH else 0.0
-    return total + following[longest - 1]
+class Result(NamedTuple):
+    """Of the sequences and steps of a batch.
+
+    log_likelihood: (N,) log-likelihoods.
+    last: (N, K D) filtered rows, without a backward pass only.
+    ends, leaving: (steps, padded) probabilities of ends of stays, and backward messages at entries, times weight. Their
+        products at successive steps are the counts of jumps.
+    posteriors: (steps, K) probabilities of the classes, times weight.
+    """
+
+    log_likelihood: np.ndarray
+    last: np.ndarray
+    ends: np.ndarray
+    leaving: np.ndarray
+    posteriors: np.ndarray
+
+
+@strict_kernel
+def relative(rows, largest, impossible):
+    """Subtracts the largest entry from each row. Returns whether all entries are numbers below infinity."""
+    valid = True
+    for t in range(rows.shape[0]):
+        most = -np.inf
+        for k in range(rows.shape[1]):
+            valid &= rows[t, k] < np.inf
+            most = max(most, rows[t, k])
+        largest[t] = most
+        for k in range(rows.shape[1]):
+            impossible[t, k] = rows[t, k] == -np.inf
+            rows[t, k] = -np.inf if impossible[t, k] else rows[t, k] - most
+    return valid
 
 
 @inner
-def _forward(chain, probs, impossible, scratch, keep, leak):
+def _least_positive(messages, slot, k):
+    least = np.inf
+    for r in range(messages.shape[2]):
+        if 0.0 < messages[slot, k, r] < least:
+            least = messages[slot, k, r]
+    return least
+
+
+@inner
+def _forward(chain, probs, impossible, first, length, scratch, ends, keep, leak):
     """Filters a sequence. Returns its log-likelihood and whether an entry may have been lost."""
-    length, size = probs.shape
+    # References to arrays are counted, which takes longer than a row of a message. Hence the loops below contain
+    # neither attributes nor calls.
+    initial, durations, jumps, least_of = chain.initial, chain.durations, chain.jumps, chain.least
+    messages, factors, entering = scratch.messages, scratch.factors, scratch.entering
+    (size, longest), padded = durations.shape, ends.shape[1]
+    jumps_at, entering_at, ends_at = jumps.ctypes.data, entering.ctypes.data, ends.ctypes.data
     total_of, bound = np.empty(size), np.empty(size)
     log_likelihood, lost = 0.0, chain.doubtful
     for k in range(size):
-        total_of[k], bound[k] = 0.0, np.inf
-        for r in range(chain.initial.shape[1]):
-            entry = chain.initial[k, r] + leak
-            scratch.messages[0, k, r] = entry
+        total_of[k] = 0.0
+        for r in range(longest):
+            entry = initial[k, r] + leak
+            messages[0, k, r] = entry
             total_of[k] += entry
-            if 0.0 < entry < bound[k]:
-                bound[k] = entry
+        bound[k] = _least_positive(messages, 0, k)
     for t in range(length):
         slot, following = (t, t + 1) if keep else (t % 2, (t + 1) % 2)
         total = 0.0
         for k in range(size):
-            total += probs[t, k] * total_of[k]
-            lost |= probs[t, k] == 0.0 and total_of[k] > 0.0 and not impossible[t, k]
+            total += probs[first + t, k] * total_of[k]
+            lost |= probs[first + t, k] == 0.0 and total_of[k] > 0.0 and not impossible[first + t, k]
         if not total > COLLAPSE:
             return np.nan, True
         log_likelihood += np.log(total)
+        inverse = 1.0 / total
         for k in range(size):
-            scratch.factors[t, k] = probs[t, k] / total
-            scratch.ends[t, k] = scratch.factors[t, k] * scratch.messages[slot, k, 0]
+            factors[t, k] = probs[first + t, k] * inverse
+            ends[first + t, k] = factors[t, k] * messages[slot, k, 0]
         if t + 1 == length:
             break
+        multiply(
+            0.0, entering_at + 8 * (t + 1) * padded, ends_at + 8 * (first + t) * padded, padded, 1, jumps_at, padded, 1,
+            padded, size,
+        )  # fmt: skip
         for j in range(size):
-            enter = 0.0
-            for k in range(size):
-                enter += scratch.ends[t, k] * chain.jumps[k, j]
-            stay = scratch.factors[t, j]
-            scratch.entering[t + 1, j] = enter
-            kept, least = stay * bound[j] if stay > 0.0 else np.inf, enter * chain.least[j]
-            lost |= kept < FLUSH and least < FLUSH * _MARGIN
-            lost |= enter > 0.0 and least < FLUSH
-            bound[j] = least if least >= FLUSH else min(kept, FLUSH if enter > 0.0 else np.inf)
-            total_of[j] = _advance(
-                scratch.messages[slot, j], scratch.messages[following, j], stay, enter, chain.durations[j], leak
-            )
+            stay, enter = factors[t, j], entering[t + 1, j]
+            least, entered = enter * least_of[0, j], enter * least_of[1, j] if enter > 0.0 else np.inf
+            kept = stay * bound[j] if stay > 0.0 else np.inf
+            if kept < FLUSH and least < FLUSH * _MARGIN:
+                kept = stay * _least_positive(messages, slot, j)
+                lost |= kept < FLUSH
+            lost |= entered < FLUSH
+            bound[j] = least if least >= FLUSH else max(min(kept, entered), FLUSH)
+            total = 0.0
+            for r in range(longest - 1):
+                entry = stay * messages[slot, j, r + 1] + enter * durations[j, r] + leak
+                entry = entry if entry >= FLUSH else 0.0
+                messages[following, j, r] = entry
+                total += entry
+            entry = enter * durations[j, longest - 1] + leak
+            entry = entry if entry >= FLUSH else 0.0
+            messages[following, j, longest - 1] = entry
+            total_of[j] = total + entry
     return log_likelihood, lost
 
 
 @inner
-def _retreat(before, now, messages, durations, counted, factor, first, entering):
-    """The backward messages of one class, `now` from those of the next step. Returns their sums with the durations and
-    with the predictions, and adds their products with `entering` to `counted`."""
-    longest = now.shape[0]
-    value = first if messages[0] > 0.0 else 0.0
-    now[0] = value
-    counted[0] += entering * value
-    leaving, posterior = durations[0] * value, messages[0] * value
-    for r in range(1, longest):
-        value = factor * before[r - 1]
-        value = value if messages[r] > 0.0 else 0.0
-        now[r] = value
-        leaving += durations[r] * value
-        posterior += messages[r] * value
-        counted[r] += entering * value
-    return leaving, posterior
-
-
-@inner
-def _backward(chain, weight, scratch, sums, posteriors):
-    """Smooths a sequence and adds its counts. `posteriors` takes the probabilities of the classes, times weight."""
-    length, size = posteriors.shape
-    leaving, ending = np.empty(size), np.ones(size)
-    scratch.kappa[(length % 2)] = 1.0
+def _backward(chain, weight, first, length, scratch, sums, out):
+    """Smooths a sequence and adds its counts."""
+    durations, transposed, starts, counted = chain.durations, chain.transposed, sums.initial, sums.durations
+    messages, factors, entering, kappa, ending = (
+        scratch.messages, scratch.factors, scratch.entering, scratch.kappa, scratch.ending,
+    )  # fmt: skip
+    posteriors, leaving = out.posteriors, out.leaving
+    (size, longest), padded = durations.shape, leaving.shape[1]
+    ending_at, leaving_at, transposed_at = ending.ctypes.data, leaving.ctypes.data, transposed.ctypes.data
+    kappa[length % 2] = 1.0
+    ending[:] = 1.0
     scale = 1.0
     for t in range(length - 1, -1, -1):
-        now, before, total = scratch.kappa[t % 2], scratch.kappa[(t + 1) % 2], 0.0
+        now, before, row, whole = t % 2, (t + 1) % 2, first + t, 0.0
         for k in range(size):
-            factor = scratch.factors[t, k] * scale
-            leaving[k], posterior = _retreat(
-                before[k], now[k], scratch.messages[t, k], chain.durations[k], sums.durations[k], factor,
-                factor * ending[k], weight * scratch.entering[t, k],
-            )  # fmt: skip
-            posteriors[t, k] = posterior
-            total += posterior
-        scale = 1.0 / total  # Only rounding makes it differ from one.
+            factor, enter = factors[t, k] * scale, weight * entering[t, k]
+            value = factor * ending[k] if messages[t, k, 0] > 0.0 else 0.0
+            kappa[now, k, 0] = value
+            counted[k, 0] += enter * value
+            left, posterior = durations[k, 0] * value, messages[t, k, 0] * value
+            for r in range(1, longest):
+                message = messages[t, k, r]
+                value = factor * kappa[before, k, r - 1] if message > 0.0 else 0.0
+                kappa[now, k, r] = value
+                left += durations[k, r] * value
+                posterior += message * value
+                counted[k, r] += enter * value
+            posteriors[row, k], leaving[row, k] = posterior, left
+            whole += posterior
+        scale = 1.0 / whole  # Only rounding makes it differ from one.
+        if t > 0:
+            multiply(0.0, ending_at, leaving_at + 8 * row * padded, padded, 1, transposed_at, padded, 1, padded, size)
         for k in range(size):
-            posteriors[t, k] *= weight * scale
-        if t == 0:
-            break
-        for k in range(size):
-            end, ending[k] = weight * scratch.ends[t - 1, k], 0.0
-            for j in range(size):
-                ending[k] += chain.jumps[k, j] * leaving[j]
-                sums.jumps[k, j] += end * leaving[j]
+            posteriors[row, k] *= weight * scale
+            leaving[row, k] *= weight if t > 0 else 0.0
     for k in range(size):
-        for r in range(sums.initial.shape[1]):
-            sums.initial[k, r] += weight * scratch.messages[0, k, r] * scratch.kappa[0, k, r]
+        for r in range(longest):
+            starts[k, r] += weight * messages[0, k, r] * kappa[0, k, r]
 
 
 @kernel
-def run_stays(
-    lane, lanes, offsets, weights, chain, probs, impossible, smooth, scratch, sums, log_likelihood, last, posteriors
-):
-    """Runs every `lanes`-th sequence of a batch. `last` takes (N, K D) filtered rows without `smooth`."""
+def run_stays(lane, lanes, offsets, weights, chain, probs, impossible, smooth, scratch, sums, out):
+    """Runs every `lanes`-th sequence of a batch."""
     size, longest = chain.durations.shape
     leak = min(size * longest * FLUSH, COLLAPSE)
     for n in range(lane, offsets.shape[0] - 1, lanes):
-        first, end = offsets[n], offsets[n + 1]
-        log_likelihood[n] = 0.0
-        if first == end:
+        first, length = offsets[n], offsets[n + 1] - offsets[n]
+        out.log_likelihood[n] = 0.0
+        if length == 0:
             continue
-        rows, ruled_out = probs[first:end], impossible[first:end]
-        found, lost = _forward(chain, rows, ruled_out, scratch, smooth, 0.0)
+        found, lost = _forward(chain, probs, impossible, first, length, scratch, out.ends, smooth, 0.0)
         if lost and not np.isnan(found):
-            leaked, _ = _forward(chain, rows, ruled_out, scratch, smooth, leak)
-            found = found if leaked - found <= NEGLIGIBLE else np.nan
-            if not np.isnan(found):
-                _forward(chain, rows, ruled_out, scratch, smooth, 0.0)
-        log_likelihood[n] = found
+            leaked, _ = _forward(chain, probs, impossible, first, length, scratch, out.ends, smooth, leak)
+            if leaked - found <= NEGLIGIBLE:
+                _forward(chain, probs, impossible, first, length, scratch, out.ends, smooth, 0.0)
+            else:
+                found = np.nan
+        out.log_likelihood[n] = found
         if np.isnan(found):
             continue
         if not smooth:
-            slot = (end - first - 1) % 2
+            slot = (length - 1) % 2
             for k in range(size):
                 for r in range(longest):
-                    last[n, k * longest + r] = scratch.factors[end - first - 1, k] * scratch.messages[slot, k, r]
+                    out.last[n, k * longest + r] = scratch.factors[length - 1, k] * scratch.messages[slot, k, r]
         elif weights[n] != 0.0:
             scratch.entering[0] = 0.0
-            _backward(chain, weights[n], scratch, sums, posteriors[first:end])
+            _backward(chain, weights[n], first, length, scratch, sums, out)
