@@ -6,6 +6,7 @@ from lightning_hmm.distributions.embedded import EmbeddedCategorical, EmbeddedGa
 from lightning_hmm.distributions.exponential import ExponentialFamily, Moments
 from lightning_hmm.distributions.gaussian import Gaussian
 from lightning_hmm.distributions.linear_gaussian import GaussianState, LinearGaussianEmission, LinearGaussianTransition
+from lightning_hmm.distributions.mixture import GaussianMixture, Mixture
 from lightning_hmm.distributions.one_symbol import OneSymbol
 from lightning_hmm.distributions.poisson import Poisson
 from lightning_hmm.distributions.product import Product
@@ -26,10 +27,12 @@ __all__ = [
     "ExponentialFamily",
     "Full",
     "Gaussian",
+    "GaussianMixture",
     "GaussianState",
     "Initial",
     "LinearGaussianEmission",
     "LinearGaussianTransition",
+    "Mixture",
     "Moments",
     "OneSymbol",
     "Poisson",

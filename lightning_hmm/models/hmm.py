@@ -480,7 +480,7 @@ class HMM(BaumWelchTraining, DiscreteHMM):
 
         The cuts depend only on shapes, so results do not depend on the number of threads.
         """
-        most = max(1, _CHUNK // max(self.num_states, 2 * (self.num_features or 1)))
+        most = max(1, _CHUNK // max(self.num_states, 2 * (self.num_features or 1), self.emission.width))
         if batch.is_discrete or batch.num_steps <= most:
             yield batch
             return

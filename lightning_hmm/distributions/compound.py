@@ -1,0 +1,210 @@
+"""Emissions that combine another emission, the component, with a latent categorical variable."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hmm.columns import Column
+from lightning_hmm.distributions.base import Emission, make_part
+from lightning_hmm.distributions.rows import CategoricalRows
+from lightning_hmm.sequences import Sequences
+
+
+class LatentProbs(CategoricalRows):
+    """Probabilities of a latent variable given the state, with shape (K, ..., C).
+
+    Args:
+        option: Name of the parameter in error messages.
+        pseudocount: Pseudocount of a Dirichlet prior on each row, in counts of the whole data set.
+        tied: Whether all states have the same probabilities.
+
+    Example:
+        >>> from lightning_hmm.distributions.compound import LatentProbs
+        >>> weights = LatentProbs("weights")
+        >>> weights.allocate(1, 2, 4)
+        >>> weights.probs
+        tensor([[0.2500, 0.2500, 0.2500, 0.2500],
+                [0.2500, 0.2500, 0.2500, 0.2500]], dtype=torch.float64)
+    """
+
+    def __init__(self, option: str, pseudocount: float = 0.0, tied: bool = False) -> None:
+        super().__init__(pseudocount)
+        self.option, self.tied = option, tied
+
+    def allocate(self, restarts: int, *shape: int) -> None:
+        """Creates the parameters; `shape` is (K, ..., C)."""
+        self._allocate_rows(restarts, *shape)
+
+    def set(self, probs: Any) -> None:
+        """Sets the probabilities; see `CategoricalRows.set`."""
+        before, possible = self.log_probs.detach().clone(), self.possible.clone()
+        super().set(probs)
+        if self.tied and bool((self.log_probs != self.log_probs[:, :1]).any()):
+            with torch.no_grad():
+                self.log_probs.copy_(before)
+            self.possible.copy_(possible)
+            raise ValueError(f"`{self.option}` must be the same for all states if it is tied, but the states differ.")
+
+    @torch.no_grad()
+    def maximize(self, statistics: Sequence[Tensor], weight: Tensor | float = 1.0) -> Tensor:
+        (counts,) = statistics
+        return super().maximize([counts.sum(1, keepdim=True).expand_as(counts) if self.tied else counts], weight)
+
+    @property
+    def _copies(self) -> int:
+        return self.log_probs.shape[1] if self.tied else 1
+
+    def log_prior(self) -> Tensor:
+        return super().log_prior() / self._copies
+
+    def num_free_parameters(self, restart: int) -> int:
+        return super().num_free_parameters(restart) // self._copies
+
+
+class Compound(Emission):
+    """Base class of emissions with a latent categorical variable and another emission, the component.
+
+    The parameters are the probabilities of the latent variable and those of the component, which are also available by
+    name. The gradients of the log-likelihood are the expected statistics of both, so the M-step is that of each.
+
+    Args:
+        component: An emission with a closed M-step.
+        pseudocount: Pseudocount of the Dirichlet prior on the probabilities of the latent variable.
+        tied: Names of parameters that all states share.
+        frozen: Names of parameters that training leaves unchanged.
+
+    Example:
+        >>> from lightning_hmm import GaussianMixture, Poisson, ZeroInflated
+        >>> ZeroInflated(Poisson()).names, GaussianMixture(2).names
+        (('gate', 'rate'), ('weights', 'mean', 'variance'))
+    """
+
+    num_states: int
+
+    def __init__(self, component: Any, pseudocount: float, tied: Sequence[str], frozen: Sequence[str]) -> None:
+        super().__init__(tied, frozen)
+        component = make_part(component, Emission, "component")
+        if not component.is_closed or component.reads_symbols:
+            rule = "vectors" if component.reads_symbols else "a closed M-step"
+            raise ValueError(
+                f"`component` must be an emission with {rule}, but {type(component).__name__} is not. "
+                "Use it as the emission of the model."
+            )
+        option = self.names[0]
+        self.probs = LatentProbs(option, pseudocount, option in self.tied)
+        self.part = component
+        self.names = (option, *component.names)
+        self.prior = {"pseudocount": pseudocount} | {f"component {name}": x for name, x in component.prior.items()}
+
+    @property
+    def starts_from_data(self) -> bool:  # type: ignore[override]
+        return bool(self.part.starts_from_data)
+
+    @property
+    def component(self) -> Any:
+        """The component, with the parameters of the best restart."""
+        return self.part
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.__dict__.get("names", ())[1:]:
+            return getattr(self.component, name)
+        return super().__getattr__(name)
+
+    def belong_to(self, model: Any) -> None:
+        for part in (self.probs, self.part):
+            part.belong_to(model)
+        super().belong_to(model)
+
+    def columns_of(self, columns: list[Column], parts: Sequence[Sequences]) -> list[Column]:
+        found: list[Column] = self.part.columns_of(columns, parts)
+        return found
+
+    def natural(self, restart: int) -> tuple[Tensor, ...]:
+        return (*self.probs.natural(restart), *self.part.natural(restart))
+
+    @property
+    def num_statistics(self) -> int:
+        return 1 + int(self.part.num_statistics)
+
+    def check(self, sequences: Sequences) -> None:
+        self.part.check(sequences)
+
+    def set_data_stats(self, sequences: Sequences) -> None:
+        self.part.set_data_stats(sequences)
+        self.part.has_data_stats.fill_(True)
+
+    def randomize(self, generator: torch.Generator) -> None:
+        self.part.randomize(generator)
+
+    @torch.no_grad()
+    def maximize(self, statistics: Sequence[Tensor], weight: Tensor | float = 1.0) -> Tensor:
+        counts, *rest = statistics
+        unseen = torch.zeros((), dtype=torch.int64, device=counts.device)
+        if self.probs.option not in self.frozen:
+            unseen = unseen + self.probs.maximize([counts], weight)
+        if "components" not in self.frozen:
+            unseen = unseen + self.part.maximize(rest, weight)
+        self.is_set.fill_(True)
+        return unseen
+
+    def log_prior(self) -> Tensor:
+        return self.probs.log_prior() + self.part.log_prior().to(self.probs.log_probs.device)
+
+    def num_free_parameters(self, restart: int) -> int:
+        own = 0 if self.probs.option in self.frozen else self.probs.num_free_parameters(restart)
+        return own + (0 if "components" in self.frozen else int(self.part.num_free_parameters(restart)))
+
+    def set(self, **values: Any) -> None:
+        """Sets parameters by name, to the same values in all restarts; those of the component have their own names.
+
+        All parameters must be given if none has a value yet.
+        """
+        strange = next((name for name in values if name not in self.names), None)
+        if strange is not None:
+            names = ", ".join(self.names)
+            raise ValueError(f"A {type(self).__name__} emission has the parameters {names}, but {strange!r} was given.")
+        option = self.names[0]
+        if option not in values and not bool(self.is_set):
+            raise ValueError(f"`{option}` must be given, too, as long as the emission has no values from data.")
+        rest = {name: value for name, value in values.items() if name != option}
+        if rest or not bool(self.is_set):
+            self._set_component(rest)
+        if option in values:
+            self._set_probs(values[option])
+        self.is_set.fill_(True)
+
+    @abstractmethod
+    def _set_probs(self, value: Any) -> None:
+        """Sets the parameter of the latent variable."""
+
+    def _set_component(self, values: dict[str, Any]) -> None:
+        self.part.set(**values)
+
+
+class _LogSumExp(torch.autograd.Function):
+    """Sum of probabilities given by their logarithms, over the last axis. The gradient of -inf is zero."""
+
+    @staticmethod
+    def forward(ctx: Any, terms: Tensor) -> Tensor:
+        largest = terms.amax(-1, keepdim=True)
+        largest = torch.where(largest == -torch.inf, 0.0, largest)
+        shares = (terms - largest).exp_()
+        total = shares.sum(-1, keepdim=True)
+        ctx.save_for_backward(shares, total)
+        return total.log().add_(largest).squeeze(-1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        shares, total = ctx.saved_tensors
+        return shares * (gradients[0].unsqueeze(-1) / torch.where(total == 0, 1.0, total))
+
+
+def log_sum_exp(terms: Tensor) -> Tensor:
+    """Computes log(sum(exp(terms))) over the last axis. Unlike in torch, the gradient is finite if all terms are -inf."""
+    found: Tensor = _LogSumExp.apply(terms)  # type: ignore[no-untyped-call]
+    return found
