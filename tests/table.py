@@ -26,7 +26,9 @@ from lightning_hmm.distributions import (
     Emission,
     Full,
     Gaussian,
+    GaussianMixture,
     Initial,
+    Mixture,
     Poisson,
     Product,
 )
@@ -177,6 +179,12 @@ ROWS: dict[str, Row] = {
     "composed, product": Row(_mixed, "mixed vectors"),
     "composed, product, one start": Row(lambda: _mixed(restarts=1), "mixed vectors", states=True),
     "composed, product, online": Row(lambda: _mixed(discount=0.8), "mixed vectors", **ONLINE),
+    "composed, Gaussian mixture": Row(lambda: _composed(GaussianMixture(2, "full", 0.1, 0.2)), "vectors"),
+    "composed, Gaussian mixture, weights": Row(
+        lambda: _composed(GaussianMixture(2, "diagonal", 0.1, 0.2), restarts=1), "weighted vectors", states=True
+    ),
+    "composed, tied mixture": Row(lambda: _composed(Mixture(Poisson(0.2), 3, 0.1, ["components"])), "count vectors"),
+    "composed, mixture, online": Row(lambda: _composed(GaussianMixture(2), discount=0.8), "vectors", **ONLINE),
     "DMC": Row(lambda: DMCHMM(6, 2, V, restarts=2, transition_pseudocount=0.1, reselect_every=2), epochs=4),
     "DMC, many states": Row(
         lambda: DMCHMM(160, 2, V, restarts=2, transition_pseudocount=0.1, reselect_every=2)

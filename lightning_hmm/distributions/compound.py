@@ -96,7 +96,7 @@ class Compound(Emission):
                 "Use it as the emission of the model."
             )
         option = self.names[0]
-        self.probs = LatentProbs(option, pseudocount, option in self.tied)
+        self.latent = LatentProbs(option, pseudocount, option in self.tied)
         self.part = component
         self.names = (option, *component.names)
         self.prior = {"pseudocount": pseudocount} | {f"component {name}": x for name, x in component.prior.items()}
@@ -116,7 +116,7 @@ class Compound(Emission):
         return super().__getattr__(name)
 
     def belong_to(self, model: Any) -> None:
-        for part in (self.probs, self.part):
+        for part in (self.latent, self.part):
             part.belong_to(model)
         super().belong_to(model)
 
@@ -125,7 +125,7 @@ class Compound(Emission):
         return found
 
     def natural(self, restart: int) -> tuple[Tensor, ...]:
-        return (*self.probs.natural(restart), *self.part.natural(restart))
+        return (*self.latent.natural(restart), *self.part.natural(restart))
 
     @property
     def num_statistics(self) -> int:
@@ -145,18 +145,18 @@ class Compound(Emission):
     def maximize(self, statistics: Sequence[Tensor], weight: Tensor | float = 1.0) -> Tensor:
         counts, *rest = statistics
         unseen = torch.zeros((), dtype=torch.int64, device=counts.device)
-        if self.probs.option not in self.frozen:
-            unseen = unseen + self.probs.maximize([counts], weight)
+        if self.latent.option not in self.frozen:
+            unseen = unseen + self.latent.maximize([counts], weight)
         if "components" not in self.frozen:
             unseen = unseen + self.part.maximize(rest, weight)
         self.is_set.fill_(True)
         return unseen
 
     def log_prior(self) -> Tensor:
-        return self.probs.log_prior() + self.part.log_prior().to(self.probs.log_probs.device)
+        return self.latent.log_prior() + self.part.log_prior().to(self.latent.log_probs.device)
 
     def num_free_parameters(self, restart: int) -> int:
-        own = 0 if self.probs.option in self.frozen else self.probs.num_free_parameters(restart)
+        own = 0 if self.latent.option in self.frozen else self.latent.num_free_parameters(restart)
         return own + (0 if "components" in self.frozen else int(self.part.num_free_parameters(restart)))
 
     def set(self, **values: Any) -> None:

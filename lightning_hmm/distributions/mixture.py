@@ -72,12 +72,12 @@ class Mixture(Compound):
         self._begin_allocation()
         self.num_states = num_states
         self.width = max(num_states * self.num_components, self.part.width)
-        self.probs.allocate(restarts, num_states, self.num_components)
+        self.latent.allocate(restarts, num_states, self.num_components)
 
     @property
     def weights(self) -> Tensor:
         """(K, C) weights of the components, of the best restart."""
-        return self.probs.probs
+        return self.latent.probs
 
     @property
     def component(self) -> Components:
@@ -99,7 +99,7 @@ class Mixture(Compound):
             self.part.start(
                 sequences, [guess.sum(1) if self.shares_components else guess.flatten(1) for guess in guesses]
             )
-        self.probs.maximize([torch.stack([guess.sum(0) for guess in guesses])])
+        self.latent.maximize([torch.stack([guess.sum(0) for guess in guesses])])
         self.is_set.fill_(True)
 
     def _guess(self, sequences: Sequences, guess: Tensor, seed: int) -> Tensor:
@@ -122,14 +122,14 @@ class Mixture(Compound):
         return guess_clusters(sequences.values, weights, self.num_components, 1, generator, "kmeans")[0]
 
     def _set_probs(self, value: Any) -> None:
-        self.probs.set(value)
+        self.latent.set(value)
 
     def _set_component(self, values: dict[str, Any]) -> None:
         flat = {}
         for name, value in values.items():
             shape = tuple(getattr(self.component, name).shape)
-            value = as_numbers(name, value, self.probs.log_probs.device)
-            if value.shape not in (shape, (len(self.probs.log_probs), *shape)):
+            value = as_numbers(name, value, self.latent.log_probs.device)
+            if value.shape not in (shape, (len(self.latent.log_probs), *shape)):
                 raise ValueError(f"`{name}` must have shape {shape}, but has {tuple(value.shape)} instead.")
             states = value.dim() - len(shape)
             first = value.narrow(states, 0, 1)
