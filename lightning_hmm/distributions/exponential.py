@@ -6,11 +6,14 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lightning_hmm.columns import Column
-from lightning_hmm.distributions.base import Emission, as_numbers
+from lightning_hmm.distributions.base import Emission, as_numbers, check_not_negative
+from lightning_hmm.distributions.newton import NewtonProblem
+from lightning_hmm.distributions.parameters import NamedParameter, Range, refuse_where
 from lightning_hmm.inference.evidence import Evidence, Quadratic
 from lightning_hmm.sequences import Sequences
 
@@ -46,15 +49,30 @@ class ExponentialFamily(Emission):
 
     Each column has a distribution of an exponential family with T statistics:
 
-    .. math:: \log p(y \mid k) = \sum_d \Big( \sum_{s < T} w_{ksd} \, t_s(y_d) + w_{kTd} + h(y_d) \Big)
+    .. math:: \log p(y \mid k) = \sum_d \Big( \sum_{j < T} w_{kjd} \, t_j(y_d) + w_{kTd} + h(y_d) \Big)
 
-    The weights w are the parameters. The gradient with respect to :math:`w_{ksd}` is the expected sum of
-    :math:`t_s(y_d)` over the visits of state k, and the gradient with respect to the last weight is the expected number
+    The weights w are the parameters. The gradient with respect to :math:`w_{kjd}` is the expected sum of
+    :math:`t_j(y_d)` over the visits of state k, and the gradient with respect to the last weight is the expected number
     of visits at which column d is observed. A missing value contributes to neither.
 
-    To define a family, set `products` and `names` and implement `blocks`, from which the statistics are computed,
-    `estimate`, which computes the parameters from sums of statistics, `weights_of`, which converts the parameters to
-    weights, and `moments`, `sample`, `log_prior` and `num_free_parameters`. `Poisson` is a short implementation.
+    By default the prior is conjugate. It has the effect of s additional steps in each state, at which the statistics
+    have the average values :math:`m_{jd}` of the whole data:
+
+    .. math:: \log p(w) = s \sum_k \sum_d \Big( \sum_{j < T} w_{kjd} \, m_{jd} + w_{kTd} \Big)
+
+    If all parameters are tied, the sum over the states is divided by K, so that the prior counts once.
+
+    To define a family, set `products`, `support` and `typical`, declare the parameters as `NamedParameter`, and
+    implement `blocks`, from which the statistics are computed, `weights_of` and `parameters_of`, which convert
+    parameters to weights and back, `estimate`, which computes the parameters from sums of statistics, `moments`,
+    `supports` and `draw`. `Poisson` is a short implementation, and `Gamma` is one without a closed form.
+
+    Args:
+        prior_steps: Strength s of the prior, in steps. It must be positive, because without a prior the estimates from
+            steps that do not vary are infinite or at the border of their range.
+        tied: Names of the parameters that have the same value in all states. Each column has a value of its own.
+        frozen: Names of the parameters that training leaves unchanged. Those that have not been set before are
+            initialized from the data.
 
     Example:
         >>> from lightning_hmm.distributions import ExponentialFamily, Gaussian, Poisson
@@ -65,6 +83,29 @@ class ExponentialFamily(Emission):
     weights: nn.Parameter  # (restarts, K, T + 1, D)
     # Each statistic as the product of two blocks of columns, given by their numbers; ``None`` stands for a constant 1.
     products: ClassVar[tuple[tuple[int, int | None], ...]]
+    # Names of the values that the family emits, and what to do with others, for error messages.
+    support: ClassVar[tuple[str, str]]
+    # Averages of the T statistics in widely spread data, the default of `reference`.
+    typical: tuple[float, ...]
+    # Whether `estimate` returns the maximum. Otherwise its result is improved by Newton's method.
+    is_exact: ClassVar[bool] = True
+    ranges: tuple[Range, ...] = ()  # of the parameters, in the order of `names`
+    data_statistics: Tensor  # (T, D) averages of the statistics in the data
+    is_given: Tensor  # (P,) whether each parameter has a value, if some are frozen
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        declared = {name: value for name, value in vars(cls).items() if isinstance(value, NamedParameter)}
+        if declared:
+            cls.names = tuple(declared)
+            cls.ranges = tuple(value.range for value in declared.values())
+
+    def __init__(self, prior_steps: float = 1e-3, tied: Sequence[str] = (), frozen: Sequence[str] = ()) -> None:
+        super().__init__(tied, frozen)
+        check_not_negative(prior_steps=prior_steps)
+        if prior_steps == 0:
+            raise ValueError(f"`prior_steps` must be positive, but is {prior_steps} instead.")
+        self.prior = {"prior_steps": prior_steps}
 
     def allocate(self, restarts: int, num_states: int, columns: Sequence[Column]) -> None:
         categorical = next((column.name for column in columns if column.is_categorical), None)
@@ -79,6 +120,14 @@ class ExponentialFamily(Emission):
             torch.zeros(restarts, num_states, len(self.products) + 1, self.num_features, dtype=torch.float64)
         )
         self._pairs: dict[bool, Tensor] = {}
+        self._allocate_statistics()
+        if self.frozen:
+            self.register_buffer("is_given", torch.zeros(len(self.names), dtype=torch.bool))
+
+    def _allocate_statistics(self) -> None:
+        """Creates the buffers for `set_data_stats`."""
+        typical = torch.tensor(self.typical, dtype=torch.float64)
+        self.register_buffer("data_statistics", typical[:, None].repeat(1, self.num_features))
 
     @abstractmethod
     def blocks(self, values: Tensor) -> list[Tensor]:
@@ -97,21 +146,38 @@ class ExponentialFamily(Emission):
         return None
 
     @abstractmethod
-    def estimate(self, sums: Tensor, visits: Tensor, weight: Tensor | float) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Estimates the parameters from expected statistics.
-
-        Args:
-            sums: (R, K, T, D) expected sums of the statistics.
-            visits: (R, K, D) expected numbers of visits at which each column is observed.
-            weight: Factor of the log prior.
-
-        Returns:
-            The parameters, (R, K, D) each, and a mask (R, K, D) of the entries that could be estimated.
-        """
+    def weights_of(self, *parameters: Tensor) -> Tensor:
+        """Returns the (..., T + 1, D) weights of parameters (..., D). It must be twice differentiable."""
 
     @abstractmethod
-    def weights_of(self, *parameters: Tensor) -> Tensor:
-        """Returns the (R, K, T + 1, D) weights of parameters (R, K, D)."""
+    def parameters_of(self, weights: Tensor) -> tuple[Tensor, ...]:
+        """Returns the parameters (..., D) of weights (..., T + 1, D). This is the inverse of `weights_of`."""
+
+    def supports(self, values: Tensor) -> Tensor:
+        """Returns a mask of the values that the family can emit. Missing values are ignored."""
+        return torch.ones_like(values, dtype=torch.bool)
+
+    def estimate(self, sums: Tensor, visits: Tensor) -> tuple[Tensor, ...]:
+        """Estimates the parameters from statistics, to which those of the prior have been added.
+
+        It is not used if `maximize` is overridden.
+
+        Args:
+            sums: (R, K, T, D) sums of the statistics.
+            visits: (R, K, D) numbers of visits at which each column is observed.
+
+        Returns:
+            The parameters, (R, K, D) each: the maximum, or an approximation if `is_exact` is false. Entries without
+            visits are ignored.
+        """
+        raise NotImplementedError
+
+    def draw(self, parameters: Sequence[Any], random: np.random.Generator) -> Any:
+        """Draws an array of values from parameters, which are arrays (steps, D).
+
+        It is not used if `sample` is overridden.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def moments(self) -> tuple[Tensor, Tensor]:
@@ -188,13 +254,98 @@ class ExponentialFamily(Emission):
 
     # EM
 
+    def reference(self, mean: Tensor) -> Tensor:
+        """Returns statistics (T, D) that are added to the average statistics of the data, with a weight of half a step.
+
+        They keep the prior inside the range of the parameters if a column does not vary.
+
+        Args:
+            mean: (T, D) average statistics of the data.
+        """
+        return torch.tensor(self.typical, dtype=mean.dtype, device=mean.device)[:, None].expand_as(mean)
+
+    @torch.no_grad()
+    def set_data_stats(self, sequences: Sequences) -> None:
+        observed, values = sequences.observed, sequences.values.double()
+        weights = sequences.step_weights()[:, None] * observed
+        total = weights.sum(0)
+        require_observed(total, self.column_names)
+        blocks = [torch.where(observed, block, 0.0) for block in self.blocks(values)]
+        sums = torch.stack([(blocks[i] * (1.0 if j is None else blocks[j]) * weights).sum(0) for i, j in self.products])
+        self.data_statistics.copy_((sums + 0.5 * self.reference(sums / total)) / (total + 0.5))
+
+    @property
+    def is_pooled(self) -> bool:
+        """Whether all parameters are tied."""
+        return len(self.tied) == len(self.names)
+
+    def prior_statistics(self) -> Tensor:
+        """Returns the (T + 1, D) statistics that the prior adds in each state."""
+        steps = self.prior["prior_steps"] / (self.weights.shape[1] if self.is_pooled else 1)
+        return steps * torch.cat([self.data_statistics, torch.ones_like(self.data_statistics[:1])])
+
+    def log_prior(self) -> Tensor:
+        return (self.weights.detach() * self.prior_statistics()).flatten(1).sum(1)
+
     @torch.no_grad()
     def maximize(self, statistics: Sequence[Tensor], weight: Tensor | float = 1.0) -> Tensor:
         (sums,) = statistics
-        parameters, seen = self.estimate(sums[:, :, :-1], sums[:, :, -1], weight)
-        self.weights.copy_(torch.where(seen.unsqueeze(2), self.weights_of(*parameters), self.weights))
+        seen = sums[:, :, -1] > 0
+        total = sums + weight * self.prior_statistics()
+        updated = seen
+        if self.tied:
+            updated = seen.any(1, keepdim=True).expand_as(seen)
+            total = total.sum(1, keepdim=True).expand_as(total) if self.is_pooled else total
+        weights = self.weights_of(*self._maximum(total))
+        self.weights.copy_(torch.where(updated.unsqueeze(2), weights, self.weights))
         self.is_set.fill_(True)
+        if self.frozen:
+            self.is_given.fill_(True)
         return (~seen).any(-1).sum()
+
+    def _maximum(self, total: Tensor) -> tuple[Tensor, ...]:
+        """Returns the parameters that maximize the sum of weights times statistics (R, K, T + 1, D)."""
+        found = list(self.estimate(total[:, :, :-1], total[:, :, -1]))
+        if self.is_exact and not self.frozen and (self.is_pooled or not self.tied):
+            return tuple(found)
+        before = self.parameters_of(self.weights)
+        if self.tied and not self.is_pooled:
+            pooled = total.sum(1, keepdim=True).expand_as(total)
+            shared = self.estimate(pooled[:, :, :-1], pooled[:, :, -1])
+            found = [shared[i] if name in self.tied else found[i] for i, name in enumerate(self.names)]
+        for i, name in enumerate(self.names):
+            if name in self.frozen:
+                found[i] = torch.where(self.is_given[i], before[i], found[i])
+        free = [i for i, name in enumerate(self.names) if name not in self.frozen]
+        return self._improved(found, before, free, total) if free else tuple(found)
+
+    def _improved(
+        self, found: Sequence[Tensor], before: Sequence[Tensor], free: Sequence[int], total: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Maximizes over the parameters with the numbers `free` by Newton's method.
+
+        It starts from the better of the values `found` and `before`, so that the result is at least as good as both.
+        """
+        tied = [self.names[i] in self.tied and not self.is_pooled for i in free]
+        visits = total[:, :, -1:]
+        visits = visits.sum(1, keepdim=True) if any(tied) else visits
+        total = total / torch.where(visits > 0, visits, 1.0)
+
+        def merged(values: Sequence[Tensor]) -> list[Tensor]:
+            parameters = list(found)
+            for i, value in zip(free, values, strict=True):
+                parameters[i] = value
+            return parameters
+
+        problem = NewtonProblem(
+            lambda *values: (self.weights_of(*merged(values)) * total).sum(2), [self.ranges[i] for i in free], tied
+        )
+        return tuple(merged(problem.maximum([[start[i] for i in free] for start in (found, before)])))
+
+    def num_free_parameters(self, restart: int) -> int:
+        states = self.weights.shape[1]
+        free = sum(1 if name in self.tied else states for name in self.names if name not in self.frozen)
+        return free * self.num_features
 
     # Values
 
@@ -202,7 +353,8 @@ class ExponentialFamily(Emission):
     def set(self, **values: Any) -> None:
         """Sets parameters by name, (K, D) each, to the same values in all restarts.
 
-        All parameters must be given if none has a value yet.
+        As long as none has a value, all parameters must be given, or only frozen ones. The others are then initialized
+        from the data.
         """
         strange = next((name for name in values if name not in self.names), None)
         if strange is not None:
@@ -210,39 +362,66 @@ class ExponentialFamily(Emission):
                 f"A {type(self).__name__} emission has the parameters {', '.join(self.names)}, "
                 f"but {strange!r} was given."
             )
-        lacking = next((name for name in self.names if name not in values), None)
-        if lacking is not None and not bool(self.is_set):
-            raise ValueError(f"`{lacking}` must be given, too, as long as the emission has no values from data.")
+        is_set = bool(self.is_set)
+        lacking = [name for name in self.names if name not in values]
+        partial = not is_set and bool(lacking)
+        if partial and not set(values) <= set(self.frozen):
+            raise ValueError(f"`{lacking[0]}` must be given, too, as long as the emission has no values from data.")
         restarts, parameters = len(self.weights), []
-        for name in self.names:
+        for number, name in enumerate(self.names):
             shape = self.parameter_shape(name)
-            value = as_numbers(name, values.get(name, getattr(self, name)), self.weights.device)
+            known = values[name] if name in values else self._placeholder(name) if partial else getattr(self, name)
+            value = as_numbers(name, known, self.weights.device)
             if value.shape not in (shape, (restarts, *shape)):
                 raise ValueError(f"`{name}` must have shape {shape}, but has {tuple(value.shape)} instead.")
-            self.check_parameter(name, value.expand(restarts, *shape))
-            parameters.append(value.expand(restarts, *shape))
+            value = value.expand(restarts, *shape)
+            self.check_parameter(name, value)
+            if name in self.tied and name in values and bool((value != value[:, :1]).any()):
+                raise ValueError(f"`{name}` must be the same for all states because it is tied, but the states differ.")
+            parameters.append(value)
+            if self.frozen and name in values:
+                self.is_given[number] = True
         self.weights.copy_(self.weights_of(*parameters))
-        self.is_set.fill_(True)
+        self.is_set.fill_(not partial)
+
+    def _placeholder(self, name: str) -> Tensor:
+        """Returns any value (K, D) in the range of a parameter, which is used as long as there is no other."""
+        zero = torch.zeros(self.parameter_shape(name), dtype=torch.float64, device=self.weights.device)
+        return self.ranges[self.names.index(name)].from_real(zero)
 
     def parameter_shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of a parameter without the axis of restarts: states by columns."""
         return self.weights.shape[1], self.num_features
 
     def check_parameter(self, name: str, value: Tensor) -> None:
-        """Raises a `ValueError` if a parameter (R, K, D) is out of range. Every parameter must be finite."""
+        """Raises a `ValueError` if a parameter (R, K, D) is out of its range."""
         refuse_where(~value.isfinite(), name, "be finite", value)
+        range_ = self.ranges[self.names.index(name)]
+        refuse_where(~range_.contains(value), name, range_.rule, value)
+
+    def check(self, sequences: Sequences) -> None:
+        sequences.check(None, self.num_features)
+        values = sequences.values
+        if not values.is_cpu:
+            return
+        wrong = ~self.supports(values) & ~values.isnan()
+        if bool(wrong.any()):
+            step, column = torch.nonzero(wrong)[0].tolist()
+            n, t = sequences.locate(step)
+            values_of_family, remedy = self.support
+            raise ValueError(
+                f"A {type(self).__name__} emission must have {values_of_family}, "
+                f"but column {column} at position {t} of sequence {n} is {float(values[step, column]):g}. {remedy}"
+            )
+
+    def sample(self, states: Tensor, generator: torch.Generator) -> Tensor:
+        # torch has generators for few distributions only, so numpy draws, with a seed from the generator.
+        random = np.random.default_rng(int(torch.randint(2**62, (), generator=generator)))
+        parameters = [getattr(self, name)[states].cpu().numpy() for name in self.names]
+        return torch.from_numpy(np.asarray(self.draw(parameters, random), dtype=np.float64)).to(states.device)
 
     def predict(self, state_probs: Tensor) -> Moments:
         return mixture_moments(state_probs, *self.moments())
-
-
-def refuse_where(wrong: Tensor, name: str, rule: str, value: Tensor) -> None:
-    """Raises a `ValueError` that reports the first state and column at which a parameter (R, K, D) is wrong."""
-    if bool(wrong.any()):
-        where = tuple(torch.nonzero(wrong)[0].tolist())
-        raise ValueError(
-            f"`{name}` must {rule}, but that of state {where[1]}, column {where[2]} is {float(value[where]):g}."
-        )
 
 
 def require_observed(weights: Tensor, names: Sequence[str]) -> None:

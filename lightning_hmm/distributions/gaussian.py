@@ -11,13 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hmm.columns import Column, feature_columns
-from lightning_hmm.distributions.base import as_numbers, check_not_negative, pull_back
-from lightning_hmm.distributions.exponential import ExponentialFamily, refuse_where, require_observed
+from lightning_hmm.distributions.base import Emission, as_numbers, check_not_negative, pull_back
+from lightning_hmm.distributions.exponential import ExponentialFamily, require_observed
+from lightning_hmm.distributions.parameters import POSITIVE, REAL, refuse_where
 from lightning_hmm.inference.evidence import Evidence, Quadratic, Rows
 from lightning_hmm.sequences import Sequences
 
 _SMALLEST_VARIANCE = 1e-280  # below this value, the variances of states would leave the range of normal numbers
 _FAR = 10.0  # standard deviations between the mean of the data and the nearest state, above which a warning is issued
+_CYCLES = 20  # iterations of ECM in an M-step with a tied mean
 _LOG_TWO_PI = math.log(2 * math.pi)
 
 
@@ -43,6 +45,10 @@ class Gaussian(ExponentialFamily):
         covariance: Kind of covariance: "diagonal" (one variance for each state and column), "spherical" (one variance
             for each state), "full" (a matrix for each state) or "tied" (one matrix for all states).
         variance_prior: Strength s of the prior, in steps.
+        tied: Names of the parameters that have the same value in all states, such as ``["variance"]``.
+        frozen: Names of the parameters that training leaves unchanged, such as ``["mean"]``.
+
+    If the mean is tied and the covariance is not, both are updated in turn (ECM).
 
     Example:
         >>> from lightning_hmm import HMM, Gaussian
@@ -60,22 +66,27 @@ class Gaussian(ExponentialFamily):
     upper: Tensor
 
     def __init__(
-        self, covariance: Literal["diagonal", "spherical", "full", "tied"] = "diagonal", variance_prior: float = 1e-6
+        self,
+        covariance: Literal["diagonal", "spherical", "full", "tied"] = "diagonal",
+        variance_prior: float = 1e-6,
+        tied: Sequence[str] = (),
+        frozen: Sequence[str] = (),
     ) -> None:
-        super().__init__()
         if covariance not in ("diagonal", "spherical", "full", "tied"):
             raise ValueError(f"`covariance` must be diagonal, spherical, full or tied, but is {covariance!r} instead.")
         check_not_negative(variance_prior=variance_prior)
         self.kind = covariance
-        self.prior = {"variance_prior": variance_prior}
         self.has_matrices = covariance in ("full", "tied")  # whether columns are correlated given the state
         self.names = ("mean", "covariance" if self.has_matrices else "variance")
+        self.ranges = (REAL, POSITIVE)
+        Emission.__init__(self, tied, frozen)
+        if covariance == "tied" and "covariance" not in self.tied:
+            self.tied += ("covariance",)
+        self.prior = {"variance_prior": variance_prior}
 
     def allocate(self, restarts: int, num_states: int, columns: Sequence[Column]) -> None:
         super().allocate(restarts, num_states, columns)
         size = self.num_features
-        self.register_buffer("center", torch.zeros(size, dtype=torch.float64))
-        self.register_buffer("data_variance", torch.ones(size, dtype=torch.float64))
         # Indices of the distinct entries of a symmetric matrix.
         self.register_buffer("upper", torch.triu_indices(size, size), persistent=False)
         mean = torch.zeros(restarts, num_states, size, dtype=torch.float64)
@@ -83,12 +94,25 @@ class Gaussian(ExponentialFamily):
             self._encode(mean, torch.ones_like(mean).diag_embed() if self.has_matrices else torch.ones_like(mean))
         )
 
+    def _allocate_statistics(self) -> None:
+        self.register_buffer("center", torch.zeros(self.num_features, dtype=torch.float64))
+        self.register_buffer("data_variance", torch.ones(self.num_features, dtype=torch.float64))
+
+    @property
+    def has_tied_spread(self) -> bool:
+        """Whether the variances or covariances are the same in all states."""
+        return self.names[1] in self.tied
+
     # Conversion between weights and moments. With matrices, the weights have shape (..., F): D linear terms,
     # D (D + 1) / 2 products of columns, and a constant.
 
     def weights_of(self, *parameters: Tensor) -> Tensor:
         mean, spread = parameters
         return self._encode(mean - self.center, spread)
+
+    def parameters_of(self, weights: Tensor) -> tuple[Tensor, ...]:
+        offset, spread = self._decode(weights)
+        return self.center + offset, spread
 
     def _encode(self, offset: Tensor, spread: Tensor) -> Tensor:
         """Converts moments to weights.
@@ -161,14 +185,9 @@ class Gaussian(ExponentialFamily):
                 raise ValueError(
                     f"`covariance` must be symmetric and positive definite, but that of state {state} is not."
                 )
-            if self.kind == "tied" and bool((value != value[:, :1]).any()):
-                raise ValueError(
-                    "`covariance` must be the same for all states of a tied Gaussian, but the matrices differ."
-                )
             return
         super().check_parameter(name, value)
         if name == "variance":
-            refuse_where(value <= 0, name, "be positive", value)
             refuse_where(value < _SMALLEST_VARIANCE, name, f"be at least {_SMALLEST_VARIANCE:g}", value)
             if self.kind == "spherical" and bool((value != value[..., :1]).any()):
                 raise ValueError(
@@ -191,6 +210,11 @@ class Gaussian(ExponentialFamily):
     def parameter_shape(self, name: str) -> tuple[int, ...]:
         shape = super().parameter_shape(name)
         return (*shape, self.num_features) if name == "covariance" else shape
+
+    def _placeholder(self, name: str) -> Tensor:
+        if name != "covariance":
+            return super()._placeholder(name)
+        return torch.eye(self.num_features).expand(self.parameter_shape(name))
 
     def check(self, sequences: Sequences) -> None:
         sequences.check(None, self.num_features)
@@ -232,7 +256,8 @@ class Gaussian(ExponentialFamily):
     def start(self, sequences: Sequences, responsibilities: Sequence[Tensor]) -> None:
         """Initializes the parameters; see `Emission.start`. Missing values are imputed with the moments of the data."""
         spread = self.data_variance.expand(self.weights.shape[0], self.weights.shape[1], -1)
-        self.weights.copy_(self._encode(torch.zeros_like(spread), spread.diag_embed() if self.has_matrices else spread))
+        moments = torch.zeros_like(spread), spread.diag_embed() if self.has_matrices else spread
+        self.weights.copy_(self._encode(*self._with_frozen(moments, self._decode(self.weights))))
         super().start(sequences, responsibilities)
 
     # Evidence
@@ -304,50 +329,83 @@ class Gaussian(ExponentialFamily):
 
     # EM
 
-    def estimate(self, sums: Tensor, visits: Tensor, weight: Tensor | float) -> tuple[tuple[Tensor, ...], Tensor]:
+    def _with_frozen(self, moments: tuple[Tensor, Tensor], before: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Returns offsets and covariances in which frozen parameters that have a value keep it."""
+        kept = [
+            torch.where(self.is_given[number], old, new) if name in self.frozen else new
+            for number, (name, new, old) in enumerate(zip(self.names, moments, before, strict=True))
+        ]
+        return kept[0], kept[1]
+
+    def _sums(self, statistics: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the numbers of visits (R, K, D or 1), the sums of the offsets, and those of their squares or products."""
+        if not self.has_matrices:
+            return statistics[:, :, 2], statistics[:, :, 0], statistics[:, :, 1]
+        size = self.num_features
+        return statistics[..., -1:], statistics[..., :size], self._symmetric(statistics[..., size:-1], 1.0, 1.0)
+
+    def _scatter(self, squares: Tensor, visits: Tensor, means: Tensor, offset: Tensor) -> Tensor:
+        """Returns the scatter about `offset`, given the sums of squares about zero and the means of the statistics."""
+        gap = means - offset
+        if not self.has_matrices:
+            about_mean = (squares - visits * means * means).clamp(min=0)  # negative only by rounding
+            return about_mean + visits * gap * gap
+        visits = visits.unsqueeze(-1)
+        about_mean = squares - visits * means.unsqueeze(-1) * means.unsqueeze(-2)
+        return about_mean + visits * gap.unsqueeze(-1) * gap.unsqueeze(-2)
+
+    def _tied_offset(self, visits: Tensor, means: Tensor, spread: Tensor) -> Tensor:
+        """Returns the common offset that maximizes the likelihood for given variances or covariances."""
+        if not self.has_matrices:
+            precision = visits / spread
+            return ((precision * means).sum(1, keepdim=True) / precision.sum(1, keepdim=True)).expand_as(means)
+        precision = visits.unsqueeze(-1) * torch.cholesky_inverse(torch.linalg.cholesky_ex(spread).L)
+        pulls = (precision @ means.unsqueeze(-1)).sum(1, keepdim=True)
+        factor = torch.linalg.cholesky_ex(precision.sum(1, keepdim=True)).L
+        return torch.cholesky_solve(pulls, factor).squeeze(-1).expand_as(means)
+
+    def _spread(self, scatter: Tensor, visits: Tensor, weight: Tensor | float) -> tuple[Tensor, Tensor]:
+        """Returns variances or covariances that maximize the objective, and a mask of those that could be estimated."""
+        added = self.prior["variance_prior"] * weight * self.data_variance
+        shape = scatter.shape
+        if self.has_tied_spread:
+            scatter, visits = scatter.sum(1, keepdim=True), visits.sum(1, keepdim=True)
+        if self.kind == "spherical":
+            scatter, visits, added = scatter.sum(-1, keepdim=True), visits.sum(-1, keepdim=True), added.sum()
         seen = visits > 0
         count = torch.where(seen, visits, 1.0)
-        mean = sums[:, :, 0] / count
-        scatter = (sums[:, :, 1] - sums[:, :, 0] * mean).clamp(min=0)  # negative only by rounding
-        added = self.prior["variance_prior"] * weight * self.data_variance
-        if self.kind == "spherical":
-            total = visits.sum(-1, keepdim=True).clamp(min=torch.finfo(visits.dtype).tiny)
-            variance = ((scatter.sum(-1, keepdim=True) + added.sum()) / total).expand_as(scatter)
-        else:
+        if not self.has_matrices:
             variance = (scatter + added) / count
-        offset, old = self._decode(self.weights.detach())
-        # Without a prior, the variance of a single point is zero. The previous variance is kept in that case.
-        spread = seen & (variance > 0)
-        return (self.center + torch.where(seen, mean, offset), torch.where(spread, variance, old)), spread
+            # Without a prior, the variance of a single point is zero. The previous variance is kept in that case.
+            return variance.expand(shape), (seen & (variance > 0)).expand(shape)
+        matrix = (scatter + added.diag_embed()) / count.unsqueeze(-1)
+        # A matrix from too few points is singular. The previous covariance is kept in that case.
+        found = seen & (torch.linalg.cholesky_ex(matrix).info == 0).unsqueeze(-1)
+        return matrix.expand(shape), found.expand(shape[:-2] + (1,))
 
     @torch.no_grad()
     def maximize(self, statistics: Sequence[Tensor], weight: Tensor | float = 1.0) -> Tensor:
-        (sums,) = statistics
-        if not self.has_matrices:
-            parameters, spread = self.estimate(sums[:, :, :-1], sums[:, :, -1], weight)
-            self.weights.copy_(self.weights_of(*parameters))
-            self.is_set.fill_(True)
-            return (~spread).any(-1).sum()
-        size, visits = self.num_features, sums[..., -1:]
+        visits, sums, squares = self._sums(statistics[0])
+        before = self._decode(self.weights.detach())
+        offset, spread = before
         seen = visits > 0
-        count = torch.where(seen, visits, 1.0)
-        mean = sums[..., :size] / count
-        squares = self._symmetric(sums[..., size:-1], 1.0, 1.0)
-        scatter = squares - count.unsqueeze(-1) * mean.unsqueeze(-1) * mean.unsqueeze(-2)
-        added = (self.prior["variance_prior"] * weight * self.data_variance).diag_embed()
-        if self.kind == "tied":
-            total = torch.where(seen.unsqueeze(-1), scatter, 0.0).sum(1, keepdim=True) + added
-            matrix = (total / visits.sum(1, keepdim=True).unsqueeze(-1)).expand_as(scatter)
-        else:
-            matrix = (scatter + added) / count.unsqueeze(-1)
-        # A matrix from too few points is singular. The previous covariance is kept in that case.
-        spread = (torch.linalg.cholesky_ex(matrix).info == 0).unsqueeze(-1)
-        offset, old = self._decode(self.weights.detach())
-        self.weights.copy_(
-            self._encode(torch.where(seen, mean, offset), torch.where((seen & spread).unsqueeze(-1), matrix, old))
-        )
+        means = sums / torch.where(seen, visits, 1.0)
+        alternates = "mean" in self.tied and not {"mean", self.names[1]} & {*self.frozen}
+        for _ in range(_CYCLES if alternates else 1):
+            if "mean" in self.tied:
+                offset = torch.where(seen.any(1, keepdim=True), self._tied_offset(visits, means, spread), before[0])
+            else:
+                offset = torch.where(seen, means, before[0])
+            offset, _ = self._with_frozen((offset, spread), before)
+            found, known = self._spread(self._scatter(squares, visits, means, offset), visits, weight)
+            spread = torch.where(known.unsqueeze(-1) if self.has_matrices else known, found, before[1])
+            _, spread = self._with_frozen((offset, spread), before)
+        known = known | (self.names[1] in self.frozen)
+        self.weights.copy_(self._encode(offset, spread))
         self.is_set.fill_(True)
-        return (~(seen & spread)).sum()
+        if self.frozen:
+            self.is_given.fill_(True)
+        return (~(seen & known)).any(-1).sum()
 
     def log_prior(self) -> Tensor:
         weights = self.weights.detach()
@@ -356,13 +414,16 @@ class Gaussian(ExponentialFamily):
         else:
             precisions = -2 * weights[:, :, 1]
         traces = (precisions * self.data_variance).sum(-1)  # (R, K)
-        return -self.prior["variance_prior"] / 2 * (traces[:, 0] if self.kind == "tied" else traces.sum(1))
+        return -self.prior["variance_prior"] / 2 * (traces[:, 0] if self.has_tied_spread else traces.sum(1))
 
     def num_free_parameters(self, restart: int) -> int:
-        states, size = self.weights.shape[1], self.num_features
-        matrix = size * (size + 1) // 2
-        spread = {"diagonal": states * size, "spherical": states, "full": states * matrix, "tied": matrix}
-        return states * size + spread[self.kind]
+        size = self.num_features
+        spread = {"diagonal": size, "spherical": 1}.get(self.kind, size * (size + 1) // 2)
+        return sum(
+            number * (1 if name in self.tied else self.weights.shape[1])
+            for name, number in zip(self.names, (size, spread), strict=True)
+            if name not in self.frozen
+        )
 
     def moments(self) -> tuple[Tensor, Tensor]:
         return self.mean, self.variance

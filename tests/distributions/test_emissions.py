@@ -154,7 +154,7 @@ def _expected_pairs(initial, transition, log_rows):
 def test_poisson_em_is_that_of_hmmlearn(rng):
     lengths = [50, 30]
     values = rng.poisson(4, size=(80, 2)).astype(float)
-    model = HMM(2, Poisson(rate_prior=1e-300), num_features=2).set_parameters(
+    model = HMM(2, Poisson(prior_steps=1e-300), num_features=2).set_parameters(
         emission={"rate": [[1.0, 2.0], [5.0, 4.0]]}
     )
     peer = PoissonHMM(2, n_iter=8, tol=-math.inf, init_params="", lambdas_prior=0, lambdas_weight=0)
@@ -366,7 +366,7 @@ def counts():
     [
         (lambda: Gaussian("round"), "`covariance` must be diagonal, spherical, full or tied, but is 'round'"),
         (lambda: Gaussian(variance_prior=-1), "`variance_prior` must not be negative, but is -1"),
-        (lambda: Poisson(0), "`rate_prior` must be positive, but is 0"),
+        (lambda: Poisson(0), "`prior_steps` must be positive, but is 0"),
         (lambda: HMM(2, Poisson(), num_symbols=3), "A Poisson emission must have real columns, but column 'symbol' is categorical"),
         (lambda: HMM(2, Categorical(), num_features=2), "A Categorical emission must have one column of symbols"),
         (lambda: HMM(2, "Zeta", num_features=2), "`emission` must be an Emission, or the name of one .Categorical, .* but is 'Zeta'"),
@@ -443,7 +443,7 @@ def test_training_further_on_the_same_data_is_training_longer(rng):
     [
         (Categorical, "pseudocount"),
         (lambda prior: Gaussian("full", prior), "variance_prior"),
-        (Poisson, "rate_prior"),
+        (Poisson, "prior_steps"),
         (Full, "pseudocount"),
         (lambda prior: StandardHMM(2, 3, transition_pseudocount=prior), "transition_pseudocount"),
         (lambda prior: DMCHMM(4, 1, 3, emission_pseudocount=prior), "emission_pseudocount"),
