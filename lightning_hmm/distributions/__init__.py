@@ -7,10 +7,12 @@ from lightning_hmm.distributions.exponential import ExponentialFamily, Moments
 from lightning_hmm.distributions.gaussian import Gaussian
 from lightning_hmm.distributions.linear_gaussian import GaussianState, LinearGaussianEmission, LinearGaussianTransition
 from lightning_hmm.distributions.mixture import GaussianMixture, Mixture
+from lightning_hmm.distributions.negative_binomial import NegativeBinomial
 from lightning_hmm.distributions.one_symbol import OneSymbol
 from lightning_hmm.distributions.poisson import Poisson
 from lightning_hmm.distributions.product import Product
 from lightning_hmm.distributions.rows import CategoricalRows, Initial
+from lightning_hmm.distributions.student_t import StudentT
 from lightning_hmm.distributions.torch_emission import TorchEmission
 from lightning_hmm.distributions.transitions import Clones, DenseMostlyConstant, Full
 
@@ -34,9 +36,11 @@ __all__ = [
     "LinearGaussianTransition",
     "Mixture",
     "Moments",
+    "NegativeBinomial",
     "OneSymbol",
     "Poisson",
     "Product",
+    "StudentT",
     "TorchEmission",
     "Transition",
 ]
