@@ -4,6 +4,8 @@ from lightning_hmm.distributions.base import Distribution, Emission, Transition
 from lightning_hmm.distributions.categorical import Categorical
 from lightning_hmm.distributions.embedded import EmbeddedCategorical, EmbeddedGaussian, EmbeddedTransition
 from lightning_hmm.distributions.exponential import ExponentialFamily, Moments
+from lightning_hmm.distributions.exponential_distribution import Exponential
+from lightning_hmm.distributions.gamma import Gamma
 from lightning_hmm.distributions.gaussian import Gaussian
 from lightning_hmm.distributions.linear_gaussian import GaussianState, LinearGaussianEmission, LinearGaussianTransition
 from lightning_hmm.distributions.mixture import GaussianMixture, Mixture
@@ -26,8 +28,10 @@ __all__ = [
     "EmbeddedGaussian",
     "EmbeddedTransition",
     "Emission",
+    "Exponential",
     "ExponentialFamily",
     "Full",
+    "Gamma",
     "Gaussian",
     "GaussianMixture",
     "GaussianState",

@@ -23,6 +23,8 @@ class Categorical(CategoricalRows, Emission):
 
     Args:
         pseudocount: Pseudocount of a Dirichlet prior on each row, in counts of the whole data set.
+        tied: ``["probs"]`` for probabilities that do not depend on the state.
+        frozen: ``["probs"]`` for probabilities that training leaves unchanged.
 
     Example:
         >>> from lightning_hmm import HMM, Categorical
@@ -34,8 +36,13 @@ class Categorical(CategoricalRows, Emission):
     """
 
     option = "emission"
+    names = ("probs",)
     reads_symbols = True
     starts_from_data = False
+
+    def __init__(self, pseudocount: float = 0.0, tied: Sequence[str] = (), frozen: Sequence[str] = ()) -> None:
+        super().__init__(pseudocount, tied=tied, frozen=frozen)
+        self.has_tied_rows, self.has_frozen_rows = bool(self.tied), bool(self.frozen)
 
     def allocate(self, restarts: int, num_states: int, columns: Sequence[Column]) -> None:
         if len(columns) != 1 or columns[0].num_categories is None:

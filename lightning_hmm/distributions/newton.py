@@ -38,9 +38,7 @@ class NewtonProblem:
         tensor([0.5000, 0.2000], dtype=torch.float64)
     """
 
-    def __init__(
-        self, objective: Callable[..., Tensor], ranges: Sequence[Range], tied: Sequence[bool]
-    ) -> None:
+    def __init__(self, objective: Callable[..., Tensor], ranges: Sequence[Range], tied: Sequence[bool]) -> None:
         self.objective, self.ranges, self.tied = objective, list(ranges), list(tied)
         self.joint = any(tied)  # whether the states of a column form one problem
 
@@ -78,9 +76,7 @@ class NewtonProblem:
 
     def _coordinates(self, parameters: Sequence[Tensor]) -> Tensor:
         """Returns the coordinates (..., C) of parameters (R, K, D)."""
-        real = torch.stack(
-            [range_.to_real(value) for range_, value in zip(self.ranges, parameters, strict=True)], -1
-        )
+        real = torch.stack([range_.to_real(value) for range_, value in zip(self.ranges, parameters, strict=True)], -1)
         real = real.movedim(1, 2) if self.joint else real.unsqueeze(-2)  # (..., M, P)
         place = real.new_zeros(*real.shape[:-2], self.size)
         place[..., self.index.flatten()] = real.flatten(-2)

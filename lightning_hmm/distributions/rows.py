@@ -40,9 +40,11 @@ class CategoricalRows(Distribution):
     option = "probs"  # name of the parameter in error messages
     # Entries that are not structural zeros. An entry whose estimate is zero is still a free parameter.
     possible: Tensor
+    has_tied_rows = False  # whether all rows are the same
+    has_frozen_rows = False  # whether training leaves the rows unchanged
 
-    def __init__(self, pseudocount: float = 0.0) -> None:
-        super().__init__()
+    def __init__(self, pseudocount: float = 0.0, **options: Any) -> None:
+        super().__init__(**options)
         check_not_negative(pseudocount=pseudocount)
         self.prior = {"pseudocount": pseudocount}
 
@@ -73,6 +75,10 @@ class CategoricalRows(Distribution):
                 f"`{self.option}` must have shape {tuple(shape[1:])}, but has {tuple(probs.shape)} instead."
             )
         probs = probs.expand(shape)
+        if self.has_tied_rows and bool((probs != probs[:, :1]).any()):
+            raise ValueError(
+                f"`{self.option}` must be the same for all states because it is tied, but the states differ."
+            )
         if not bool((probs >= 0).all()):  # also true for NaN
             where = tuple(torch.nonzero(~(probs >= 0))[0].tolist())
             raise ValueError(
@@ -98,12 +104,17 @@ class CategoricalRows(Distribution):
         draws = np.random.default_rng(seed).gamma(1.0, size=tuple(self.log_probs.shape))
         weights = torch.from_numpy(np.maximum(draws, 1e-12)).to(self.log_probs.device)
         weights = torch.where(self.log_probs == -torch.inf, 0.0, weights)
+        weights = weights[:, :1].expand_as(weights) if self.has_tied_rows else weights
         self.log_probs.copy_((weights / weights.sum(-1, keepdim=True)).log())
         self.is_set.fill_(True)
 
     @torch.no_grad()
     def maximize(self, statistics: Sequence[Tensor], weight: Tensor | float = 1.0) -> Tensor:
         (counts,) = statistics
+        if self.has_frozen_rows:
+            return (counts.sum(-1) == 0).sum()
+        if self.has_tied_rows:
+            counts = counts.sum(1, keepdim=True).expand_as(counts)
         allowed = self.log_probs > -torch.inf
         weights = torch.where(allowed, counts + self.prior["pseudocount"] * weight, torch.zeros_like(counts))
         total = weights.sum(-1, keepdim=True)
@@ -114,10 +125,13 @@ class CategoricalRows(Distribution):
 
     def log_prior(self) -> Tensor:
         finite = torch.where(self.log_probs > -torch.inf, self.log_probs, torch.zeros_like(self.log_probs)).detach()
+        finite = finite[:, :1] if self.has_tied_rows else finite
         return self.prior["pseudocount"] * finite.flatten(1).sum(1)
 
     def num_free_parameters(self, restart: int) -> int:
-        possible = self.possible[restart]
+        if self.has_frozen_rows:
+            return 0
+        possible = self.possible[restart, :1] if self.has_tied_rows else self.possible[restart]
         return int(possible.sum()) - possible.numel() // possible.shape[-1]
 
 

@@ -47,7 +47,9 @@ class _Problem(NamedTuple):
 def compiled_kernel_for(initial: Initial, transition: Transition, emission: Emission) -> Callable[..., Tensor] | None:
     """Returns the compiled pass for these parts, or ``None`` if there is none. See `_run` for its arguments."""
     problem = _PROBLEMS.get((type(initial), type(transition), type(emission)))
-    if problem is None or any(parameter.dtype != torch.float64 for parameter in transition.parameters()):
+    if problem is None or emission.tied or emission.frozen:
+        return None
+    if any(parameter.dtype != torch.float64 for parameter in transition.parameters()):
         return None
 
     @torch.no_grad()

@@ -19,8 +19,8 @@ import lightning_hmm
 from lightning_hmm import HMM, BaumWelch, Sequences, fit, inference
 from lightning_hmm.callbacks import Figures
 from lightning_hmm.distributions import Categorical, Transition
-from lightning_hmm.distributions.base import check_not_negative
-from lightning_hmm.distributions.exponential import ExponentialFamily, refuse_where
+from lightning_hmm.distributions.exponential import ExponentialFamily
+from lightning_hmm.distributions.parameters import POSITIVE, NamedParameter
 from lightning_hmm.inference.operators import Operator
 from tests.helpers import assert_identical_parameters
 
@@ -28,56 +28,43 @@ from tests.helpers import assert_identical_parameters
 class NegativeBinomial(ExponentialFamily):
     """Counts y with means (K, D): log p(y) = y log q + r log(1 - q) + log binomial(y + r - 1, y), where q = mean / (mean + r).
 
-    The number of failures r is fixed. The prior adds `strength` visits with a count of 1.
+    The number of failures r is fixed.
     """
 
     products = ((0, None),)
-    names = ("mean",)
+    support = ("counts, whole numbers from 0", "Round them.")
+    typical = (1.0,)
+    mean = NamedParameter(POSITIVE, "(K, D) means of the best restart.")
 
-    def __init__(self, failures: float = 2.0, strength: float = 0.01) -> None:
-        super().__init__()
-        check_not_negative(strength=strength)
-        self.failures, self.prior = failures, {"strength": strength}
-
-    @property
-    def mean(self) -> Tensor:
-        return self.failures / torch.expm1(-self.weights[self.restart, :, 0].detach())
+    def __init__(self, failures: float = 2.0, prior_steps: float = 0.01, **options: Any) -> None:
+        super().__init__(prior_steps, **options)
+        self.failures = failures
 
     def blocks(self, values: Tensor) -> list[Tensor]:
         return [values]
 
     def log_base(self, values: Tensor) -> Tensor:
-        return (
-            torch.lgamma(values + self.failures)
-            - torch.lgamma(values + 1)
-            - torch.lgamma(torch.full_like(values, self.failures))
-        )
+        r = torch.full_like(values, self.failures)
+        return torch.lgamma(values + r) - torch.lgamma(values + 1) - torch.lgamma(r)
 
-    def estimate(self, sums: Tensor, visits: Tensor, weight: Tensor | float) -> tuple[tuple[Tensor, ...], Tensor]:
-        added = self.prior["strength"] * weight
-        return ((sums[:, :, 0] + added) / (visits + added),), visits > 0
+    def supports(self, values: Tensor) -> Tensor:
+        return (values >= 0) & (values == values.floor())
+
+    def estimate(self, sums: Tensor, visits: Tensor) -> tuple[Tensor, ...]:
+        return (sums[:, :, 0] / visits,)
 
     def weights_of(self, *parameters: Tensor) -> Tensor:
         (mean,) = parameters
-        return torch.stack([-torch.log1p(self.failures / mean), -self.failures * torch.log1p(mean / self.failures)], 2)
+        return torch.stack([-torch.log1p(self.failures / mean), -self.failures * torch.log1p(mean / self.failures)], -2)
 
-    def check_parameter(self, name: str, value: Tensor) -> None:
-        refuse_where(~(value > 0), name, "be positive", value)
+    def parameters_of(self, weights: Tensor) -> tuple[Tensor, ...]:
+        return (self.failures / torch.expm1(-weights[..., 0, :]),)
 
     def moments(self) -> tuple[Tensor, Tensor]:
         return self.mean, self.mean + self.mean**2 / self.failures
 
-    def sample(self, states: Tensor, generator: torch.Generator) -> Tensor:
-        random = np.random.default_rng(int(torch.randint(2**62, (), generator=generator)))
-        return torch.from_numpy(
-            random.negative_binomial(self.failures, (self.failures / (self.failures + self.mean))[states]).astype(float)
-        )
-
-    def log_prior(self) -> Tensor:
-        return self.prior["strength"] * self.weights.detach().flatten(1).sum(1)
-
-    def num_free_parameters(self, restart: int) -> int:
-        return self.weights[restart, :, 0].numel()
+    def draw(self, parameters: Sequence[Any], random: np.random.Generator) -> Any:
+        return random.negative_binomial(self.failures, self.failures / (self.failures + parameters[0]))
 
 
 @dataclass(frozen=True)
@@ -178,15 +165,25 @@ def test_the_emission_is_the_distribution_of_scipy():
 
 
 def test_em_of_the_emission_never_decreases(counts):
-    model = HMM(3, NegativeBinomial(strength=0.5), num_features=2, restarts=3, initialization="random")
+    model = HMM(3, NegativeBinomial(prior_steps=0.5), num_features=2, restarts=3, initialization="random")
     model.initialize(counts[0])
     assert_em_never_decreases(model, counts[0])
 
 
 def test_the_prior_of_the_emission_moves_the_estimate(counts):
-    means = [fit(HMM(1, NegativeBinomial(strength=strength)), counts[0], 2).emission.mean for strength in (0.0, 1e9)]
-    assert (means[0] > 5).all()
-    torch.testing.assert_close(means[1], torch.ones(1, 2).double(), rtol=1e-3, atol=0)
+    """Towards the mean of the data in both states."""
+    means = [fit(HMM(2, NegativeBinomial(prior_steps=steps)), counts[0], 3).emission.mean for steps in (1e-9, 1e9)]
+    assert ((means[0][0] - means[0][1]).abs() > 5).all()
+    torch.testing.assert_close(means[1][0], means[1][1], rtol=1e-3, atol=0)
+
+
+def test_a_parameter_of_the_emission_can_be_tied_or_frozen(counts):
+    model = fit(HMM(2, NegativeBinomial(tied=["mean"])), counts[0], 3)
+    assert torch.equal(model.emission.mean[0], model.emission.mean[1])
+    assert model.num_free_parameters == 1 + 2 + 2
+    model = HMM(2, NegativeBinomial(frozen="mean"), num_features=2).set_parameters(emission={"mean": [[1, 2], [3, 4]]})
+    before = model.emission.mean
+    assert torch.equal(fit(model, counts[0], 3).emission.mean, before)
 
 
 def test_the_emission_learns_samples_decodes_saves_and_loads(counts, tmp_path):
