@@ -24,6 +24,7 @@ from lightning_hmm.distributions import (
     StudentT,
     TorchEmission,
     Transition,
+    ZeroInflated,
 )
 from lightning_hmm.models import (
     DMCHMM,
@@ -74,6 +75,7 @@ __all__ = [
     "TorchEmission",
     "Transition",
     "Vocabulary",
+    "ZeroInflated",
     "__version__",
     "fit",
     "load",

@@ -29,8 +29,11 @@ from lightning_hmm.distributions import (
     GaussianMixture,
     Initial,
     Mixture,
+    NegativeBinomial,
     Poisson,
     Product,
+    StudentT,
+    ZeroInflated,
 )
 from lightning_hmm.models import LinearGaussianHMM, NeuralDiscreteHMM
 from lightning_hmm.models.baselines import RecurrentNet
@@ -185,6 +188,21 @@ ROWS: dict[str, Row] = {
     ),
     "composed, tied mixture": Row(lambda: _composed(Mixture(Poisson(0.2), 3, 0.1, ["components"])), "count vectors"),
     "composed, mixture, online": Row(lambda: _composed(GaussianMixture(2), discount=0.8), "vectors", **ONLINE),
+    "composed, Student t": Row(lambda: _composed(StudentT(0.1)), "vectors", tolerance=1e-9),
+    "composed, Student t, tied": Row(
+        lambda: _composed(StudentT(0.1, ["df"]), restarts=1), "weighted vectors", states=True, tolerance=1e-9
+    ),
+    "composed, negative binomial": Row(lambda: _composed(NegativeBinomial(0.1)), "count vectors", tolerance=1e-9),
+    "composed, negative binomial, tied": Row(
+        lambda: _composed(NegativeBinomial(0.1, ["total_count"]), restarts=1), "count vectors", tolerance=1e-9
+    ),
+    "composed, zero-inflated": Row(lambda: _composed(ZeroInflated(Poisson(0.2), 0.1)), "count vectors"),
+    "composed, zero-inflated, one start": Row(
+        lambda: _composed(ZeroInflated(NegativeBinomial(0.1), 0.1), restarts=1),
+        "count vectors",
+        states=True,
+        tolerance=1e-9,
+    ),
     "DMC": Row(lambda: DMCHMM(6, 2, V, restarts=2, transition_pseudocount=0.1, reselect_every=2), epochs=4),
     "DMC, many states": Row(
         lambda: DMCHMM(160, 2, V, restarts=2, transition_pseudocount=0.1, reselect_every=2)

@@ -17,6 +17,7 @@ from lightning_hmm.distributions.rows import CategoricalRows, Initial
 from lightning_hmm.distributions.student_t import StudentT
 from lightning_hmm.distributions.torch_emission import TorchEmission
 from lightning_hmm.distributions.transitions import Clones, DenseMostlyConstant, Full
+from lightning_hmm.distributions.zero_inflated import ZeroInflated
 
 __all__ = [
     "Categorical",
@@ -47,4 +48,5 @@ __all__ = [
     "StudentT",
     "TorchEmission",
     "Transition",
+    "ZeroInflated",
 ]

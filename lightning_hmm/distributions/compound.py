@@ -21,7 +21,8 @@ class LatentProbs(CategoricalRows):
     Args:
         option: Name of the parameter in error messages.
         pseudocount: Pseudocount of a Dirichlet prior on each row, in counts of the whole data set.
-        tied: Whether all states have the same probabilities.
+        is_tied: Whether all states have the same probabilities.
+        is_frozen: Whether training leaves the probabilities unchanged.
 
     Example:
         >>> from lightning_hmm.distributions.compound import LatentProbs
@@ -32,38 +33,13 @@ class LatentProbs(CategoricalRows):
                 [0.2500, 0.2500, 0.2500, 0.2500]], dtype=torch.float64)
     """
 
-    def __init__(self, option: str, pseudocount: float = 0.0, tied: bool = False) -> None:
+    def __init__(self, option: str, pseudocount: float = 0.0, is_tied: bool = False, is_frozen: bool = False) -> None:
         super().__init__(pseudocount)
-        self.option, self.tied = option, tied
+        self.option, self.has_tied_rows, self.has_frozen_rows = option, is_tied, is_frozen
 
     def allocate(self, restarts: int, *shape: int) -> None:
         """Creates the parameters; `shape` is (K, ..., C)."""
         self._allocate_rows(restarts, *shape)
-
-    def set(self, probs: Any) -> None:
-        """Sets the probabilities; see `CategoricalRows.set`."""
-        before, possible = self.log_probs.detach().clone(), self.possible.clone()
-        super().set(probs)
-        if self.tied and bool((self.log_probs != self.log_probs[:, :1]).any()):
-            with torch.no_grad():
-                self.log_probs.copy_(before)
-            self.possible.copy_(possible)
-            raise ValueError(f"`{self.option}` must be the same for all states if it is tied, but the states differ.")
-
-    @torch.no_grad()
-    def maximize(self, statistics: Sequence[Tensor], weight: Tensor | float = 1.0) -> Tensor:
-        (counts,) = statistics
-        return super().maximize([counts.sum(1, keepdim=True).expand_as(counts) if self.tied else counts], weight)
-
-    @property
-    def _copies(self) -> int:
-        return self.log_probs.shape[1] if self.tied else 1
-
-    def log_prior(self) -> Tensor:
-        return super().log_prior() / self._copies
-
-    def num_free_parameters(self, restart: int) -> int:
-        return super().num_free_parameters(restart) // self._copies
 
 
 class Compound(Emission):
@@ -96,7 +72,7 @@ class Compound(Emission):
                 "Use it as the emission of the model."
             )
         option = self.names[0]
-        self.latent = LatentProbs(option, pseudocount, option in self.tied)
+        self.latent = LatentProbs(option, pseudocount, option in self.tied, option in self.frozen)
         self.part = component
         self.names = (option, *component.names)
         self.prior = {"pseudocount": pseudocount} | {f"component {name}": x for name, x in component.prior.items()}
@@ -114,6 +90,10 @@ class Compound(Emission):
         if name in self.__dict__.get("names", ())[1:]:
             return getattr(self.component, name)
         return super().__getattr__(name)
+
+    @property
+    def reads_counts(self) -> bool:  # type: ignore[override]
+        return bool(self.part.reads_counts)
 
     def belong_to(self, model: Any) -> None:
         for part in (self.latent, self.part):
@@ -144,9 +124,7 @@ class Compound(Emission):
     @torch.no_grad()
     def maximize(self, statistics: Sequence[Tensor], weight: Tensor | float = 1.0) -> Tensor:
         counts, *rest = statistics
-        unseen = torch.zeros((), dtype=torch.int64, device=counts.device)
-        if self.latent.option not in self.frozen:
-            unseen = unseen + self.latent.maximize([counts], weight)
+        unseen = self.latent.maximize([counts], weight)
         if "components" not in self.frozen:
             unseen = unseen + self.part.maximize(rest, weight)
         self.is_set.fill_(True)
@@ -156,30 +134,33 @@ class Compound(Emission):
         return self.latent.log_prior() + self.part.log_prior().to(self.latent.log_probs.device)
 
     def num_free_parameters(self, restart: int) -> int:
-        own = 0 if self.latent.option in self.frozen else self.latent.num_free_parameters(restart)
+        own = self.latent.num_free_parameters(restart)
         return own + (0 if "components" in self.frozen else int(self.part.num_free_parameters(restart)))
 
     def set(self, **values: Any) -> None:
         """Sets parameters by name, to the same values in all restarts; those of the component have their own names.
 
-        All parameters must be given if none has a value yet.
+        As long as none has a value, all parameters must be given, or only frozen ones. The others are then initialized
+        from the data.
         """
         strange = next((name for name in values if name not in self.names), None)
         if strange is not None:
             names = ", ".join(self.names)
             raise ValueError(f"A {type(self).__name__} emission has the parameters {names}, but {strange!r} was given.")
-        option = self.names[0]
-        if option not in values and not bool(self.is_set):
-            raise ValueError(f"`{option}` must be given, too, as long as the emission has no values from data.")
+        option, lacking = self.names[0], [name for name in self.names if name not in values]
+        partial = not bool(self.is_set) and bool(lacking)
+        fixed = {option} & set(self.frozen) | set(self.names[1:] if "components" in self.frozen else self.part.frozen)
+        if partial and not set(values) <= fixed:
+            raise ValueError(f"`{lacking[0]}` must be given, too, as long as the emission has no values from data.")
         rest = {name: value for name, value in values.items() if name != option}
-        if rest or not bool(self.is_set):
+        if rest:
             self._set_component(rest)
         if option in values:
-            self._set_probs(values[option])
-        self.is_set.fill_(True)
+            self._set_latent(values[option])
+        self.is_set.fill_(not partial)
 
     @abstractmethod
-    def _set_probs(self, value: Any) -> None:
+    def _set_latent(self, value: Any) -> None:
         """Sets the parameter of the latent variable."""
 
     def _set_component(self, values: dict[str, Any]) -> None:

@@ -99,29 +99,31 @@ class Mixture(Compound):
             self.part.start(
                 sequences, [guess.sum(1) if self.shares_components else guess.flatten(1) for guess in guesses]
             )
-        self.latent.maximize([torch.stack([guess.sum(0) for guess in guesses])])
+        self.latent.maximize([torch.stack([guess.sum(0) for guess in guesses])])  # frozen weights keep their values
         self.is_set.fill_(True)
 
     def _guess(self, sequences: Sequences, guess: Tensor, seed: int) -> Tensor:
-        """Returns (steps, K, C) guessed posterior probabilities of the components, by clustering each state's steps."""
-        generator, found = torch.Generator().manual_seed(seed), []
-        nearest = guess.argmax(1)
-        shared = self._clusters(sequences, guess.sum(1), generator) if self.shares_components else None
+        """Returns (steps, K, C) guessed posterior probabilities of the components.
+
+        The components of a state are clusters of the steps at which this state is the most probable one. Shared
+        components are clusters of all steps.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        if self.shares_components:
+            weights = guess.sum(1)
+            shares = self._clusters(sequences, weights, generator) / torch.where(weights > 0, weights, 1.0)[:, None]
+            return guess[:, :, None] * shares[:, None]
+        nearest, found = guess.argmax(1), []
         for state in range(self.num_states):
             weights = torch.where(nearest == state, guess[:, state], 0.0)
-            if int((weights > 0).sum()) < self.num_components:
-                weights = guess[:, state]
-            clusters = self._clusters(sequences, weights, generator) if shared is None else shared
-            # Steps outside of the clusters are distributed over all components.
-            total = clusters.sum(1, keepdim=True)
-            clusters = torch.where(total > 0, clusters / total, 1 / self.num_components)
-            found.append(guess[:, state, None] * clusters)
+            is_enough = int((weights > 0).sum()) >= self.num_components
+            found.append(self._clusters(sequences, weights if is_enough else guess[:, state], generator))
         return torch.stack(found, 1)
 
     def _clusters(self, sequences: Sequences, weights: Tensor, generator: torch.Generator) -> Tensor:
         return guess_clusters(sequences.values, weights, self.num_components, 1, generator, "kmeans")[0]
 
-    def _set_probs(self, value: Any) -> None:
+    def _set_latent(self, value: Any) -> None:
         self.latent.set(value)
 
     def _set_component(self, values: dict[str, Any]) -> None:

@@ -56,8 +56,8 @@ class NegativeBinomial(AugmentedFamily):
         >>> parameters = {"total_count": [[2.0], [2.0]], "probs": [[0.5], [0.8]]}
         >>> model = model.set_parameters(emission=parameters)
         >>> model.emission.mean
-        tensor([[2.],
-                [8.]], dtype=torch.float64)
+        tensor([[2.0000],
+                [8.0000]], dtype=torch.float64)
     """
 
     typical = (math.log(2.0), *[0.0] * (_NUM_ANCHORS - 1), 1.0)

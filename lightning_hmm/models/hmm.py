@@ -245,6 +245,8 @@ class HMM(BaumWelchTraining, DiscreteHMM):
     @property
     def emission_probs(self) -> Tensor:
         """(K, V) p(symbol | state), for categorical emissions."""
+        if not self.emission.reads_symbols:
+            raise AttributeError  # Python then calls `__getattr__`, which raises the error with a message.
         return self.emission.probs
 
     def __getattr__(self, name: str) -> Any:
