@@ -245,7 +245,7 @@ class HMM(BaumWelchTraining, DiscreteHMM):
     @property
     def emission_probs(self) -> Tensor:
         """(K, V) p(symbol | state), for categorical emissions."""
-        if not self.emission.reads_symbols:
+        if self.is_allocated and not self.emission.reads_symbols:
             raise AttributeError  # Python then calls `__getattr__`, which raises the error with a message.
         return self.emission.probs
 
