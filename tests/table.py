@@ -19,20 +19,29 @@ from lightning_hmm import DMCHMM, HMM, ClonedHMM, DenseHMM, NeuralHMM, Sequences
 from lightning_hmm.callbacks import Pruning
 from lightning_hmm.columns import Column
 from lightning_hmm.distributions import (
+    Bernoulli,
+    Beta,
+    Binomial,
     Categorical,
     EmbeddedCategorical,
     EmbeddedGaussian,
     EmbeddedTransition,
     Emission,
+    Exponential,
     Full,
+    Gamma,
     Gaussian,
     GaussianMixture,
+    Geometric,
     Initial,
+    LogNormal,
     Mixture,
+    Multinomial,
     NegativeBinomial,
     Poisson,
     Product,
     StudentT,
+    VonMises,
     ZeroInflated,
 )
 from lightning_hmm.models import LinearGaussianHMM, NeuralDiscreteHMM
@@ -108,8 +117,16 @@ def data(kind: str, seed: int = 0) -> Sequences:
 
 
 def suited(kind: str, sequences: Sequences) -> Sequences:
-    """Real vectors as what the models of a kind observe: counts for "count vectors", and two numbers, a symbol and a count for "mixed vectors"."""
+    """Real vectors as what the models of a kind observe: counts for "count vectors", two numbers, a symbol and a count for "mixed vectors", and so on."""
     counts = sequences.values.abs().floor()
+    if kind == "positive vectors":
+        return sequences.with_values(sequences.values.exp())
+    if kind == "fraction vectors":
+        return sequences.with_values(0.5 + sequences.values.atan() / 4)
+    if kind == "binary vectors":
+        return sequences.with_values(torch.where(counts.isnan(), torch.nan, (counts > 1).double()))
+    if kind == "whole count vectors":  # with a count for each feature or for none
+        return sequences.with_values(torch.where(counts.isnan().any(1, keepdim=True), torch.nan, counts))
     if kind == "count vectors":
         return sequences.with_values(counts)
     if kind == "mixed vectors":
@@ -127,8 +144,9 @@ def _composed(emission: Emission, num_features: int | None = D, restarts: int = 
     return HMM(2, emission, Full(0.5), Initial(0.3), num_features=num_features, restarts=restarts, **options)
 
 
-def _mixed(**options: Any) -> HMM:
-    parts: dict[str, Emission] = {"x, y": Gaussian("full", 0.1), "symbol": Categorical(0.1), "count": Poisson(0.2)}
+def _mixed(tied: Sequence[str] = (), **options: Any) -> HMM:
+    symbols = Categorical(0.1, tied=tied)
+    parts: dict[str, Emission] = {"x, y": Gaussian("full", 0.1), "symbol": symbols, "count": Poisson(0.2)}
     columns = [Column("x"), Column("y"), Column("symbol", "categorical", 3), Column("count")]
     return _composed(Product(parts), None, columns=columns, **options)
 
@@ -179,6 +197,25 @@ ROWS: dict[str, Row] = {
     "composed, tied": Row(lambda: _composed(Gaussian("tied", 0.1)), "vectors"),
     "composed, spherical": Row(lambda: _composed(Gaussian("spherical", 0.1)), "vectors"),
     "composed, Poisson": Row(lambda: _composed(Poisson(0.2)), "count vectors"),
+    "composed, tied variance": Row(lambda: _composed(Gaussian(variance_prior=0.1, tied=["variance"])), "vectors"),
+    "composed, tied mean": Row(lambda: _composed(Gaussian("full", 0.1, tied=["mean"])), "vectors"),
+    "composed, frozen variance": Row(lambda: _composed(Gaussian("full", 0.1, frozen=["covariance"])), "vectors"),
+    "composed, product, tied symbols": Row(lambda: _mixed(restarts=1, tied=["probs"]), "mixed vectors", states=True),
+    "composed, Bernoulli": Row(lambda: _composed(Bernoulli(0.2)), "binary vectors"),
+    "composed, binomial": Row(lambda: _composed(Binomial([60, 70], 0.2)), "count vectors"),
+    "composed, geometric": Row(lambda: _composed(Geometric(0.2)), "count vectors"),
+    "composed, multinomial": Row(lambda: _composed(Multinomial(prior_steps=0.2)), "whole count vectors"),
+    "composed, exponential": Row(lambda: _composed(Exponential(0.2)), "positive vectors"),
+    "composed, Gamma": Row(lambda: _composed(Gamma(0.2)), "positive vectors"),
+    "composed, Gamma, one start": Row(
+        lambda: _composed(Gamma(0.2, tied=["concentration"]), restarts=1), "positive vectors", states=True
+    ),
+    "composed, Gamma, frozen": Row(lambda: _composed(Gamma(0.2, frozen=["rate"])), "positive vectors"),
+    "composed, Gamma, online": Row(lambda: _composed(Gamma(0.2), discount=0.8), "positive vectors", **ONLINE),
+    "composed, log-normal": Row(lambda: _composed(LogNormal(0.2, tied=["scale"])), "positive vectors"),
+    "composed, beta": Row(lambda: _composed(Beta(0.2)), "fraction vectors"),
+    "composed, von Mises": Row(lambda: _composed(VonMises(0.2)), "vectors"),
+    "composed, von Mises, tied": Row(lambda: _composed(VonMises(0.2, tied=["loc"])), "vectors"),
     "composed, product": Row(_mixed, "mixed vectors"),
     "composed, product, one start": Row(lambda: _mixed(restarts=1), "mixed vectors", states=True),
     "composed, product, online": Row(lambda: _mixed(discount=0.8), "mixed vectors", **ONLINE),

@@ -223,7 +223,10 @@ class Figures(Callback):
         columns: Any = getattr(model, "columns", None)
         if place is not None:
             columns = [model.columns[number] for number in place]
-        probs = _matrix(model, "emission_probs") if place is None else _matrix(emission, "probs")
+        if place is None:
+            probs = _matrix(model, "emission_probs")
+        else:
+            probs = _matrix(emission, "probs") if emission.reads_symbols else None
         if probs is not None:
             return plotting.emission_matrix(
                 probs, _symbol_names(model) if place is None else columns[0].category_names, self.max_labels

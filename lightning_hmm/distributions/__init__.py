@@ -1,14 +1,19 @@
 """Components of a hidden Markov model: emissions, transitions and the distribution of the first state."""
 
 from lightning_hmm.distributions.base import Distribution, Emission, Transition
+from lightning_hmm.distributions.beta import Beta
+from lightning_hmm.distributions.binomial import Bernoulli, Binomial
 from lightning_hmm.distributions.categorical import Categorical
 from lightning_hmm.distributions.embedded import EmbeddedCategorical, EmbeddedGaussian, EmbeddedTransition
 from lightning_hmm.distributions.exponential import ExponentialFamily, Moments
 from lightning_hmm.distributions.exponential_distribution import Exponential
 from lightning_hmm.distributions.gamma import Gamma
 from lightning_hmm.distributions.gaussian import Gaussian
+from lightning_hmm.distributions.geometric import Geometric
 from lightning_hmm.distributions.linear_gaussian import GaussianState, LinearGaussianEmission, LinearGaussianTransition
+from lightning_hmm.distributions.log_normal import LogNormal
 from lightning_hmm.distributions.mixture import GaussianMixture, Mixture
+from lightning_hmm.distributions.multinomial import Multinomial
 from lightning_hmm.distributions.negative_binomial import NegativeBinomial
 from lightning_hmm.distributions.one_symbol import OneSymbol
 from lightning_hmm.distributions.poisson import Poisson
@@ -17,9 +22,13 @@ from lightning_hmm.distributions.rows import CategoricalRows, Initial
 from lightning_hmm.distributions.student_t import StudentT
 from lightning_hmm.distributions.torch_emission import TorchEmission
 from lightning_hmm.distributions.transitions import Clones, DenseMostlyConstant, Full
+from lightning_hmm.distributions.von_mises import VonMises
 from lightning_hmm.distributions.zero_inflated import ZeroInflated
 
 __all__ = [
+    "Bernoulli",
+    "Beta",
+    "Binomial",
     "Categorical",
     "CategoricalRows",
     "Clones",
@@ -36,11 +45,14 @@ __all__ = [
     "Gaussian",
     "GaussianMixture",
     "GaussianState",
+    "Geometric",
     "Initial",
     "LinearGaussianEmission",
     "LinearGaussianTransition",
+    "LogNormal",
     "Mixture",
     "Moments",
+    "Multinomial",
     "NegativeBinomial",
     "OneSymbol",
     "Poisson",
@@ -48,5 +60,6 @@ __all__ = [
     "StudentT",
     "TorchEmission",
     "Transition",
+    "VonMises",
     "ZeroInflated",
 ]

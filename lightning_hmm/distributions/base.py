@@ -113,9 +113,9 @@ class Distribution(nn.Module, ABC):
         for mine, theirs in zip(self.parameters(), other.parameters(), strict=True):
             mine.copy_(theirs[restart])
         sizes = {parameter.shape for parameter in other.parameters()}
-        for buffer, given in zip(self.buffers(), other.buffers(), strict=True):
-            # A buffer that has the shape of a parameter has an axis for the restarts, too.
-            buffer.copy_(given[restart] if given.shape in sizes else given)
+        for (name, buffer), given in zip(self.named_buffers(), other.buffers(), strict=True):
+            # A buffer that has the shape of a parameter, or the values of one, has an axis for the restarts, too.
+            buffer.copy_(given[restart] if given.shape in sizes or name.startswith("frozen_") else given)
 
     def randomize(self, generator: torch.Generator) -> None:
         """Draws the initial values that do not depend on data. The default implementation draws nothing."""

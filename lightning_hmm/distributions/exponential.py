@@ -91,7 +91,6 @@ class ExponentialFamily(Emission):
     is_exact: ClassVar[bool] = True
     ranges: tuple[Range, ...] = ()  # of the parameters, in the order of `names`
     data_statistics: Tensor  # (T, D) averages of the statistics in the data
-    is_given: Tensor  # (P,) whether each parameter has a value, if some are frozen
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -111,7 +110,7 @@ class ExponentialFamily(Emission):
         categorical = next((column.name for column in columns if column.is_categorical), None)
         if categorical is not None:
             raise ValueError(
-                f"A {type(self).__name__} emission must have real columns, but column {categorical!r} is categorical."
+                f"{_name_of(self)} emission must have real columns, but column {categorical!r} is categorical."
             )
         self._begin_allocation()
         self.num_features = len(columns)
@@ -121,8 +120,9 @@ class ExponentialFamily(Emission):
         )
         self._pairs: dict[bool, Tensor] = {}
         self._allocate_statistics()
-        if self.frozen:
-            self.register_buffer("is_given", torch.zeros(len(self.names), dtype=torch.bool))
+        for name in self.frozen:
+            value = torch.full((restarts, *self.parameter_shape(name)), torch.nan, dtype=torch.float64)
+            self.register_buffer(f"frozen_{name}", value)
 
     def _allocate_statistics(self) -> None:
         """Creates the buffers for `set_data_stats`."""
@@ -299,8 +299,6 @@ class ExponentialFamily(Emission):
         weights = self.weights_of(*self._maximum(total))
         self.weights.copy_(torch.where(updated.unsqueeze(2), weights, self.weights))
         self.is_set.fill_(True)
-        if self.frozen:
-            self.is_given.fill_(True)
         return (~seen).any(-1).sum()
 
     def _maximum(self, total: Tensor) -> tuple[Tensor, ...]:
@@ -313,11 +311,32 @@ class ExponentialFamily(Emission):
             pooled = total.sum(1, keepdim=True).expand_as(total)
             shared = self.estimate(pooled[:, :, :-1], pooled[:, :, -1])
             found = [shared[i] if name in self.tied else found[i] for i, name in enumerate(self.names)]
-        for i, name in enumerate(self.names):
-            if name in self.frozen:
-                found[i] = torch.where(self.is_given[i], before[i], found[i])
+        found = [self.kept(name, value) for name, value in zip(self.names, found, strict=True)]
         free = [i for i, name in enumerate(self.names) if name not in self.frozen]
         return self._improved(found, before, free, total) if free else tuple(found)
+
+    def given(self, name: str, value: Tensor) -> Tensor:
+        """Returns `value`, or the value of the parameter if it is frozen and has one."""
+        if name not in self.frozen:
+            return value
+        frozen = self.get_buffer(f"frozen_{name}")
+        return torch.where(frozen.isnan(), value, frozen)
+
+    def kept(self, name: str, value: Tensor) -> Tensor:
+        """Returns the same as `given`. A frozen parameter has this value from now on."""
+        value = self.given(name, value)
+        if name in self.frozen:
+            self.get_buffer(f"frozen_{name}").copy_(value)
+        return value
+
+    def read(self, name: str, value: Tensor) -> Tensor:
+        """Returns a parameter of the best restart, given its `value` as computed from the weights.
+
+        Values that are tied or frozen would otherwise differ by rounding.
+        """
+        if name in self.frozen:
+            return self.get_buffer(f"frozen_{name}")[self.restart].clone()
+        return value[:1].expand_as(value).clone() if name in self.tied else value
 
     def _improved(
         self, found: Sequence[Tensor], before: Sequence[Tensor], free: Sequence[int], total: Tensor
@@ -359,7 +378,7 @@ class ExponentialFamily(Emission):
         strange = next((name for name in values if name not in self.names), None)
         if strange is not None:
             raise ValueError(
-                f"A {type(self).__name__} emission has the parameters {', '.join(self.names)}, "
+                f"{_name_of(self)} emission has the parameters {', '.join(self.names)}, "
                 f"but {strange!r} was given."
             )
         is_set = bool(self.is_set)
@@ -368,7 +387,7 @@ class ExponentialFamily(Emission):
         if partial and not set(values) <= set(self.frozen):
             raise ValueError(f"`{lacking[0]}` must be given, too, as long as the emission has no values from data.")
         restarts, parameters = len(self.weights), []
-        for number, name in enumerate(self.names):
+        for name in self.names:
             shape = self.parameter_shape(name)
             known = values[name] if name in values else self._placeholder(name) if partial else getattr(self, name)
             value = as_numbers(name, known, self.weights.device)
@@ -379,8 +398,8 @@ class ExponentialFamily(Emission):
             if name in self.tied and name in values and bool((value != value[:, :1]).any()):
                 raise ValueError(f"`{name}` must be the same for all states because it is tied, but the states differ.")
             parameters.append(value)
-            if self.frozen and name in values:
-                self.is_given[number] = True
+            if name in values and name in self.frozen:
+                self.get_buffer(f"frozen_{name}").copy_(value)
         self.weights.copy_(self.weights_of(*parameters))
         self.is_set.fill_(not partial)
 
@@ -406,13 +425,7 @@ class ExponentialFamily(Emission):
             return
         wrong = ~self.supports(values) & ~values.isnan()
         if bool(wrong.any()):
-            step, column = torch.nonzero(wrong)[0].tolist()
-            n, t = sequences.locate(step)
-            values_of_family, remedy = self.support
-            raise ValueError(
-                f"A {type(self).__name__} emission must have {values_of_family}, "
-                f"but column {column} at position {t} of sequence {n} is {float(values[step, column]):g}. {remedy}"
-            )
+            refuse_value(self, sequences, wrong, *self.support)
 
     def sample(self, states: Tensor, generator: torch.Generator) -> Tensor:
         # torch has generators for few distributions only, so numpy draws, with a seed from the generator.
@@ -422,6 +435,21 @@ class ExponentialFamily(Emission):
 
     def predict(self, state_probs: Tensor) -> Moments:
         return mixture_moments(state_probs, *self.moments())
+
+
+def _name_of(emission: Emission) -> str:
+    name = type(emission).__name__
+    return f"{'An' if name[0] in 'AEIOU' else 'A'} {name}"
+
+
+def refuse_value(emission: Emission, sequences: Sequences, wrong: Tensor, rule: str, remedy: str) -> None:
+    """Raises a `ValueError` that reports the first value at which the mask `wrong` (steps, D) is true."""
+    step, column = torch.nonzero(wrong)[0].tolist()
+    n, t = sequences.locate(step)
+    raise ValueError(
+        f"{_name_of(emission)} emission must have {rule}, "
+        f"but column {column} at position {t} of sequence {n} is {float(sequences.values[step, column]):g}. {remedy}"
+    )
 
 
 def require_observed(weights: Tensor, names: Sequence[str]) -> None:

@@ -159,7 +159,7 @@ class Gaussian(ExponentialFamily):
     @property
     def mean(self) -> Tensor:
         """(K, D) means of the best restart."""
-        return self.center + self._decode(self.weights[self.restart].detach())[0]
+        return self.read("mean", self.center + self._decode(self.weights[self.restart].detach())[0])
 
     @property
     def variance(self) -> Tensor:
@@ -169,7 +169,7 @@ class Gaussian(ExponentialFamily):
     @property
     def covariance(self) -> Tensor:
         """(K, D, D) covariances of the best restart."""
-        spread = self._decode(self.weights[self.restart].detach())[1]
+        spread = self.read(self.names[1], self._decode(self.weights[self.restart].detach())[1])
         return spread if self.has_matrices else spread.diag_embed()
 
     def check_parameter(self, name: str, value: Tensor) -> None:
@@ -256,8 +256,9 @@ class Gaussian(ExponentialFamily):
     def start(self, sequences: Sequences, responsibilities: Sequence[Tensor]) -> None:
         """Initializes the parameters; see `Emission.start`. Missing values are imputed with the moments of the data."""
         spread = self.data_variance.expand(self.weights.shape[0], self.weights.shape[1], -1)
-        moments = torch.zeros_like(spread), spread.diag_embed() if self.has_matrices else spread
-        self.weights.copy_(self._encode(*self._with_frozen(moments, self._decode(self.weights))))
+        mean = self.given("mean", self.center.expand(spread.shape))
+        spread = self.given(self.names[1], spread.diag_embed() if self.has_matrices else spread)
+        self.weights.copy_(self.weights_of(mean, spread))
         super().start(sequences, responsibilities)
 
     # Evidence
@@ -329,14 +330,6 @@ class Gaussian(ExponentialFamily):
 
     # EM
 
-    def _with_frozen(self, moments: tuple[Tensor, Tensor], before: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Returns offsets and covariances in which frozen parameters that have a value keep it."""
-        kept = [
-            torch.where(self.is_given[number], old, new) if name in self.frozen else new
-            for number, (name, new, old) in enumerate(zip(self.names, moments, before, strict=True))
-        ]
-        return kept[0], kept[1]
-
     def _sums(self, statistics: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the numbers of visits (R, K, D or 1), the sums of the offsets, and those of their squares or products."""
         if not self.has_matrices:
@@ -381,7 +374,7 @@ class Gaussian(ExponentialFamily):
         matrix = (scatter + added.diag_embed()) / count.unsqueeze(-1)
         # A matrix from too few points is singular. The previous covariance is kept in that case.
         found = seen & (torch.linalg.cholesky_ex(matrix).info == 0).unsqueeze(-1)
-        return matrix.expand(shape), found.expand(shape[:-2] + (1,))
+        return matrix.expand(shape), found.expand((*shape[:-2], 1))
 
     @torch.no_grad()
     def maximize(self, statistics: Sequence[Tensor], weight: Tensor | float = 1.0) -> Tensor:
@@ -396,15 +389,14 @@ class Gaussian(ExponentialFamily):
                 offset = torch.where(seen.any(1, keepdim=True), self._tied_offset(visits, means, spread), before[0])
             else:
                 offset = torch.where(seen, means, before[0])
-            offset, _ = self._with_frozen((offset, spread), before)
+            if "mean" in self.frozen:
+                offset = self.kept("mean", self.center + offset) - self.center
             found, known = self._spread(self._scatter(squares, visits, means, offset), visits, weight)
             spread = torch.where(known.unsqueeze(-1) if self.has_matrices else known, found, before[1])
-            _, spread = self._with_frozen((offset, spread), before)
+            spread = self.kept(self.names[1], spread)
         known = known | (self.names[1] in self.frozen)
         self.weights.copy_(self._encode(offset, spread))
         self.is_set.fill_(True)
-        if self.frozen:
-            self.is_given.fill_(True)
         return (~(seen & known)).any(-1).sum()
 
     def log_prior(self) -> Tensor:

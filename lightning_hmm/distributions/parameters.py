@@ -40,6 +40,14 @@ PROBABILITY = Range(
 )
 
 
+def below_one(probs: Tensor) -> Tensor:
+    """Rounds probabilities that differ from 1 by less than the precision down to the next smaller number.
+
+    The logarithm of 1 - p is then finite.
+    """
+    return probs.clamp(max=1 - torch.finfo(probs.dtype).eps / 2)
+
+
 class NamedParameter(property):
     """Declares a parameter in the body of an emission class. Reading it returns its (K, D) values of the best restart.
 
@@ -57,7 +65,8 @@ class NamedParameter(property):
     """
 
     def __init__(self, range_: Range, doc: str) -> None:
-        super().__init__(self._read, doc=doc)
+        super().__init__(self._read)
+        self.__doc__ = doc
         self.range = range_
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -65,7 +74,8 @@ class NamedParameter(property):
 
     def _read(self, emission: Any) -> Tensor:
         values: tuple[Tensor, ...] = emission.parameters_of(emission.weights[emission.restart].detach())
-        return values[emission.names.index(self.name)]
+        found: Tensor = emission.read(self.name, values[emission.names.index(self.name)])
+        return found
 
 
 def refuse_where(wrong: Tensor, name: str, rule: str, value: Tensor) -> None:
