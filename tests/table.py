@@ -44,14 +44,19 @@ from lightning_hmm.distributions import (
     Full,
     Gamma,
     Gaussian,
+    GaussianMixture,
     Geometric,
     Initial,
     LogNormal,
+    Mixture,
     Multinomial,
+    NegativeBinomial,
     Poisson,
     Product,
+    StudentT,
     Transition,
     VonMises,
+    ZeroInflated,
 )
 from lightning_hmm.models import LinearGaussianHMM, NeuralDiscreteHMM
 from lightning_hmm.models.baselines import RecurrentNet
@@ -264,6 +269,27 @@ ROWS: dict[str, Row] = {
     "dense, labeled": Row(lambda: DenseHMM(3, V, 2, objective="likelihood", restarts=2), "labeled symbols", **GRADIENT),
     "neural, discrete, labeled": Row(
         lambda: NeuralDiscreteHMM(2, D, width=8, embedding_dim=4), **{**NEURAL, "kind": "labeled vectors"}
+    ),
+    "composed, Gaussian mixture": Row(lambda: _composed(GaussianMixture(2, "full", 0.1, 0.2)), "vectors"),
+    "composed, Gaussian mixture, weights": Row(
+        lambda: _composed(GaussianMixture(2, "diagonal", 0.1, 0.2), restarts=1), "weighted vectors", states=True
+    ),
+    "composed, tied mixture": Row(lambda: _composed(Mixture(Poisson(0.2), 3, 0.1, ["components"])), "count vectors"),
+    "composed, mixture, online": Row(lambda: _composed(GaussianMixture(2), discount=0.8), "vectors", **ONLINE),
+    "composed, Student t": Row(lambda: _composed(StudentT(0.1)), "vectors", tolerance=1e-9),
+    "composed, Student t, tied": Row(
+        lambda: _composed(StudentT(0.1, ["df"]), restarts=1), "weighted vectors", states=True, tolerance=1e-9
+    ),
+    "composed, negative binomial": Row(lambda: _composed(NegativeBinomial(0.1)), "count vectors", tolerance=1e-9),
+    "composed, negative binomial, tied": Row(
+        lambda: _composed(NegativeBinomial(0.1, ["total_count"]), restarts=1), "count vectors", tolerance=1e-9
+    ),
+    "composed, zero-inflated": Row(lambda: _composed(ZeroInflated(Poisson(0.2), 0.1)), "count vectors"),
+    "composed, zero-inflated, one start": Row(
+        lambda: _composed(ZeroInflated(NegativeBinomial(0.1), 0.1), restarts=1),
+        "count vectors",
+        states=True,
+        tolerance=1e-9,
     ),
     "DMC": Row(lambda: DMCHMM(6, 2, V, restarts=2, transition_pseudocount=0.1, reselect_every=2), epochs=4),
     "DMC, many states": Row(

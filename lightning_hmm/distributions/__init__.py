@@ -14,12 +14,15 @@ from lightning_hmm.distributions.gaussian import Gaussian
 from lightning_hmm.distributions.geometric import Geometric
 from lightning_hmm.distributions.linear_gaussian import GaussianState, LinearGaussianEmission, LinearGaussianTransition
 from lightning_hmm.distributions.log_normal import LogNormal
+from lightning_hmm.distributions.mixture import GaussianMixture, Mixture
 from lightning_hmm.distributions.multinomial import Multinomial
+from lightning_hmm.distributions.negative_binomial import NegativeBinomial
 from lightning_hmm.distributions.one_symbol import OneSymbol
 from lightning_hmm.distributions.poisson import Poisson
 from lightning_hmm.distributions.product import Product
 from lightning_hmm.distributions.rows import CategoricalRows, Initial
 from lightning_hmm.distributions.stationary import Stationary
+from lightning_hmm.distributions.student_t import StudentT
 from lightning_hmm.distributions.torch_emission import TorchEmission
 from lightning_hmm.distributions.transitions import (
     Clones,
@@ -32,6 +35,7 @@ from lightning_hmm.distributions.transitions import (
     LeftRight,
 )
 from lightning_hmm.distributions.von_mises import VonMises
+from lightning_hmm.distributions.zero_inflated import ZeroInflated
 
 __all__ = [
     "AroundMean",
@@ -56,6 +60,7 @@ __all__ = [
     "Full",
     "Gamma",
     "Gaussian",
+    "GaussianMixture",
     "GaussianState",
     "Geometric",
     "Histories",
@@ -64,13 +69,17 @@ __all__ = [
     "LinearGaussianEmission",
     "LinearGaussianTransition",
     "LogNormal",
+    "Mixture",
     "Moments",
     "Multinomial",
+    "NegativeBinomial",
     "OneSymbol",
     "Poisson",
     "Product",
     "Stationary",
+    "StudentT",
     "TorchEmission",
     "Transition",
     "VonMises",
+    "ZeroInflated",
 ]

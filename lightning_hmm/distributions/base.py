@@ -184,6 +184,8 @@ class Emission(Distribution):
     depends_on_past: ClassVar[bool] = False
     # Names of the parameters, which are properties, arguments of `set`, and values of the options `tied` and `frozen`.
     names: tuple[str, ...] = ()
+    # Number of temporary values per step of the data that `evidence` creates, if it is larger than that of states.
+    width: int = 0
     # Whether `set_data_stats` has been called.
     has_data_stats: Tensor
 

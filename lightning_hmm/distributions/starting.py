@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor
 
@@ -56,8 +58,25 @@ def guess_states(
     Returns:
         For each restart, the (steps, K) guessed probabilities, multiplied by the weight of the step.
     """
-    values, weights = sequences.values.double().cpu(), sequences.step_weights().cpu()
-    observed = ~values.isnan()
+    return guess_clusters(sequences.values, sequences.step_weights(), num_states, restarts, generator, method)
+
+
+def guess_clusters(
+    values: Tensor, weights: Tensor, num_states: int, restarts: int, generator: torch.Generator, method: str
+) -> list[Tensor]:
+    """Guesses the posterior probabilities of the states of single steps; see `guess_states`.
+
+    Args:
+        values: (steps, columns) observations.
+        weights: (steps,) weights. Steps of weight zero get a guess of zero.
+        num_states: Number of states K.
+        restarts: Number of guesses.
+        generator: Random number generator.
+        method: "kmeans" or "random".
+    """
+    device = values.device
+    values, weights = values.double().cpu(), weights.cpu()
+    observed = ~values.isnan() & (weights > 0)[:, None]
     used = observed.all(1)
     if 2 * int(used.sum()) < int(observed.any(1).sum()) or int(used.sum()) < num_states:
         used = observed.any(1)
@@ -87,7 +106,7 @@ def guess_states(
         guess = torch.zeros(len(values), num_states, dtype=torch.float64)
         members = _members(labels, num_states, known)
         guess[chosen] = (members * (1 - _UNIFORM_WEIGHT) + _UNIFORM_WEIGHT / num_states) * weights[:, None]
-        guesses.append(guess.to(sequences.device))
+        guesses.append(guess.to(device))
     return guesses
 
 
@@ -214,7 +233,9 @@ def _refined(
 def _clusters(points: Tensor, weights: Tensor, num_states: int, seed: int) -> Tensor:
     from sklearn.cluster import KMeans
 
-    found = KMeans(num_states, n_init=1, random_state=seed).fit(points.numpy(), sample_weight=weights.numpy())
+    with warnings.catch_warnings():  # Counts may have fewer distinct values than there are clusters.
+        warnings.filterwarnings("ignore", message="Number of distinct clusters")
+        found = KMeans(num_states, n_init=1, random_state=seed).fit(points.numpy(), sample_weight=weights.numpy())
     return torch.from_numpy(found.labels_).long()
 
 

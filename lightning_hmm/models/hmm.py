@@ -553,7 +553,7 @@ class HMM(BaumWelchTraining, DiscreteHMM):
 
         The cuts depend only on shapes, so results do not depend on the number of threads.
         """
-        numbers = 0 if batch.is_discrete else max(self.num_states, 2 * (self.num_features or 1))
+        numbers = 0 if batch.is_discrete else max(self.num_states, 2 * (self.num_features or 1), self.emission.width)
         numbers = max(numbers, 0 if batch.state_weights is None else self.num_states)
         most = _CHUNK // max(1, numbers, self.transition.numbers_per_step)
         if not max(numbers, self.transition.numbers_per_step) or batch.num_steps <= most:
