@@ -58,11 +58,18 @@ def guess_states(
     Returns:
         For each restart, the (steps, K) guessed probabilities, multiplied by the weight of the step.
     """
-    return guess_clusters(sequences.values, sequences.step_weights(), num_states, restarts, generator, method)
+    known = known_states(sequences, num_states) if sequences.has_known_states else None
+    return guess_clusters(sequences.values, sequences.step_weights(), num_states, restarts, generator, method, known)
 
 
 def guess_clusters(
-    values: Tensor, weights: Tensor, num_states: int, restarts: int, generator: torch.Generator, method: str
+    values: Tensor,
+    weights: Tensor,
+    num_states: int,
+    restarts: int,
+    generator: torch.Generator,
+    method: str,
+    known: Tensor | None = None,
 ) -> list[Tensor]:
     """Guesses the posterior probabilities of the states of single steps; see `guess_states`.
 
@@ -73,6 +80,7 @@ def guess_clusters(
         restarts: Number of guesses.
         generator: Random number generator.
         method: "kmeans" or "random".
+        known: (steps, K) result of `known_states`, if some states are known.
     """
     device = values.device
     values, weights = values.double().cpu(), weights.cpu()
@@ -93,7 +101,7 @@ def guess_clusters(
     spread = ((points - mean).nan_to_num() ** 2 * entry_weights).sum(0).div(total).sqrt()
     # Missing values are replaced by the mean, which is zero after the standardization.
     points = ((points - mean) / torch.where(spread > 0, spread, 1.0)).nan_to_num()
-    known = known_states(sequences, num_states)[chosen] if sequences.has_known_states else None
+    known = None if known is None else known[chosen]
     guesses = []
     for _ in range(restarts):
         seed = int(torch.randint(2**31 - 1, (), generator=generator))
