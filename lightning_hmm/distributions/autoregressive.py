@@ -177,7 +177,9 @@ class Autoregressive(Emission):
     def _weights_of(self, lags: Tensor, intercept: Tensor, spread: Tensor) -> Tensor:
         """Returns the weights of parameters in the order of `names`. This is the inverse of `_values_of`."""
         coefficients = torch.cat([lags.transpose(-2, -3).flatten(-2), (intercept - self.center).unsqueeze(-1)], -1)
-        return self._encode(coefficients @ self._shift(), spread if self.names[-1] == "covariance" else spread.diag_embed())
+        return self._encode(
+            coefficients @ self._shift(), spread if self.names[-1] == "covariance" else spread.diag_embed()
+        )
 
     def _value(self, name: str) -> Tensor:
         """Returns a parameter of the best restart by name."""
@@ -452,7 +454,9 @@ class Autoregressive(Emission):
     def _last_regressors(self, sequences: Sequences) -> Tensor:
         """Returns (N, F) the regressors of the step after the end of each sequence."""
         starts, ends = (part.to(self.center.device) for part in (sequences.offsets[:-1], sequences.offsets[1:]))
-        values = torch.cat([sequences.values.to(self.center.dtype) - self.center, self.center.new_zeros(1, len(self.center))])
+        values = torch.cat(
+            [sequences.values.to(self.center.dtype) - self.center, self.center.new_zeros(1, len(self.center))]
+        )
         lags = []
         for lag in range(1, self.order + 1):
             inside = (ends - lag >= starts)[:, None]

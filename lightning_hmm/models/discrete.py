@@ -173,9 +173,7 @@ class DiscreteHMM(SequenceModel):
         self._warn_where_impossible(sequences, found.log_likelihood == -torch.inf)
         counts = found.counts[0] if len(found.counts) == 1 else found.counts
         filtered, smoothed = (_sum_over_classes(rows, problem[1]) for rows in (found.filtered, found.smoothed))
-        return Posterior(
-            found.log_likelihood, sequences.with_values(filtered), sequences.with_values(smoothed), counts
-        )
+        return Posterior(found.log_likelihood, sequences.with_values(filtered), sequences.with_values(smoothed), counts)
 
     @torch.no_grad()
     def sample(
