@@ -12,7 +12,7 @@ from lightning_hmm.inference.operators import ShiftRegister
 from lightning_hmm.sequences import Sequences
 
 
-class Histories(Full):  # type: ignore[misc]
+class Histories(Full):
     """A full matrix of transition probabilities, combined with an emission that depends on the last L + 1 states.
 
     The options and parameters are those of `Full`. Inference uses K^(L + 1) states, one for each sequence of L + 1
