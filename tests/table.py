@@ -31,6 +31,7 @@ from lightning_hmm import (
 from lightning_hmm.callbacks import Pruning
 from lightning_hmm.columns import Column
 from lightning_hmm.distributions import (
+    Autoregressive,
     Bernoulli,
     Beta,
     Binomial,
@@ -46,7 +47,9 @@ from lightning_hmm.distributions import (
     Gaussian,
     GaussianMixture,
     Geometric,
+    Histories,
     Initial,
+    LeftRight,
     LogNormal,
     Mixture,
     Multinomial,
@@ -158,6 +161,8 @@ def suited(kind: str, sequences: Sequences) -> Sequences:
         return sequences.with_values(torch.where(counts.isnan().any(1, keepdim=True), torch.nan, counts))
     if kind == "count vectors":
         return sequences.with_values(counts)
+    if kind == "short vectors":
+        return sequences.with_values(sequences.values[:, :1])
     if kind == "mixed vectors":
         return sequences.with_values(torch.cat([sequences.values, counts[:, :1] % 3, counts[:, 1:2]], 1))
     return sequences
@@ -253,6 +258,22 @@ ROWS: dict[str, Row] = {
     "composed, beta": Row(lambda: _composed(Beta(0.2)), "fraction vectors"),
     "composed, von Mises": Row(lambda: _composed(VonMises(0.2)), "vectors"),
     "composed, von Mises, tied": Row(lambda: _composed(VonMises(0.2, tied=["loc"])), "vectors"),
+    "composed, autoregressive": Row(lambda: _composed(Autoregressive(1, "full", 0.1)), "vectors"),
+    "composed, autoregressive, tied": Row(
+        lambda: _composed(Autoregressive(2, tied=["intercept", "variance"], ridge=0.1), restarts=1), "weighted vectors"
+    ),
+    "composed, autoregressive, online": Row(
+        lambda: _composed(Autoregressive(1, "tied", 0.1), discount=0.8), "vectors", **ONLINE
+    ),
+    "composed, around means": Row(
+        lambda: HMM(2, Autoregressive(1, around_mean=True), Histories(0.5), Initial(0.3), num_features=1, restarts=2),
+        "short vectors",
+    ),
+    "composed, stationary": Row(lambda: HMM(3, Categorical(0.1), Full(0.5), "stationary", num_symbols=V, restarts=2)),
+    "composed, structure": Row(
+        lambda: HMM(3, Categorical(0.1), Full(0.5, 1.0, fixed=[[0, 1]], tied_rows=[[1, 2]]), num_symbols=V, restarts=2)
+    ),
+    "composed, left-right": Row(lambda: HMM(3, Categorical(0.1), LeftRight(1, 0.5), num_symbols=V, restarts=2)),
     "composed, product": Row(_mixed, "mixed vectors"),
     "composed, product, one start": Row(lambda: _mixed(restarts=1), "mixed vectors", states=True),
     "composed, product, online": Row(lambda: _mixed(discount=0.8), "mixed vectors", **ONLINE),

@@ -31,11 +31,12 @@ class AroundMean(Autoregressive):
         >>> from lightning_hmm import HMM, Autoregressive
         >>> model = HMM(num_states=2, emission=Autoregressive(1, around_mean=True), num_features=1)
         >>> parameters = {"mean": [[-1.0], [1.0]], "coefficients": [[[[0.5]]]] * 2, "variance": [[1.0], [1.0]]}
-        >>> model = model.set_values_of(transition=[[0.9, 0.1], [0.1, 0.9]], emission=parameters)
+        >>> model = model.set_parameters(transition=[[0.9, 0.1], [0.1, 0.9]], emission=parameters)
         >>> model.decode([[[-1.0], [-2.0], [-1.5], [1.0], [2.0]]])[0].tolist()
         [0, 0, 0, 1, 1]
     """
 
+    is_around_mean = True
     partner = "Histories"
     default_tied = ("coefficients", "variance")
     names_of_lines = ("mean", "coefficients")

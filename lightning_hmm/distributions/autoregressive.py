@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Self
 
 import torch
@@ -53,11 +53,11 @@ class Autoregressive(Emission):
         >>> from lightning_hmm import HMM, Autoregressive
         >>> model = HMM(num_states=2, emission=Autoregressive(order=1), num_features=1)
         >>> parameters = {"coefficients": [[[[0.9]]], [[[-0.5]]]], "intercept": [[0.0], [1.0]], "variance": [[1.0], [2.0]]}
-        >>> model = model.set_values_of(emission=parameters)
+        >>> model = model.set_parameters(transition=[[0.5, 0.5], [0.5, 0.5]], emission=parameters)
         >>> model.emission.coefficients.shape  # states, lags, columns, columns
         torch.Size([2, 1, 1, 1])
         >>> model.predict_next([[[0.0], [2.0]]]).mean  # a mixture of 0.9 * 2 and 1 - 0.5 * 2
-        tensor([[0.9...]], dtype=torch.float64)
+        tensor([[0.9000]], dtype=torch.float64)
     """
 
     weights: nn.Parameter  # (restarts, states, F), of the products of two of the columns y_t, its lags and 1
@@ -66,15 +66,15 @@ class Autoregressive(Emission):
     upper: Tensor
 
     depends_on_past = True
+    is_around_mean = False
     default_tied: tuple[str, ...] = ()
     names_of_lines: tuple[str, ...] = ("coefficients", "intercept")  # names of the parameters without the covariance
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        if not kwargs.get("around_mean") or cls is not Autoregressive:
-            return super().__new__(cls, *args, **kwargs)
-        from lightning_hmm.distributions.around_mean import AroundMean
-
-        return super().__new__(AroundMean, *args, **kwargs)  # type: ignore[arg-type, return-value]
+    @classmethod
+    def class_for(cls, options: Mapping[str, Any]) -> type[Self]:
+        if not options.get("around_mean"):
+            return cls
+        return next(family for family in (cls, *cls.__subclasses__()) if family.is_around_mean)
 
     def __init__(
         self,

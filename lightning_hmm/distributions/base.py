@@ -51,9 +51,14 @@ class Distribution(nn.Module, ABC):
     _given: tuple[tuple[Any, ...], dict[str, Any]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        part = super().__new__(cls)
+        part = super().__new__(cls.class_for(kwargs))
         part.__dict__["_given"] = (args, kwargs)
         return part
+
+    @classmethod
+    def class_for(cls, options: Mapping[str, Any]) -> type[Self]:
+        """Returns the class of a part with the given options: this one, or a subclass that implements an option."""
+        return cls
 
     def __init__(self) -> None:
         super().__init__()
