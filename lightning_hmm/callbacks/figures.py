@@ -162,6 +162,13 @@ class Figures(Callback):
         occupancy = functools.cache(lambda: self._occupancy(model, transition))
         if transition is not None:
             yield "transition_matrix", lambda: plotting.transition_matrix(transition, self.max_labels)
+        for name, (values, labels) in getattr(getattr(model, "transition", None), "tables", {}).items():
+            yield (
+                name,
+                functools.partial(
+                    plotting.parameter_matrix, values.numpy(force=True), max_labels=self.max_labels, **labels
+                ),
+            )
         yield from self._emission_figures(model, occupancy)
         yield "state_usage", lambda: _state_usage(*occupancy(), transition)
         if hasattr(model, "embeddings"):

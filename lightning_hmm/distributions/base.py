@@ -364,6 +364,13 @@ class Transition(Distribution):
     # Approximate size of the temporary arrays of `operator` for each step of the batch.
     numbers_per_step: int = 0
 
+    @property
+    def tables(self) -> dict[str, tuple[Tensor, dict[str, Any]]]:
+        """Matrices that `Figures` draws, with the options of `plotting.parameter_matrix`, for transitions without a
+        matrix of probabilities.
+        """
+        return {}
+
     def check(self, sequences: Sequences) -> None:
         """Raises a `ValueError` if the sequences lack a column that the transitions depend on."""
 

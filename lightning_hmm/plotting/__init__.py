@@ -7,7 +7,13 @@ from lightning_hmm.plotting.curves import convergence
 from lightning_hmm.plotting.embeddings import composition
 from lightning_hmm.plotting.emissions import ColumnDensities, column_emissions, gaussian_emissions
 from lightning_hmm.plotting.latent_states import effective_size, latents, predictions
-from lightning_hmm.plotting.matrices import clone_matrix, cooccurrences, emission_matrix, transition_matrix
+from lightning_hmm.plotting.matrices import (
+    clone_matrix,
+    cooccurrences,
+    emission_matrix,
+    parameter_matrix,
+    transition_matrix,
+)
 from lightning_hmm.plotting.state_graphs import state_graph
 from lightning_hmm.plotting.style import COLORS
 from lightning_hmm.plotting.usage import expected_dwell, state_usage, stationary_distribution
@@ -25,6 +31,7 @@ __all__ = [
     "expected_dwell",
     "gaussian_emissions",
     "latents",
+    "parameter_matrix",
     "predictions",
     "state_graph",
     "state_usage",

@@ -52,6 +52,38 @@ def transition_matrix(probs: Array, max_labels: int = 40) -> Figure:
     return figure
 
 
+def parameter_matrix(
+    values: Array,
+    title: str,
+    xlabel: str,
+    ylabel: str = "state",
+    names: Sequence[str] | None = None,
+    max_labels: int = 40,
+) -> Figure:
+    """Heat map of parameters that are not negative.
+
+    Args:
+        values: (rows, columns) parameters.
+        title: Title of the figure.
+        xlabel: Label of the columns.
+        ylabel: Label of the rows.
+        names: Names of the columns. They are numbered if there are none.
+        max_labels: Largest number of tick labels per axis.
+
+    Example:
+        >>> figure = parameter_matrix([[0.1, 0.9], [0.5, 0.5]], "Durations", "steps", names=["1", "2"])
+        >>> [label.get_text() for label in figure.axes[0].get_xticklabels()]
+        ['1', '2']
+    """
+    matrix = to_numpy(values)
+    figure, (axes,) = new_figure()
+    _draw_probabilities(figure, axes, matrix, title)
+    label_ticks(axes.xaxis, matrix.shape[1], names, max_labels)
+    label_ticks(axes.yaxis, matrix.shape[0], max_labels=max_labels)
+    axes.set(xlabel=xlabel, ylabel=ylabel)
+    return figure
+
+
 def clone_matrix(probs: Array, clones: Array, names: Sequence[str] | None = None) -> Figure:
     """Heat map of the transition probabilities of a cloned HMM, with lines between the clones of different symbols.
 

@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import TensorBoardLogger
 from scipy import optimize, stats
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import lightning_hmm
 from lightning_hmm import HMM, BaumWelch, Durations, Poisson, SemiMarkovHMM, Sequences, fit, inference
+from lightning_hmm.callbacks import Figures
 from lightning_hmm.distributions.durations import FAMILIES, fitted, log_probs_of
 from lightning_hmm.inference import semi_markov
 from lightning_hmm.inference.backends import VARIABLE
@@ -309,6 +312,16 @@ def test_a_semi_markov_model_trains_saves_and_loads(tmp_path):
     assert torch.equal(loaded.score(sequences), model.score(sequences))
     assert torch.equal(loaded.transition.mean_durations, model.transition.mean_durations)
     assert model.posterior(sequences).smoothed.values.shape == (len(sequences.values), 2)
+
+
+def test_figures_of_jumps_and_durations_are_drawn(tmp_path):
+    model = SemiMarkovHMM(2, 4, num_symbols=3)
+    options = {"logger": TensorBoardLogger(tmp_path, ""), "callbacks": [Figures()]}
+    fit(model, [[0, 1, 1, 2, 0, 0]], 1, **options)
+    events = EventAccumulator(str(next(tmp_path.rglob("events*")).parent)).Reload()
+    assert sorted(events.Tags()["images"]) == [
+        f"figures/{name}" for name in ("convergence", "durations", "emissions", "jumps", "state_usage")
+    ]
 
 
 def test_an_impossible_duration_is_reported():

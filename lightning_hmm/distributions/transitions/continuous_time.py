@@ -206,6 +206,11 @@ class ContinuousTime(Transition):
         stays = torch.diag(exact)
         return torch.where(stays, log_probs, entering)
 
+    @property
+    def tables(self) -> dict[str, tuple[Tensor, dict[str, Any]]]:
+        labels = {"title": "Rates per unit of time", "xlabel": "to state", "ylabel": "from state"}
+        return {"rates": (self.rates.clamp(min=0), labels)}
+
     def matrix(self, restart: int) -> None:
         return None
 

@@ -252,6 +252,17 @@ class Durations(Transition):
         first[:, 0] = log_initial
         return first.flatten(), operator, entered.div(longest, rounding_mode="floor").repeat_interleave(longest)
 
+    @property
+    def tables(self) -> dict[str, tuple[Tensor, dict[str, Any]]]:
+        steps = [str(duration) for duration in range(1, self.max_duration + 1)]
+        return {
+            "jumps": (self.jump_probs, {"title": "Jump probabilities", "xlabel": "to state", "ylabel": "from state"}),
+            "durations": (
+                self.duration_probs,
+                {"title": "Probabilities of durations", "xlabel": "steps", "names": steps},
+            ),
+        }
+
     def matrix(self, restart: int) -> None:
         return None
 

@@ -1,8 +1,8 @@
 r"""Forward-backward with explicit durations, for evidence of the K classes.
 
-The messages are those of the operator `Duration`, but a step takes one pass over them in each direction. The prediction
-a of a step t has an entry for each class k and number of remaining steps r. With the factor :math:`f_k = b_k / c`, where
-b are the emission probabilities and c is the probability of the step,
+The messages are those of the operator `Duration`, but a step takes one pass over them in each direction. The
+prediction a of a step t has an entry for each class k and number of remaining steps r. With the factor
+:math:`f_k = b_k / c`, where b are the emission probabilities and c is the probability of the step,
 
 .. math:: a'_{kr} = f_k a_{k,r+1} + e_k p_{kr}, \qquad e_j = \sum_k f_k a_{k0} J_{kj}
 
