@@ -63,7 +63,9 @@ class Mixture(Compound):
     ) -> None:
         super().__init__(component, pseudocount, tied, frozen)
         if isinstance(num_components, bool) or not isinstance(num_components, int) or num_components < 1:
-            raise ValueError(f"`num_components` must be a whole number of at least 1, but is {num_components!r} instead.")
+            raise ValueError(
+                f"`num_components` must be a whole number of at least 1, but is {num_components!r} instead."
+            )
         self.num_components = num_components
         self.shares_components = "components" in self.tied
 
