@@ -378,7 +378,8 @@ class ExponentialFamily(Emission):
         strange = next((name for name in values if name not in self.names), None)
         if strange is not None:
             raise ValueError(
-                f"{_name_of(self)} emission has the parameters {', '.join(self.names)}, but {strange!r} was given."
+                f"{_name_of(self)} emission has the parameters {', '.join(self.names)}, "
+                f"but {strange!r} was given."
             )
         is_set = bool(self.is_set)
         lacking = [name for name in self.names if name not in values]
