@@ -142,10 +142,7 @@ class FileDataModule(ScaledDataModule):
             raise ValueError("`vocabulary` and `unknown` apply to symbols, but `kind` is 'vectors'. Omit them.")
         paths = {"train": path, "val": val_path, "test": test_path}
         files, file_format = _find_parts(paths, self.data_dir, format)
-        singles = {"labels": label_column, "times": time_column, "actions": action_column}
-        others = {step: [name] for step, name in singles.items() if name is not None} | (
-            {"inputs": input_columns} if input_columns else {}
-        )
+        others = _other_columns(input_columns, labels=label_column, times=time_column, actions=action_column)
         if file_format == "text":
             given = {"columns": columns, "sequence_column": sequence_column, "categorical_columns": categorical_columns}
             _refuse_for_text([option for option, value in given.items() if value] + [OPTIONS[step] for step in others])
@@ -418,6 +415,11 @@ def _lookup(read: dict[str, Any], names: list[str], unknown: str | None = None) 
     number = {name: i for i, name in enumerate(names)}
     lookup = [number[name] if name in number else number[str(unknown)] for name in read["names"]]
     return None if lookup == list(range(len(lookup))) else np.array([*lookup, MISSING], symbol_dtype(len(names)))
+
+
+def _other_columns(inputs: list[str] | None, **names: str | None) -> dict[str, list[str]]:
+    """Returns the names of the columns that are not observed, by the part of a step that they contain."""
+    return {step: [name] for step, name in names.items() if name is not None} | ({"inputs": inputs} if inputs else {})
 
 
 def _refuse_for_text(used: list[str]) -> None:
