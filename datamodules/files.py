@@ -134,15 +134,14 @@ class FileDataModule(ScaledDataModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(standardize=standardize, **kwargs)
-        require_choice("format", format, Format)
-        require_choice("kind", kind, Kind)
-        require_choice("unit", unit, Unit)
-        require_choice("sequence_per", sequence_per, SequencePer)
-        if (named := vocabulary is not None or unknown is not None) and kind == "vectors":
-            raise ValueError("`vocabulary` and `unknown` apply to symbols, but `kind` is 'vectors'. Omit them.")
+        named = vocabulary is not None or unknown is not None
+        _check_choices(format, kind, unit, sequence_per, named)
         paths = {"train": path, "val": val_path, "test": test_path}
         files, file_format = _find_parts(paths, self.data_dir, format)
-        others = _other_columns(input_columns, labels=label_column, times=time_column, actions=action_column)
+        singles = {"labels": label_column, "times": time_column, "actions": action_column}
+        others = {step: [name] for step, name in singles.items() if name is not None} | (
+            {"inputs": input_columns} if input_columns else {}
+        )
         if file_format == "text":
             given = {"columns": columns, "sequence_column": sequence_column, "categorical_columns": categorical_columns}
             _refuse_for_text([option for option, value in given.items() if value] + [OPTIONS[step] for step in others])
@@ -417,9 +416,13 @@ def _lookup(read: dict[str, Any], names: list[str], unknown: str | None = None) 
     return None if lookup == list(range(len(lookup))) else np.array([*lookup, MISSING], symbol_dtype(len(names)))
 
 
-def _other_columns(inputs: list[str] | None, **names: str | None) -> dict[str, list[str]]:
-    """Returns the names of the columns that are not observed, by the part of a step that they contain."""
-    return {step: [name] for step, name in names.items() if name is not None} | ({"inputs": inputs} if inputs else {})
+def _check_choices(format: str, kind: str, unit: str, sequence_per: str, has_vocabulary: bool) -> None:
+    require_choice("format", format, Format)
+    require_choice("kind", kind, Kind)
+    require_choice("unit", unit, Unit)
+    require_choice("sequence_per", sequence_per, SequencePer)
+    if has_vocabulary and kind == "vectors":
+        raise ValueError("`vocabulary` and `unknown` apply to symbols, but `kind` is 'vectors'. Omit them.")
 
 
 def _refuse_for_text(used: list[str]) -> None:
