@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help fit test quick test-widths lint format board clean
@@ -17,10 +17,10 @@ fit: $(VENV)/installed  ## Train a first model on synthetic data
 test: $(VENV)/installed-dev  ## Run all tests
 	$(PYTEST)
 
-QUICK = tests/test_imports.py tests/test_columns.py tests/test_sequences.py tests/distributions tests/inference/test_enumeration.py \
+QUICK = tests/test_imports.py tests/test_form.py tests/test_columns.py tests/test_sequences.py tests/distributions tests/inference/test_enumeration.py \
 	tests/inference/test_operators.py tests/models/test_hmm.py tests/optim
 
-quick: $(VENV)/installed-dev  ## Run a subset of the tests that covers the core
+quick: $(VENV)/installed-dev  ## Run a subset of the tests that covers the core (at most 2 minutes)
 	$(PYTEST) $(QUICK)
 
 # `make test` uses the widest vector instructions of the processor.

@@ -143,12 +143,8 @@ class FileDataModule(ScaledDataModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(standardize=standardize, **kwargs)
-        require_choice("format", format, Format)
-        require_choice("kind", kind, Kind)
-        require_choice("unit", unit, Unit)
-        require_choice("sequence_per", sequence_per, SequencePer)
-        if (named := vocabulary is not None or unknown is not None) and kind == "vectors":
-            raise ValueError("`vocabulary` and `unknown` apply to symbols, but `kind` is 'vectors'. Omit them.")
+        named = vocabulary is not None or unknown is not None
+        _check_choices(format, kind, unit, sequence_per, named)
         paths = {"train": path, "val": val_path, "test": test_path}
         files, file_format = _find_parts(paths, self.data_dir, format)
         singles = {"labels": label_column, "times": time_column, "actions": action_column}
@@ -436,6 +432,15 @@ def _lookup(read: dict[str, Any], names: list[str], unknown: str | None = None) 
     number = {name: i for i, name in enumerate(names)}
     lookup = [number[name] if name in number else number[str(unknown)] for name in read["names"]]
     return None if lookup == list(range(len(lookup))) else np.array([*lookup, MISSING], symbol_dtype(len(names)))
+
+
+def _check_choices(format: str, kind: str, unit: str, sequence_per: str, has_vocabulary: bool) -> None:
+    require_choice("format", format, Format)
+    require_choice("kind", kind, Kind)
+    require_choice("unit", unit, Unit)
+    require_choice("sequence_per", sequence_per, SequencePer)
+    if has_vocabulary and kind == "vectors":
+        raise ValueError("`vocabulary` and `unknown` apply to symbols, but `kind` is 'vectors'. Omit them.")
 
 
 def _refuse_for_text(used: list[str]) -> None:

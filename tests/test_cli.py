@@ -28,6 +28,7 @@ from lightning_hmm.cli import CommandLine, main, run
 from lightning_hmm.cli.run_files import SharedVersion, default_loggers
 from tests.helpers import random_symbols
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*/*.yaml"))
 SMALL = ["--data.init_args.num_sequences=40", "--data.init_args.max_length=40", "--trainer.enable_progress_bar=false"]

@@ -25,6 +25,7 @@ from lightning_hmm import Sequences, fit
 from lightning_hmm.metrics import PredictionError
 from lightning_hmm.models import RecurrentNet
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
 EXPERIMENTS = [
     ["cloned.languages", "toy"],

@@ -77,7 +77,6 @@ def test_no_private_name_is_imported():
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
         if alias.name.startswith("_") and not alias.name.startswith("__")
-        if node.module != "lightning_hmm.inference.kernels.simd"
     ]
     assert not imported
 

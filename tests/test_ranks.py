@@ -20,6 +20,7 @@ from lightning_hmm.training import quiet_lightning
 from tests.rank_worker import OTHERS, few, ragged
 from tests.table import ROWS, assert_same_state, data, state
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 
 

@@ -32,7 +32,7 @@ accumulate(total, np.full(16, 3.0), 2.0)
 assert (total == 7).all()
 code = "".join(accumulate.inspect_asm().values())
 key = numba.core.registry.cpu_target.target_context.codegen().magic_tuple()
-print(json.dumps([simd["_VECTOR_BYTES"], [name for name in ("ymm", "zmm") if name in code], key]))
+print(json.dumps([simd["VECTOR_BYTES"], [name for name in ("ymm", "zmm") if name in code], key]))
 """
 
 

@@ -1,4 +1,4 @@
-"""The operator `Dense` on a CPU: a step of a tile is one product with the matrix, and the counts of a few steps are another."""
+"""The operator `Dense` on a CPU. A step of a tile is a product with the matrix; counts are products of many steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,12 @@ class DenseArrays(NamedTuple):
 
 
 class DenseSums(NamedTuple):
-    """partial: (padded, padded) sums of alpha kappa in the working precision; counts: (S, S) float64; summed: rows in `partial`."""
+    """Sums of products of messages before and after a transition.
+
+    partial: (padded, padded) sums of alpha kappa in the working precision.
+    counts: (S, S) sums in float64.
+    summed: Number of rows in `partial`.
+    """
 
     partial: np.ndarray
     counts: np.ndarray

@@ -1,23 +1,27 @@
 r"""Forward-backward over tiles of sequences, compiled once for each type of operator and precision.
 
-Sequences come sorted by length and are worked on in tiles, so that a step of a tile is a small matrix product, and those still running
-are a prefix of the tile. Messages are probabilities that are normalized at every step; the state axis is padded with zeros to a multiple of the
-vector width.
+Sequences are sorted by length and processed in tiles, so that a step of a tile is a small matrix product. The sequences
+that are still running are the first ones of the tile. Messages are probabilities that are normalized at every step. The
+state axis is padded with zeros to a multiple of the vector width.
 
-.. math:: \alpha_t = (\alpha_{t-1} A \odot b_t) / c_t, \qquad \kappa_t = b_t \odot \beta_t / c_t, \qquad \beta_{t-1} = A \kappa_t
+.. math:: \alpha_t = (\alpha_{t-1} A \odot b_t) / c_t, \qquad
+    \kappa_t = b_t \odot \beta_t / c_t, \qquad \beta_{t-1} = A \kappa_t
 
-An operator is a NamedTuple of arrays with implementations of the functions `predict`, `retract`, `count` and `best` below, which numba selects by the
-type of the tuple. See `dense` for an example.
+An operator is a NamedTuple of arrays with implementations of the functions `predict`, `retract`, `count` and `best`
+below, which numba selects by the type of the tuple. See `dense` for an example.
 
-A message entry below `flush`, relative to the sum, is set to zero. The filter reports where that happens to an entry that was possible. Three
-bounds on the likelihood that was lost follow, each run only where the one before is not conclusive:
+A message entry below `flush`, relative to the sum, is set to zero. The filter reports where that happens to an entry
+that was possible. Three bounds on the likelihood that was lost follow. Each is computed only if the one before is not
+conclusive:
 
-1. Nothing was lost. Or, without a look at the messages, every transition is so probable that one step later every state has a share beside
-   which the loss is negligible (`fed`).
-2. The lost share can grow at most by the inverse of all later sums :math:`c_t`.
-3. A second forward pass adds to every prediction more than could have been lost, and gives an upper bound of the likelihood.
+1. Nothing was lost. Or, from the bounds of the operator alone, every transition is so probable that one step later
+   every state has a probability beside which the loss is negligible (`fed`).
+2. The lost fraction can grow at most by the inverse of all later sums :math:`c_t`.
+3. A second forward pass adds to every prediction more than could have been lost, which gives an upper bound of the
+   likelihood.
 
-A sequence that passes none of them has a log-likelihood of NaN and takes no part in any sum. So does a sequence in which a step's sum is below `collapse`.
+A sequence that passes none of them has a log-likelihood of NaN and contributes to no sum. The same holds for a sequence
+in which the sum of a step is below `collapse`.
 """
 
 from __future__ import annotations
@@ -97,7 +101,11 @@ class Result(NamedTuple):
 
 
 class State(NamedTuple):
-    """Of the sequences of a tile: logarithms and products that make up the likelihood, what was lost, and both when the sequence ended."""
+    """State of the sequences of a tile.
+
+    It consists of logarithms and products whose sum is the log-likelihood, what was lost, and both at the end of each
+    sequence.
+    """
 
     sums: np.ndarray
     products: np.ndarray
@@ -108,7 +116,10 @@ class State(NamedTuple):
 
 @inner
 def chunk_steps(step_bytes):
-    """How many steps a forward pass without a backward pass works on at once, if the messages of a tile at one step take `step_bytes`."""
+    """Returns the number of steps that a forward pass without a backward pass processes at once.
+
+    `step_bytes` is the size of the messages of a tile at one step.
+    """
     return min(_CHUNK, max(4, _CHUNK_BYTES // step_bytes))
 
 
@@ -116,21 +127,28 @@ def chunk_steps(step_bytes):
 
 
 def predict(op, starts, t, active, rows, messages, slot):
-    """messages[slot + 1, b] = messages[slot, b] A for b < rows, into step t, which is number starts[b] + t of the batch.
+    """Computes messages[slot + 1, b] = messages[slot, b] A for b < rows, into step t.
 
-    Rows from `active` on belong to sequences that have ended: they may become anything finite, and have no step.
+    Step t of sequence b has the number starts[b] + t in the batch. Rows from `active` on belong to sequences that have
+    ended. They may take any finite value.
     """
     raise NotImplementedError
 
 
 def retract(op, sums, starts, t, active, rows, alpha, kappa, slot, beta):
-    """beta[b] = A kappa[slot, b] for b < rows, out of step t. May add the counts of alpha[t, b], the messages before that step, and kappa[slot, b] to
-    `sums`; kappa is zero from `active` on."""
+    """Computes beta[b] = A kappa[slot, b] for b < rows, out of step t.
+
+    It may add the counts of alpha[t, b], the messages before that step, and kappa[slot, b] to `sums`. From `active` on,
+    kappa is zero.
+    """
     raise NotImplementedError
 
 
 def count(op, sums, alpha, kappa, t, steps, last):
-    """Adds the counts of alpha[t : t + steps] and kappa[:steps], messages before and after the transition; `last` in the last call for a tile."""
+    """Adds the counts of alpha[t : t + steps] and kappa[:steps], the messages before and after the transitions.
+
+    `last` is true in the last call for a tile.
+    """
     raise NotImplementedError
 
 
@@ -145,12 +163,12 @@ def step(op, watch, like, now, before, emissions, flush, tiny, collapse, scales,
 
 
 def best(op, starts, t, active, rows, messages, slot):
-    """messages[slot + 1, b, j] = max over i of messages[slot, b, i] + log A_ij, for b < rows; otherwise as `predict`."""
+    """Computes messages[slot + 1, b, j] = max over i of messages[slot, b, i] + log A_ij, otherwise as `predict`."""
     raise NotImplementedError
 
 
 def best_source(op, step, messages, slot, b, state):
-    """The i that maximizes messages[slot, b, i] + log A[i, state], into the step with the number `step`; the first if there are several."""
+    """Returns the first i that maximizes messages[slot, b, i] + log A[i, state], into the step with number `step`."""
     raise NotImplementedError
 
 
@@ -228,8 +246,11 @@ def _report(code, size, b, scales, slot, state):
 def forward(
     op, limits, leak, first, last, members, lengths, starts, num_states, initial, places, alpha, scales, state, ends
 ):
-    """Filters the steps `first` to `last` of a tile. alpha[1 + t - first, b] ~ p(z_t | y_1:t), scaled by scales[t - first, b] to a sum of one; alpha[0]
-    holds the messages before `first`. Where there is room, `ends` takes the last messages of sequences."""
+    """Filters the steps `first` to `last` of a tile.
+
+    alpha[1 + t - first, b] ~ p(z_t | y_1:t) is scaled by scales[t - first, b] to a sum of one; alpha[0] contains the
+    messages before `first`. The last messages of sequences are copied to `ends` if it has room.
+    """
     tile, padded = alpha.shape[1], alpha.shape[2]
     zero, tiny = alpha.dtype.type(0.0), alpha.dtype.type(0.0) if leak > 0 else limits.tiny
     alpha_at, places_at, scales_at, products_at = (
@@ -339,11 +360,14 @@ def backward(
     buffers,
     out,
 ):
-    """Smooths a tile and adds its counts. The posterior probabilities, times weight, are added to the float64 rows at the addresses `counted`, or with
+    """Smooths a tile and adds its counts.
+
+    The posterior probabilities, times weight, are added to the float64 rows at the addresses `counted`, or with
     `by_rows` are consumed from `posteriors`.
 
-    beta begins with the weight at the last step. The sum of alpha beta is then the weight at every step, except for rounding, which every
-    eighth step removes. `kappa` and `posteriors` hold a few steps, as many as one product of the counts takes.
+    beta begins with the weight at the last step. The sum of alpha beta is then the weight at every step, except for
+    rounding, which every eighth step removes. `kappa` and `posteriors` contain as many steps as one product of the
+    counts uses.
     """
     tile, padded, window = alpha.shape[1], alpha.shape[2], kappa.shape[0]
     zero, lanes, num_states = alpha.dtype.type(0.0), lanes_of(alpha.dtype.type(0.0)), seen.one_hot.shape[0] - 1
@@ -451,8 +475,11 @@ def run_lane(
     work,
     out,
 ):
-    """Forward-backward, or without `smooth` the forward pass, over the tiles of one lane. With `smooth`, `chunk` is the length of its longest sequence;
-    without, the number of steps to work on at once."""
+    """Runs forward-backward, or without `smooth` the forward pass, over the tiles of one lane.
+
+    With `smooth`, `chunk` is the length of the longest sequence of the lane; otherwise, the number of steps that are
+    processed at once.
+    """
     padded, size = initial.shape[0], tile * initial.shape[0]
     computed, by_rows = seen.form != TABLE, smooth and (seen.form != TABLE or out.smoothed.shape[0] > 0)
     alpha, rest = work[: (chunk + 1) * size].reshape(chunk + 1, tile, padded), work[(chunk + 1) * size :]
@@ -513,8 +540,8 @@ def run_lane(
                             out.problem,
                         )
                 forward(
-                    op, limits, leak, first, last, members, lengths, starts, num_states, initial, places[here:], messages[there:], factors[there:], state,
-                    finals,
+                    op, limits, leak, first, last, members, lengths, starts, num_states, initial,
+                    places[here:], messages[there:], factors[there:], state, finals,
                 )  # fmt: skip
                 if last < lengths[0] and (attempt == 1 or not keeps):
                     for b in range(tile):
@@ -541,8 +568,8 @@ def run_lane(
                     out.last[ids[b], k] = ends[b, k]
         if smooth:
             backward(
-                op, seen, sums, members, lengths, starts, tile_weights, by_rows, places, counted, alpha, scales, beta, gamma, kappa, posteriors,
-                buffers, out,
+                op, seen, sums, members, lengths, starts, tile_weights, by_rows, places, counted,
+                alpha, scales, beta, gamma, kappa, posteriors, buffers, out,
             )  # fmt: skip
             for b in range(members):
                 if out.filtered.shape[0] > 0 and not np.isnan(found[b]):

@@ -17,8 +17,11 @@ def _log_sum_exp(values):
 
 @strict_kernel
 def exact_sequence(log_initial, log_transition, rows, weight, smooth, smoothed, filtered, pairs):
-    """Fills p(z_t | y_1:T) times weight and p(z_t | y_1:t), both (T, S), and adds expected transitions to `pairs`. Returns the log-likelihood and the
-    first step of probability zero, or -1; in that case nothing is added, and the rows are zero."""
+    """Fills p(z_t | y_1:T) times weight and p(z_t | y_1:t), both (T, S), and adds expected transitions to `pairs`.
+
+    Returns the log-likelihood and the first step of probability zero, or -1. If there is such a step, nothing is added,
+    and the rows are zero.
+    """
     steps, num_states = rows.shape
     log_alpha, log_likelihood = np.empty((steps, num_states)), 0.0
     for t in range(steps):

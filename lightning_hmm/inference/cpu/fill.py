@@ -1,9 +1,10 @@
-"""From evidence to rows of emission probabilities, and from posterior probabilities to the gradient of the evidence, for a tile at a time.
+"""Conversion of evidence to rows of emission probabilities, and of posterior probabilities to its gradient, by tile.
 
-The filter reads an emission row through its address. For symbols that is a row of a small table; for other evidence `fill` computes the rows of a
-tile. Rows are divided by their largest entry, whose logarithm joins the log-likelihood. An entry that is too small for the precision
-although it is not zero is stored as about the smallest normal number, which the filter takes for "lost" rather than for "impossible". The padding
-holds any finite numbers, as messages are zero there.
+The filter reads an emission row through its address. For symbols, it is a row of a small table; for other evidence,
+`fill` computes the rows of a tile. Rows are divided by their largest entry, whose logarithm is added to the
+log-likelihood. An entry that is not zero but too small for the precision is stored as about the smallest normal number,
+which the filter treats as "lost" instead of "impossible". The padding contains arbitrary finite numbers, because
+messages are zero there.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ class Seen(NamedTuple):
     """The evidence of a batch in one type for all forms, so that the driver is compiled once.
 
     form: `TABLE`, `QUADRATIC` or `ROWS`.
-    data, end, itemsize, width: the addresses where the symbols, columns or log-likelihoods begin and end, the bytes of each number, and the numbers
-        of a step.
-    table, shifts: (V + 1, padded) probabilities divided by the largest of the row, and (V + 1,) its logarithm; the last row is for a missing symbol.
+    data, end, itemsize, width: the addresses where the symbols, columns or log-likelihoods begin and end, the bytes of
+        each number, and the numbers of a step.
+    table, shifts: (V + 1, padded) probabilities divided by the largest of the row, and (V + 1,) its logarithm; the last
+        row is for a missing symbol.
     one_hot: (K + 1, padded) rows for labelled steps of a table; the last is zero.
     log_probs: (K, V) of a table, for labelled steps.
     labels: (steps,), or empty.
@@ -115,10 +117,10 @@ def _look_up(like, seen, first, last, members, lengths, starts, places, counted,
 
 @inner
 def fill_from_table(seen, first, last, members, lengths, starts, places, counted, counts_at, sums, problem):
-    """Writes the addresses of the emission rows of the steps `first` to `last` of a tile, and adds the logarithms that they were divided by to `sums`.
+    """Writes the addresses of the emission rows of the steps `first` to `last` of a tile.
 
-    `counted` takes the addresses of the rows of the gradient at `counts_at`, if that is not 0. `problem` takes a step whose symbol, and one whose
-    label, cannot be used.
+    The logarithms by which the rows were divided are added to `sums`. `counted` takes the addresses of the rows of the
+    gradient at `counts_at`, if that is not 0. `problem` takes a step whose symbol, and one whose label, cannot be used.
     """
     if seen.itemsize == 8:
         usable = _look_up(np.int64(0), seen, first, last, members, lengths, starts, places, counted, counts_at, sums)
@@ -155,7 +157,7 @@ class Buffers(NamedTuple):
     scratch: (BLOCK, padded) log-likelihoods, or posterior probabilities.
     gathered, columns: (BLOCK, width) and (width, BLOCK) the columns of the data, padded to whole vectors.
     present: (1, BLOCK) one where a sequence is running, else zero.
-    products: (F, BLOCK) the features, F rounded up. If each column is a feature, and these come first, they are the columns as well.
+    products: (F, BLOCK) the features, F rounded up. If the first features are the columns, they share the rows.
     """
 
     scratch: np.ndarray
@@ -184,14 +186,16 @@ def make_buffers(seen, padded):
 
 @inner
 def feature_rows(num_features):
-    """The number of features, rounded up: products of whole blocks of four rows are cheaper, unless there is a single row more."""
+    """Returns the number of features, rounded up for products of blocks of four rows, unless a single row remains."""
     return num_features if num_features % 4 == 1 else 4 * ((num_features + 3) // 4)
 
 
 @inner
 def _gather(like, seen, t, steps, width, whole, active, lengths, starts, buffers):
-    """The columns of the steps t, t + 1, ... of `width` sequences, numbers of the type of `like`, with the center subtracted; zeros where a sequence has
-    ended, which none has if the block is `whole`."""
+    """Returns the columns of the steps t, t + 1, ... of `width` sequences, minus the center, in the type of `like`.
+
+    They are zero where a sequence has ended, which is never the case if the block is `whole`.
+    """
     size, num_columns, center, gathered, present = (
         seen.itemsize,
         seen.width,
@@ -218,7 +222,10 @@ def _gather(like, seen, t, steps, width, whole, active, lengths, starts, buffers
 
 @inner
 def _features(seen, t, steps, width, active, lengths, starts, buffers):
-    """products[f, r] of the steps t, t + 1, ... of `width` sequences, r = s * width + b; zero where a sequence has ended."""
+    """Computes products[f, r] of the steps t, t + 1, ... of `width` sequences, where r = s * width + b.
+
+    They are zero where a sequence has ended.
+    """
     whole, num_columns, padded, lanes = (
         active >= width and t + steps <= lengths[width - 1],
         seen.width,
@@ -279,9 +286,10 @@ def _rule_out(seen, r, step, scratch, problem):
 
 @inner
 def log_block(seen, t, steps, width, active, lengths, starts, padded, buffers, problem):
-    """Log-likelihoods of the steps t, t + 1, ... of `width` sequences, into the rows s * width + b of `buffers.scratch`; zero where a sequence has ended.
+    """Writes log-likelihoods of the steps t, t + 1, ... of `width` sequences to `buffers.scratch`.
 
-    A table must hold log-probabilities here. The padding holds numbers that are not larger than the largest of a row.
+    Row s * width + b is for step t + s of sequence b. It is zero where a sequence has ended. A table must hold
+    log-probabilities here. The padding contains numbers that are not larger than the largest of a row.
     """
     scratch = buffers.scratch
     if seen.form == QUADRATIC:
@@ -359,8 +367,10 @@ def fill_rows(seen, first, last, members, lengths, starts, rows, buffers, sums, 
 
 @inner
 def consume(seen, first, steps, members, lengths, starts, num_states, posteriors, buffers, sums, smoothed):
-    """Adds the posterior probabilities of the steps `first`, `first` + 1, ... of a tile to the gradient `sums`, and copies them to `smoothed` where that
-    has room. Rows of sequences that have ended are zero."""
+    """Adds the posterior probabilities of the steps `first`, `first` + 1, ... of a tile to the gradient `sums`.
+
+    They are copied to `smoothed` if it has room. Rows of sequences that have ended are zero.
+    """
     tile, padded, like = posteriors.shape[1], posteriors.shape[2], posteriors.dtype.type(0)
     active, t = members, first
     while seen.form == QUADRATIC and t < first + steps:

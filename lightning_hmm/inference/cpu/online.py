@@ -1,4 +1,7 @@
-"""Online EM with dense transitions and symbols: many updates, each an E-step of the driver and `updates.update`, in one compiled call."""
+"""Online EM with dense transitions and symbols: many updates in one compiled call.
+
+Each update consists of an E-step of the driver and `updates.update`.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,15 @@ _ROWS_COUNTED = 128
 
 
 @kernel
-def online_updates(batch, batch_offsets, order, offsets, weights, tile, most, bounds, discount, step, sizes, data_size, parts, log_transition, log_emission,
-                   seen, chain, sums, initial, emission_counts, work, out):  # fmt: skip
-    """Updates for the batches from number `batch` on. Returns the number of the first batch that it did not do: one with a sequence that leaves the
-    range of floating-point numbers."""
+def online_updates(
+    batch, batch_offsets, order, offsets, weights, tile, most, bounds, discount, step, sizes, data_size, parts,
+    log_transition, log_emission, seen, chain, sums, initial, emission_counts, work, out,
+):  # fmt: skip
+    """Runs the updates for the batches from number `batch` on.
+
+    Returns the number of the first batch that was not used, because one of its sequences leaves the range of
+    floating-point numbers.
+    """
     num_states, num_symbols = log_emission.shape
     log_initial, initial_counts = parts[0].values, parts[0].counts
     for batch in range(batch, batch_offsets.shape[0] - 1):  # noqa: B020
@@ -117,8 +125,8 @@ class DensePass:
         one_hot, no_pairs = aligned_zeros(DOUBLE, num_states + 1, 0), np.zeros((0, 2), np.int64)
         no_weights, where = aligned_zeros(DOUBLE, 0, padded), symbols.ctypes.data
         seen = Seen(
-            TABLE, where, where + symbols.nbytes, symbols.itemsize, 1, table, shifts, one_hot, none, np.zeros(0, np.int64), no_pairs, no_weights,
-            NO_CENTER, False,
+            TABLE, where, where + symbols.nbytes, symbols.itemsize, 1, table, shifts, one_hot, none,
+            np.zeros(0, np.int64), no_pairs, no_weights, NO_CENTER, False,
         )  # fmt: skip
         chain = DenseArrays(aligned_zeros(DOUBLE, padded, padded), aligned_zeros(DOUBLE, padded, padded), num_states)
         sums = DenseSums(
@@ -158,5 +166,5 @@ class DensePass:
     def __call__(
         self, batch: int, parts: tuple[Part, ...], discount: float, step: int, sizes: np.ndarray, data_size: float
     ) -> int:
-        """Updates from batch number `batch` on; returns the number of the first that it did not do. `step` updates have gone before."""
+        """Runs the updates from batch number `batch` on, after `step` earlier updates. See `online_updates`."""
         return int(online_updates(batch, *self._data, discount, step, sizes, data_size, parts, *self._work))

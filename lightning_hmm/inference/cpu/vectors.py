@@ -1,6 +1,6 @@
 """Vector instructions of the driver: a step of the filter, a step of smoothing, and rows of emission probabilities.
 
-They work on a few rows at once, so that no row has to wait for another, and take addresses, as those of `kernels.simd` do.
+They work on several rows at once, so that no row waits for another, and take addresses, as those of `kernels.simd` do.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from lightning_hmm.inference.kernels.simd import _Emitter, _make_row_operation, _multiply_block
+from lightning_hmm.inference.kernels.simd import Emitter, make_row_operation, multiply_block
 
 _LONG = ir.IntType(64)
 
@@ -43,13 +43,13 @@ def _make_filter(rows: int, watch: bool):
         filter(like, length, messages, emissions, flush, tiny, collapse, scales, products)
         step(like, messages, before, transition, depth, emissions, flush, tiny, collapse, scales, products)
 
-    For each of `rows` predicted messages: the message is multiplied by its emission row, where that is above `tiny`, else set to zero; then it is
-    divided by its sum, and set to zero where it is below `flush`. The inverse of the sum goes to `scales`; where the sum is not above
-    `collapse`, that and the message are zero. `products`, in float64, are multiplied by the sums, or by zero where they collapsed.
-    `emissions` holds addresses.
+    For each of `rows` predicted messages: the message is multiplied by its emission row where it is above `tiny`, and
+    set to zero elsewhere. It is then divided by its sum, and set to zero where it is below `flush`. The inverse of the
+    sum is written to `scales`. If the sum is not above `collapse`, the inverse and the message are zero. `products`, in
+    float64, are multiplied by the sums, or by zero if they collapsed. `emissions` contains addresses.
 
-    Returns an integer. Bit 0: one of the products is zero or may soon leave the range of floats. Bit 1 + r: row r has lost an entry, which is
-    zero although its prediction and its emission are not; only with `watch`.
+    Returns an integer. Bit 0: one of the products is zero or may soon leave the range of floats. Bit 1 + r: row r has
+    lost an entry, which is zero although its prediction and its emission are not; only with `watch`.
 
     `step` is for rows of one vector: it predicts the messages itself, from those `before`, and keeps them in registers.
     """
@@ -122,7 +122,7 @@ def _make_filter(rows: int, watch: bool):
         signature = types.int64(like, *[types.intp] * 3, scalar, scalar, scalar, *[types.intp] * 2)
 
         def codegen(context, builder, signature, args):
-            emit = _Emitter(builder, is_double)
+            emit = Emitter(builder, is_double)
             _, length, messages, emissions, flush, tiny, collapse, scales, products = args
             flush, tiny = emit.splat(flush), emit.splat(tiny)
             message_at = [emit.address(messages, builder.mul(length, emit.word(r))) for r in range(rows)]
@@ -162,11 +162,11 @@ def _make_filter(rows: int, watch: bool):
         signature = types.int64(like, *[types.intp] * 5, scalar, scalar, scalar, *[types.intp] * 2)
 
         def codegen(context, builder, signature, args):
-            emit = _Emitter(builder, is_double)
+            emit = Emitter(builder, is_double)
             _, messages, before, transition, depth, emissions, flush, tiny, collapse, scales, products = args
             flush, tiny, width = emit.splat(flush), emit.splat(tiny), emit.word(emit.lanes)
             start = {(r, 0): emit.constant(0.0) for r in range(rows)}
-            predicted = _multiply_block(emit, rows, 1, start, before, width, emit.word(1), transition, width, depth)
+            predicted = multiply_block(emit, rows, 1, start, before, width, emit.word(1), transition, width, depth)
             joints, first = zip(
                 *[weigh(emit, predicted[r, 0], emit.load_word(emissions, r), tiny) for r in range(rows)], strict=True
             )
@@ -192,7 +192,7 @@ def _multiply(emit, vectors, scalars):
 
 
 # multiply_row(like, length, out, left, right): out = left * right
-multiply_row = _make_row_operation(3, 0, _multiply)
+multiply_row = make_row_operation(3, 0, _multiply)
 
 
 @intrinsic
@@ -202,8 +202,8 @@ def center_row(typing_context, like, length, out, source, center):
     signature = types.void(like, *[types.intp] * 4)
 
     def codegen(context, builder, signature, args):
-        wide = _Emitter(builder, True)
-        emit = wide if is_double else _Emitter(builder, False, wide.lanes)
+        wide = Emitter(builder, True)
+        emit = wide if is_double else Emitter(builder, False, wide.lanes)
         _, length, out, source, center = args
 
         def subtract(k, _):
@@ -221,8 +221,8 @@ def center_row(typing_context, like, length, out, source, center):
 def _make_posterior(rows: int):
     """Returns the intrinsic ``posterior(like, length, kappas, gammas, alphas, betas, scales, emissions)``.
 
-    For each of `rows` messages: kappa = beta * emission row * scale, where alpha > 0, else 0; and gamma = alpha * beta. `emissions` holds
-    addresses.
+    For each of `rows` messages: kappa = beta * emission row * scale where alpha > 0, and 0 elsewhere; and gamma = alpha
+    * beta. `emissions` contains addresses.
     """
 
     @intrinsic
@@ -231,7 +231,7 @@ def _make_posterior(rows: int):
         signature = types.void(like, *[types.intp] * 7)
 
         def codegen(context, builder, signature, args):
-            emit = _Emitter(builder, is_double)
+            emit = Emitter(builder, is_double)
             _, length, kappas, gammas, alphas, betas, scales, emissions = args
             apart = [builder.mul(length, emit.word(r)) for r in range(rows)]
             emission_at = [emit.load_word(emissions, r) for r in range(rows)]
@@ -256,10 +256,12 @@ def _make_posterior(rows: int):
 
 posterior_four, posterior_one = _make_posterior(4), _make_posterior(1)
 
-# e^r = 1 + r + r^2 p(r) for |r| <= log(2) / 2, where p interpolates at Chebyshev points. The relative errors of the polynomials are 2e-17 and 1e-8.
+# e^r = 1 + r + r^2 p(r) for |r| <= log(2) / 2, where p interpolates at Chebyshev points. The relative errors of the
+# polynomials are 2e-17 and 1e-8.
 _DOUBLE_SERIES = (
-    1.0, 1.0, 0.5000000000000001, 0.16666666666666669, 0.04166666666662413, 0.008333333333330062, 0.0013888888917213717, 0.00019841269863053618,
-    2.4801521295954376e-05, 2.7557268459997064e-06, 2.7620088445409746e-07, 2.510038549551032e-08,
+    1.0, 1.0, 0.5000000000000001, 0.16666666666666669, 0.04166666666662413, 0.008333333333330062,
+    0.0013888888917213717, 0.00019841269863053618, 2.4801521295954376e-05, 2.7557268459997064e-06,
+    2.7620088445409746e-07, 2.510038549551032e-08,
 )  # fmt: skip
 _SINGLE_SERIES = (1.0, 1.0, 0.5, 0.16666576989698775, 0.041666554617204574, 0.008363179052722578, 0.0013926183587713494)
 
@@ -277,7 +279,7 @@ def _exponential(emit, x):
     whole = ir.VectorType(ir.IntType(8 * emit.size), emit.lanes)
     magic = 1.5 * 2.0**mantissa  # added to a number, it leaves the nearest whole number in the lowest bits
     shifted = emit.multiply_add(x, emit.constant(1.0 / math.log(2.0)), emit.constant(magic))
-    # The flag keeps numba from adding those of `fastmath`, which would let LLVM cancel the number where there is no fused multiply-add.
+    # The flag replaces those of `fastmath`, with which LLVM could cancel the number if there is no fused multiply-add.
     n = builder.fsub(shifted, emit.constant(magic), flags=("contract",))
     r = emit.multiply_add(n, emit.constant(-high), x)
     r = emit.multiply_add(n, emit.constant(-low), r)
@@ -291,8 +293,9 @@ def _exponential(emit, x):
 def _make_relative(rows: int):
     """Returns the intrinsic ``relative(like, length, logs, out, largest)``.
 
-    For each of `rows` rows of float64 `logs`, one after the other: out = exp(logs - largest), in the type of `like`, where `largest` is the
-    largest of the row, at least -1e308. What is too small for that type is a number above zero that is at most `Range.tiny`; exp(-inf) is zero.
+    For each of `rows` rows of float64 `logs`, one after the other: out = exp(logs - largest), in the type of `like`,
+    where `largest` is the largest of the row, at least -1e308. What is too small for that type becomes a number above
+    zero that is at most `Range.tiny`; exp(-inf) is zero.
     """
 
     @intrinsic
@@ -301,7 +304,7 @@ def _make_relative(rows: int):
         signature = types.void(like, *[types.intp] * 4)
 
         def codegen(context, builder, signature, args):
-            emit = _Emitter(builder, is_double)
+            emit = Emitter(builder, is_double)
             wide = emit.wide(emit.lanes)
             _, length, logs, out, largest = args
             apart = [builder.mul(length, emit.word(r)) for r in range(rows)]

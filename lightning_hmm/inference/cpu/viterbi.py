@@ -1,4 +1,7 @@
-"""The most probable paths, on the functions `best` and `best_source` of an operator. Only scores are kept; the argmax is found again along the path."""
+"""The most probable paths, from the functions `best` and `best_source` of an operator.
+
+Only scores are stored; the argmax is computed again along the path.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +72,10 @@ def viterbi_lane(
 
 @torch.no_grad()
 def viterbi(initial: Tensor, operator: Operator, evidence: Evidence, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """(steps,) the most probable states, -1 in impossible sequences; and (N,) their log-probabilities. Arguments are those of `e_step`."""
+    """Returns the (steps,) most probable states, -1 in impossible sequences, and the (N,) log-probabilities.
+
+    The arguments are those of `e_step`.
+    """
     operator, evidence = detached(operator, evidence)
     boundaries, num_states = offsets.long().contiguous().numpy(), initial.shape[0]
     refuse_nan("initial", wide(initial))

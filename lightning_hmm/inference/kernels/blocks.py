@@ -13,7 +13,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from lightning_hmm.inference.kernels.simd import _Emitter
+from lightning_hmm.inference.kernels.simd import Emitter
 
 
 @intrinsic
@@ -49,7 +49,7 @@ def make_message(vectors: int):
         signature = scalar(like, *[types.intp] * 4, scalar)
 
         def codegen(context, builder, signature, args):
-            emit = _Emitter(builder, is_double)
+            emit = Emitter(builder, is_double)
             _, c, x, y, depth, flush = args
             places = [(part, v) for part in range(parts) for v in range(vectors)]
             before, loop, after = (
@@ -93,7 +93,7 @@ def make_message(vectors: int):
     return message
 
 
-def _masked(emit: _Emitter, address: ir.Value, mask: ir.Value, value: ir.Value | None = None) -> ir.Value | None:
+def _masked(emit: Emitter, address: ir.Value, mask: ir.Value, value: ir.Value | None = None) -> ir.Value | None:
     """Loads the numbers at `address` where `mask` is set, and zeros elsewhere.
 
     With `value`, stores it where it is set.
@@ -109,7 +109,7 @@ def _masked(emit: _Emitter, address: ir.Value, mask: ir.Value, value: ir.Value |
     return emit.builder.call(cgutils.get_or_insert_function(emit.builder.module, function_type, name), arguments)
 
 
-def _over_vectors(emit: _Emitter, length: ir.Value, carried: list[ir.Value], body) -> list[ir.Value]:
+def _over_vectors(emit: Emitter, length: ir.Value, carried: list[ir.Value], body) -> list[ir.Value]:
     """Runs ``body(offset, mask, carried) -> carried`` for each whole vector, with `mask` None, and once for the
     remainder.
     """
@@ -158,7 +158,7 @@ def _over_vectors(emit: _Emitter, length: ir.Value, carried: list[ir.Value], bod
     return results
 
 
-def _addresses(emit: _Emitter, array: ir.Value, count: int) -> list[ir.Value]:
+def _addresses(emit: Emitter, array: ir.Value, count: int) -> list[ir.Value]:
     return [emit.load(emit.builder.add(array, emit.word(8 * n)), ir.IntType(64)) for n in range(count)]
 
 
@@ -175,7 +175,7 @@ def make_update(rows: int, depth: int):
         signature = types.void(like, *[types.intp] * 4)
 
         def codegen(context, builder, signature, args):
-            emit = _Emitter(builder, is_double)
+            emit = Emitter(builder, is_double)
             _, length, c, x, y = args
             c_at, y_at = _addresses(emit, c, rows), _addresses(emit, y, depth)
             factors = [
@@ -217,7 +217,7 @@ def make_dots(rows: int, depth: int):
         signature = types.void(like, *[types.intp] * 4)
 
         def codegen(context, builder, signature, args):
-            emit = _Emitter(builder, is_double)
+            emit = Emitter(builder, is_double)
             _, length, out, c, y = args
             c_at, y_at = _addresses(emit, c, rows), _addresses(emit, y, depth)
 

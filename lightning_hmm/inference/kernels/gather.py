@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from lightning_hmm.inference.kernels.simd import _VECTOR_BYTES, _Emitter, _make_row_operation
+from lightning_hmm.inference.kernels.simd import VECTOR_BYTES, Emitter, make_row_operation
 
 _INT32 = ir.IntType(32)
 _INT64 = ir.IntType(64)
@@ -22,10 +22,10 @@ _INT64 = ir.IntType(64)
 
 def vector_lanes(itemsize: int) -> int:
     """Returns how many numbers of `itemsize` bytes a vector contains."""
-    return _VECTOR_BYTES // itemsize
+    return VECTOR_BYTES // itemsize
 
 
-def _load_places(emit: _Emitter, indices: ir.Value, source: ir.Value) -> ir.Value:
+def _load_places(emit: Emitter, indices: ir.Value, source: ir.Value) -> ir.Value:
     """Loads a vector of ``source[indices[lane]]``, where `indices` is the address of int32 numbers."""
     builder = emit.builder
     index_vector = ir.VectorType(_INT32, emit.lanes)
@@ -88,7 +88,7 @@ def _make_gather(max_plus: bool):
         signature = types.void(like, types.intp, like, types.intp, types.intp, types.intp, types.intp)
 
         def codegen(context, builder, signature, args):
-            emit = _Emitter(builder, is_double)
+            emit = Emitter(builder, is_double)
             _, out, start, weights, indices, source, count = args
             loop = _Loop(
                 builder, count, [(weights, emit.lanes * emit.size), (indices, 4 * emit.lanes)], [emit.splat(start)]
@@ -130,7 +130,7 @@ def gather_count(typing_context, like, out, plain, weights, indices, source, mes
     signature = types.void(like, *[types.intp] * 8)
 
     def codegen(context, builder, signature, args):
-        emit = _Emitter(builder, is_double)
+        emit = Emitter(builder, is_double)
         _, out, plain, weights, indices, source, message, counts, count = args
         message_value, zero = emit.load(message, emit.vector), emit.constant(0.0)
         width = emit.lanes * emit.size
@@ -157,7 +157,7 @@ def _make_tile_column(vectors: int):
         signature = types.void(like, *[types.intp] * 6)
 
         def codegen(context, builder, signature, args):
-            emit = _Emitter(builder, is_double)
+            emit = Emitter(builder, is_double)
             _, out, start, weights, indices, source, pairs = args
             places = [emit.word(v * emit.lanes) for v in range(vectors)]
             starts = [emit.load(emit.address(start, place), emit.vector) for place in places] + [
@@ -203,7 +203,7 @@ def transpose_block(typing_context, like, out, out_bytes, out_last, source, sour
     signature = types.void(like, *[types.intp] * 6)
 
     def codegen(context, builder, signature, args):
-        emit = _Emitter(builder, is_double)
+        emit = Emitter(builder, is_double)
         _, out, out_bytes, out_last, source, source_bytes, source_last = args
 
         def places(base, row_bytes, last):
@@ -237,4 +237,4 @@ def _add(emit, vectors, scalars):
 
 
 # largest_sum(like, length, row, other) returns the maximum of row + other. There must be no NaN.
-largest_sum = _make_row_operation(2, 0, _add, largest=True)
+largest_sum = make_row_operation(2, 0, _add, largest=True)

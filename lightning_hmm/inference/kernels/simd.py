@@ -75,14 +75,14 @@ def _target_features() -> str:
 # The features are part of the key of numba's cache. The constants below depend on the features only, so code with other
 # constants is never loaded.
 _HAS_AVX512 = "+avx512f" in _target_features().split(",")
-_VECTOR_BYTES = 64 if _HAS_AVX512 else 32
+VECTOR_BYTES = 64 if _HAS_AVX512 else 32
 # The largest block whose accumulators fit in the registers has 4 x 4 of 32 with AVX-512, and 4 x 2 of 16 otherwise.
 _WIDEST = 4 if _HAS_AVX512 else 2
 
 
 def padded_size(size: int, itemsize: int) -> int:
     """Returns the smallest multiple of the vector width that is at least `size`, for numbers of `itemsize` bytes."""
-    lanes = _VECTOR_BYTES // itemsize
+    lanes = VECTOR_BYTES // itemsize
     return -(-size // lanes) * lanes
 
 
@@ -91,18 +91,18 @@ def lanes_of(typing_context, like):
     """Returns how many numbers of the type of `like` a vector contains."""
 
     def codegen(context, builder, signature, args):
-        return ir.Constant(ir.IntType(64), _VECTOR_BYTES // (8 if like == types.float64 else 4))
+        return ir.Constant(ir.IntType(64), VECTOR_BYTES // (8 if like == types.float64 else 4))
 
     return types.intp(like), codegen
 
 
-class _Emitter:
+class Emitter:
     """Emits vector code for one data type into the function that numba is compiling."""
 
     def __init__(self, builder: ir.IRBuilder, is_double: bool, lanes: int | None = None) -> None:
         self.builder = builder
         self.size = 8 if is_double else 4
-        self.lanes = lanes or _VECTOR_BYTES // self.size
+        self.lanes = lanes or VECTOR_BYTES // self.size
         self.scalar = ir.DoubleType() if is_double else ir.FloatType()
         self.vector = ir.VectorType(self.scalar, self.lanes)
 
@@ -137,15 +137,15 @@ class _Emitter:
         pointer = self.builder.inttoptr(self.builder.add(base, self.word(8 * index)), ir.IntType(64).as_pointer())
         return self.builder.load(pointer, align=8, typ=ir.IntType(64))
 
-    def of(self, lanes: int) -> _Emitter:
+    def of(self, lanes: int) -> Emitter:
         """Returns an emitter for vectors of `lanes` numbers of the same data type."""
-        return _Emitter(self.builder, self.size == 8, lanes)
+        return Emitter(self.builder, self.size == 8, lanes)
 
-    def wide(self, lanes: int) -> _Emitter:
+    def wide(self, lanes: int) -> Emitter:
         """Returns an emitter for vectors of `lanes` float64 numbers."""
-        return _Emitter(self.builder, True, lanes)
+        return Emitter(self.builder, True, lanes)
 
-    def add_scaled(self, source: _Emitter, place: ir.Value, values: ir.Value, factor: ir.Value | None) -> None:
+    def add_scaled(self, source: Emitter, place: ir.Value, values: ir.Value, factor: ir.Value | None) -> None:
         """Adds `values` of the emitter `source`, times `factor` if given, to the numbers at `place`."""
         values = self.builder.fpext(values, self.vector) if source.size < self.size else values
         total = self.load(place, self.vector)
@@ -240,7 +240,7 @@ class _Emitter:
         return total
 
 
-def _make_row_operation(num_arrays: int, num_scalars: int, body, *, sums: bool = False, largest: bool = False):
+def make_row_operation(num_arrays: int, num_scalars: int, body, *, sums: bool = False, largest: bool = False):
     """Returns the intrinsic ``row(like, length, *addresses, *scalars)``, which runs `body` on the vectors of the
     arrays.
 
@@ -257,7 +257,7 @@ def _make_row_operation(num_arrays: int, num_scalars: int, body, *, sums: bool =
         signature = result(like, types.intp, types.StarArgTuple(tuple(argument_types)))
 
         def codegen(context, builder, signature, args):
-            emit = _Emitter(builder, is_double)
+            emit = Emitter(builder, is_double)
             length = args[1]
             given = cgutils.unpack_tuple(builder, args[2], num_arrays + num_scalars)
             addresses, scalars = given[:num_arrays], [emit.splat(value) for value in given[num_arrays:]]
@@ -295,7 +295,7 @@ def accumulate_row(typing_context, like, length, total, row, weight):
     signature = types.void(like, types.intp, types.intp, types.intp, types.float64)
 
     def codegen(context, builder, signature, args):
-        emit = _Emitter(builder, is_double)
+        emit = Emitter(builder, is_double)
         wide = emit.wide(emit.lanes)
         _, length, total, row, weight = args
         factor = wide.splat(weight)
@@ -316,12 +316,12 @@ def _scale(emit, vectors, scalars):
 
 # smooth_row(like, length, alpha, beta, gamma) sets beta = 0 where alpha = 0 and gamma = alpha * beta. It returns the
 # sum of gamma.
-smooth_row = _make_row_operation(3, 0, _smooth, sums=True)
+smooth_row = make_row_operation(3, 0, _smooth, sums=True)
 # scale_row(like, length, row, scale) computes row *= scale.
-scale_row = _make_row_operation(1, 1, _scale)
+scale_row = make_row_operation(1, 1, _scale)
 
 
-def _multiply_block(emit, rows, vectors, start, x, x_row, x_col, y, y_row, depth, *, max_plus=False):
+def multiply_block(emit, rows, vectors, start, x, x_row, x_col, y, y_row, depth, *, max_plus=False):
     """Emits the inner loop of a product for `rows` x `vectors` accumulators with values `start`. Returns them."""
     builder = emit.builder
     places = [(r, v) for r in range(rows) for v in range(vectors)]
@@ -368,7 +368,7 @@ def _make_smooth(rows: int):
         signature = types.void(like, *[types.intp] * 7)
 
         def codegen(context, builder, signature, args):
-            emit = _Emitter(builder, is_double)
+            emit = Emitter(builder, is_double)
             _, length, kappas, alphas, betas, scales, emissions, counts = args
             wide = emit.wide(emit.lanes)
             apart = [builder.mul(length, emit.word(r)) for r in range(rows)]
@@ -404,7 +404,7 @@ def _make_block(rows: int, vectors: int, *, max_plus: bool, accumulate: bool):
         signature = types.void(like, *[types.intp] * 8)
 
         def codegen(context, builder, signature, args):
-            emit = _Emitter(builder, is_double)
+            emit = Emitter(builder, is_double)
             _, c, c_row, x, x_row, x_col, y, y_row, depth = args
             places = [(r, v) for r in range(rows) for v in range(vectors)]
             c_at = {
@@ -412,7 +412,7 @@ def _make_block(rows: int, vectors: int, *, max_plus: bool, accumulate: bool):
             }
             neutral = emit.constant(float("-inf") if max_plus else 0.0)
             start = {place: emit.load(c_at[place], emit.vector) if accumulate else neutral for place in places}
-            results = _multiply_block(emit, rows, vectors, start, x, x_row, x_col, y, y_row, depth, max_plus=max_plus)
+            results = multiply_block(emit, rows, vectors, start, x, x_row, x_col, y, y_row, depth, max_plus=max_plus)
             for place in places:
                 emit.store(results[place], c_at[place])
             return context.get_dummy_value()
@@ -439,7 +439,7 @@ def make_product(*, max_plus: bool, accumulate: bool):
     @njit(nogil=True)
     def product(like, c, x, x_row, x_col, y, y_row, rows, columns, depth):
         lanes = lanes_of(like)
-        size = _VECTOR_BYTES // lanes
+        size = VECTOR_BYTES // lanes
         wide = _WIDEST * lanes
         r = 0
         # Rows of one vector occur in two layouts. Constant strides save most of the address computations.
