@@ -5,13 +5,21 @@ from lightning_hmm.distributions.categorical import Categorical
 from lightning_hmm.distributions.embedded import EmbeddedCategorical, EmbeddedGaussian, EmbeddedTransition
 from lightning_hmm.distributions.exponential import ExponentialFamily, Moments
 from lightning_hmm.distributions.gaussian import Gaussian
+from lightning_hmm.distributions.iterative import Iterative, Newton
 from lightning_hmm.distributions.linear_gaussian import GaussianState, LinearGaussianEmission, LinearGaussianTransition
 from lightning_hmm.distributions.one_symbol import OneSymbol
 from lightning_hmm.distributions.poisson import Poisson
 from lightning_hmm.distributions.product import Product
+from lightning_hmm.distributions.regression import Regression
 from lightning_hmm.distributions.rows import CategoricalRows, Initial
 from lightning_hmm.distributions.torch_emission import TorchEmission
-from lightning_hmm.distributions.transitions import Clones, DenseMostlyConstant, Full
+from lightning_hmm.distributions.transitions import (
+    Clones,
+    DenseMostlyConstant,
+    Full,
+    InputDriven,
+    InputDrivenInitial,
+)
 
 __all__ = [
     "Categorical",
@@ -28,12 +36,17 @@ __all__ = [
     "Gaussian",
     "GaussianState",
     "Initial",
+    "InputDriven",
+    "InputDrivenInitial",
+    "Iterative",
     "LinearGaussianEmission",
     "LinearGaussianTransition",
     "Moments",
+    "Newton",
     "OneSymbol",
     "Poisson",
     "Product",
+    "Regression",
     "TorchEmission",
     "Transition",
 ]

@@ -25,6 +25,7 @@ from lightning_hmm.inference.results import impossible_message
 from lightning_hmm.metrics import LogLikelihoodPerSymbol, MatchedStateAccuracy
 from lightning_hmm.models.sequence_model import SequenceModel, check_counts, check_seed
 from lightning_hmm.sequences import Sequences
+from lightning_hmm.vocabulary import MISSING
 
 
 class Posterior(NamedTuple):
@@ -120,8 +121,13 @@ class DiscreteHMM(SequenceModel):
         """Draws an observation for each of the given states."""
 
     @abstractmethod
-    def predict_emission(self, state_probs: Tensor) -> Any:
-        """Returns the distribution of an observation, given the probabilities of its state."""
+    def predict_emission(self, state_probs: Tensor, inputs: Tensor | None = None) -> Any:
+        """Returns the distribution of an observation, given the probabilities of its state and its inputs."""
+
+    @property
+    def needs_inputs(self) -> bool:
+        """Whether a distribution of the model depends on `Sequences.inputs`."""
+        return False
 
     @property
     @abstractmethod
@@ -176,10 +182,22 @@ class DiscreteHMM(SequenceModel):
 
     @torch.no_grad()
     def sample(
-        self, num_sequences: int = 1, length: int | Sequence[int] = 100, seed: int = 0, return_states: bool = False
+        self,
+        num_sequences: int = 1,
+        length: int | Sequence[int] = 100,
+        seed: int = 0,
+        return_states: bool = False,
+        inputs: Any = None,
     ) -> Any:
-        """Draws sequences of one length or of the given lengths. With `return_states` it also returns their states."""
+        """Draws sequences of one length or of the given lengths. With `return_states` it also returns their states.
+
+        If the model depends on inputs, give `inputs` instead of `num_sequences` and `length`: a list with a (steps, M)
+        array for each sequence, or `Sequences` with inputs. The drawn sequences have these inputs.
+        """
         check_seed(seed)
+        if inputs is not None:
+            steps = _steps_with_inputs(inputs).to(self.device)
+            return self._sample(steps, torch.Generator().manual_seed(seed), return_states)
         if not isinstance(num_sequences, int):
             raise ValueError(f"`num_sequences` must be a whole number, but is {num_sequences!r} instead.")
         sizes = np.asarray(length.cpu() if isinstance(length, Tensor) else length)
@@ -197,11 +215,18 @@ class DiscreteHMM(SequenceModel):
                 f"`length` must have one number for each of the {num_sequences} sequences, but has {len(lengths)}. "
                 "Set `num_sequences` as well."
             )
-        generator = torch.Generator().manual_seed(seed)
-        chain = self.chain(int(self.best_restart))
-        states = Sequences(*inference.sample(*chain, lengths.expand(num_sequences), generator))
+        lengths = lengths.expand(num_sequences)
+        steps = Sequences.from_lengths(torch.zeros(int(lengths.sum()), dtype=torch.int64), lengths).to(self.device)
+        return self._sample(steps, torch.Generator().manual_seed(seed), return_states)
+
+    def _sample(self, steps: Sequences, generator: torch.Generator, return_states: bool) -> Any:
+        states = steps.with_values(self._draw_states(steps, generator))
         observations = self.emit(states, generator)
         return (observations, states) if return_states else observations
+
+    def _draw_states(self, steps: Sequences, generator: torch.Generator) -> Tensor:
+        """Draws the states of sequences with the lengths and the inputs of `steps`."""
+        return inference.sample(*self.chain(int(self.best_restart), steps), steps.lengths, generator)[0]
 
     @torch.no_grad()
     def sample_posterior(self, sequences: Any, seed: int = 0) -> Sequences:
@@ -213,16 +238,40 @@ class DiscreteHMM(SequenceModel):
         )
 
     @torch.no_grad()
-    def predict_next(self, sequences: Any, steps: int = 1) -> Any:
+    def predict_next(self, sequences: Any, steps: int = 1, inputs: Any = None) -> Any:
         """Returns the distribution of the observation `steps` steps after the end of each sequence.
 
         It consists of (N, V) probabilities for symbols and of moments for real vectors. The row of an impossible
-        sequence is NaN, with a warning.
+        sequence is NaN, with a warning. If the model depends on inputs, give `inputs`, an (N, steps, M) array of those
+        after the end of each sequence.
         """
         sequences = self.as_sequences(sequences)
+        if self.needs_inputs:
+            return self._predict_with_inputs(sequences, steps, inputs)
         states = inference.predict(*self.problem(sequences), steps=steps)
         self._warn_where_impossible(sequences, states.isnan().any(1))
         return self.predict_emission(states)
+
+    def _predict_with_inputs(self, sequences: Sequences, steps: int, inputs: Any) -> Any:
+        """Predicts the last of some steps without observations, which are appended to each sequence."""
+        if inputs is None:
+            raise ValueError(
+                "The model depends on inputs, so a prediction requires those of the predicted steps. "
+                "Give `inputs`, an array of shape (sequences, steps, inputs)."
+            )
+        rows = torch.as_tensor(inputs, dtype=torch.float64, device=sequences.device)
+        if rows.dim() != 3 or rows.shape[:2] != (len(sequences), steps):
+            raise ValueError(
+                f"`inputs` must have shape ({len(sequences)}, {steps}, M), one row for each predicted step of each "
+                f"sequence, but has {tuple(rows.shape)} instead."
+            )
+        longer = _lengthened(sequences, rows)
+        found = inference.e_step(*self.problem(longer), dtype=self.message_dtype, smooth=False)
+        states = found.last.double()
+        impossible = found.impossible_step >= 0
+        states = torch.where(impossible[:, None], torch.nan, states)
+        self._warn_where_impossible(longer, impossible)
+        return self.predict_emission(states, rows[:, -1])
 
     def aic(self, sequences: Any) -> float:
         """Returns Akaike's information criterion, 2 k - 2 log L with the weighted likelihood L. Lower is better."""
@@ -373,3 +422,29 @@ class DiscreteHMM(SequenceModel):
     def predict_step(self, batch: Sequences, batch_idx: int) -> dict[str, Any]:
         """Returns the most probable states and the log-likelihood of each sequence."""
         return {"states": self.decode(batch), "log_likelihood": self.score(batch)}
+
+
+def _steps_with_inputs(given: Any) -> Sequences:
+    """Returns sequences of zeros with the given inputs: `Sequences`, or one (steps, M) array for each sequence."""
+    if isinstance(given, Sequences):
+        if given.inputs is None:
+            raise ValueError("`inputs` must be Sequences with inputs, but these have none.")
+        return Sequences(torch.zeros(given.num_steps, dtype=torch.int64), given.offsets, inputs=given.inputs)
+    return Sequences.from_list([[0] * len(rows) for rows in given], inputs=given)
+
+
+def _lengthened(sequences: Sequences, inputs: Tensor) -> Sequences:
+    """Appends steps without observations to each sequence, with inputs (N, steps, M)."""
+    number, added = inputs.shape[:2]
+    offsets = sequences.offsets + added * torch.arange(number + 1)
+    sizes = sequences.lengths
+    old = torch.arange(sequences.num_steps) + (added * torch.arange(number)).repeat_interleave(sizes)
+    new = (offsets[1:, None] - added + torch.arange(added)).flatten()
+    missing = MISSING if sequences.is_discrete else torch.nan
+    values = sequences.values.new_full((int(offsets[-1]), *sequences.values.shape[1:]), missing)
+    values[old] = sequences.values
+    known = inputs.new_zeros(len(values), inputs.shape[2])
+    known[new] = inputs.flatten(0, 1)
+    if sequences.inputs is not None and sequences.num_steps:
+        known[old] = sequences.inputs.to(known)
+    return Sequences(values, offsets, sequences.weights, inputs=known)

@@ -18,7 +18,7 @@ from lightning_hmm.data import data_of
 from lightning_hmm.distributions import Categorical, Distribution, Emission, Full, Initial, Transition
 from lightning_hmm.distributions.base import make_part
 from lightning_hmm.distributions.starting import excerpt, guess_states
-from lightning_hmm.inference.evidence import Evidence
+from lightning_hmm.inference.evidence import Evidence, Rows
 from lightning_hmm.inference.operators import Dense, Operator
 from lightning_hmm.models.discrete import DiscreteHMM
 from lightning_hmm.models.observed_columns import (
@@ -251,6 +251,8 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         # Python also calls this method if one of the properties above raises an `AttributeError`.
         if name in ("initial_probs", "transition_probs", "emission_probs") and self.__dict__.get("columns") is None:
             raise AttributeError(_NO_SIZES)
+        if name == "initial_probs":
+            raise AttributeError("`initial_probs` depends on inputs: see `model.initial.probs_at(inputs)`.")
         if name == "transition_probs":
             raise AttributeError(
                 f"`transition_probs` is a matrix, but {type(self.transition).__name__} transitions "
@@ -290,7 +292,7 @@ class HMM(BaumWelchTraining, DiscreteHMM):
     def chain(self, restart: int, sequences: Sequences | None = None) -> tuple[Tensor, Operator]:
         self._require_allocated()
         natural = self.transition.natural(restart)
-        initial = self.transition.first_states(self.initial.natural(restart)[0], natural)
+        initial = self.transition.first_states(self.initial.log_first(self.initial.natural(restart)), natural)
         return initial, self.transition.operator(natural, sequences)
 
     def evidence(self, restart: int, sequences: Sequences) -> Evidence:
@@ -299,14 +301,39 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         if not torch.is_grad_enabled():
             self._require_values()
         found: Evidence = self.emission.evidence(self.emission.natural(restart), sequences)
+        found = self._started(found, self.initial.natural(restart), sequences)
         return found if self.transition.classes is None else found.shared(self.transition.classes)
+
+    def _started(self, evidence: Evidence, natural: Sequence[Tensor], sequences: Sequences) -> Evidence:
+        """Adds the factors of the first state that differ between sequences to the evidence of the first steps."""
+        factors = self.initial.first_evidence(natural, sequences)
+        if factors is None:
+            return evidence
+        return Rows(evidence.rows().index_add(0, sequences.first_steps, factors))
+
+    @property
+    def needs_inputs(self) -> bool:
+        return any(part.needs_inputs for part in self.distributions.values())
+
+    def _draw_states(self, steps: Sequences, generator: torch.Generator) -> Tensor:
+        restart = int(self.best_restart)
+        nothing = Rows(torch.zeros(steps.num_steps, self.num_states, dtype=torch.float64, device=steps.device))
+        started = self._started(nothing, self.initial.natural(restart), steps)
+        if started is nothing:
+            return super()._draw_states(steps, generator)
+        if self.transition.classes is not None:
+            started = started.shared(self.transition.classes)
+        # Without observations, the posterior is the distribution of the chain.
+        return inference.sample_posterior(*self.chain(restart, steps), started, steps.offsets, generator)
 
     def emit(self, states: Sequences, generator: torch.Generator) -> Sequences:
         self._require_values()
         emitted: Sequences = self.emission.emit(states, generator)
         return emitted
 
-    def predict_emission(self, state_probs: Tensor) -> Any:
+    def predict_emission(self, state_probs: Tensor, inputs: Tensor | None = None) -> Any:
+        if self.emission.needs_inputs:
+            return self.emission.predict(state_probs, inputs)
         return self.emission.predict(state_probs)
 
     # Initialization
@@ -386,7 +413,8 @@ class HMM(BaumWelchTraining, DiscreteHMM):
     def on_fit_start(self) -> None:
         super().on_fit_start()
         if self.is_allocated:
-            self.emission.forget()  # An interrupted run leaves statistics behind.
+            for part in self.distributions.values():
+                part.forget()  # An interrupted run leaves statistics behind.
 
     def setup(self, stage: str) -> None:
         data, begins = data_of(self.trainer), stage == "fit" and self.trainer.ckpt_path is None
@@ -443,25 +471,35 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         """
         leaves = self._leaves(restart)
         with torch.enable_grad():
-            initial = self.transition.first_states(leaves[0][0], leaves[1])
+            initial = self.transition.first_states(self.initial.log_first(leaves[0]), leaves[1])
             operator = self.transition.operator(leaves[1], batch)
             if full_matrix:
                 operator = Dense(operator.to_dense(torch.zeros(0, dtype=torch.int64)))
         with torch.set_grad_enabled(self.emission.needs_graph(batch)):
             emitted = self.emission.evidence(leaves[2], batch)
         classes = self.transition.classes
-        evidence = emitted if classes is None else emitted.shared(classes)
+        started = self._started(emitted, leaves[0], batch)
+        evidence = started if classes is None else started.shared(classes)
         found = inference.e_step(
             initial, operator, evidence, batch.offsets, batch.weights, dtype=self.message_dtype, per_step=per_step
         )
         flat = [leaf for part in leaves[:2] for leaf in part if leaf.requires_grad]
         counts = self.transition.statistics(initial, operator, found, flat)
-        gradient = found.evidence if classes is None else emitted.gathered(found.evidence, classes)
-        if not self.emission.is_closed:
-            if "emission" not in self.frozen:
-                self.emission.hold(restart, batch, gradient)
+        gradient = found.evidence if classes is None else started.gathered(found.evidence, classes)
+        if self._holds("initial"):
+            self.initial.hold(restart, batch, gradient[batch.first_steps])
+        if self._holds("transition"):
+            self.transition.hold(restart, batch, *operator.gradients(found.counts))
+        gradient = gradient if started is emitted else emitted.pull(gradient)
+        if self._holds("emission"):
+            self.emission.hold(restart, batch, gradient)
+        if not self.emission.num_statistics:
             return found, counts
         return found, [*counts, *self.emission.statistics(emitted, gradient, leaves[2])]
+
+    def _holds(self, name: str) -> bool:
+        """Returns whether the M-step of a part needs the batches of an epoch."""
+        return not self.distributions[name].is_closed and name not in self.frozen
 
     def _leaves(self, restart: int) -> list[list[Tensor]]:
         """Returns the natural parameters of the parts as leaves of the autograd graph."""
@@ -480,8 +518,14 @@ class HMM(BaumWelchTraining, DiscreteHMM):
 
         The cuts depend only on shapes, so results do not depend on the number of threads.
         """
-        most = max(1, _CHUNK // max(self.num_states, 2 * (self.num_features or 1)))
-        if batch.is_discrete or batch.num_steps <= most:
+        width = max(self.num_states, 2 * (self.num_features or 1))
+        if not self.transition.is_static:
+            width = max(width, self.num_states**2)
+        if self.emission.needs_inputs:
+            width = max(width, self.num_states * (self.num_symbols or self.num_features or 1))
+        most = max(1, _CHUNK // width)
+        small = batch.is_discrete and self.transition.is_static and not self.emission.needs_inputs
+        if small or batch.num_steps <= most:
             yield batch
             return
         first, offsets = 0, batch.offsets
