@@ -21,6 +21,7 @@ from lightning_hmm.distributions import (
     Regression,
     TorchEmission,
     Transition,
+    Weibull,
 )
 from lightning_hmm.models import (
     DMCHMM,
@@ -68,6 +69,7 @@ __all__ = [
     "TorchEmission",
     "Transition",
     "Vocabulary",
+    "Weibull",
     "__version__",
     "fit",
     "load",

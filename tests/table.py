@@ -27,8 +27,12 @@ from lightning_hmm.distributions import (
     Full,
     Gaussian,
     Initial,
+    InputDriven,
+    InputDrivenInitial,
     Poisson,
     Product,
+    Regression,
+    Weibull,
 )
 from lightning_hmm.models import LinearGaussianHMM, NeuralDiscreteHMM
 from lightning_hmm.models.baselines import RecurrentNet
@@ -79,7 +83,7 @@ class Row:
         options = {"max_epochs": self.epochs, "batch_size": self.batch_size, "tolerance": 0, **options}
         with warnings.catch_warnings():
             warnings.filterwarnings(
-                "ignore", message=".*(rows of .* got no counts|has probability zero|likelihood of these data is zero)"
+                "ignore", message=".*(rows of .* got no counts|is a single gradient step|has probability zero|likelihood of these data is zero)"
             )
             warnings.filterwarnings("ignore", message=".*callbacks used to create the checkpoint.*")
             return fit(self.make(), sequences, callbacks=[*self.callbacks(), *callbacks], **options)
@@ -103,10 +107,21 @@ def data(kind: str, seed: int = 0) -> Sequences:
 
 
 def suited(kind: str, sequences: Sequences) -> Sequences:
-    """Real vectors as what the models of a kind observe: counts for "count vectors", and two numbers, a symbol and a count for "mixed vectors"."""
+    """Real vectors as what the models of a kind observe, with inputs for kinds that end in "inputs".
+
+    They are counts for "count vectors", 0 and 1 for "binary vectors", positive for "positive vectors", and two numbers,
+    a symbol and a count for "mixed vectors".
+    """
+    if kind.endswith(" inputs"):
+        inputs = np.random.default_rng(7).normal(size=(sequences.num_steps, 2))
+        return suited(kind.removesuffix(" inputs"), sequences).replaced(inputs=torch.from_numpy(inputs))
     counts = sequences.values.abs().floor()
     if kind == "count vectors":
         return sequences.with_values(counts)
+    if kind == "binary vectors":
+        return sequences.with_values(torch.where(counts.isnan(), torch.nan, (counts > 1).double()))
+    if kind == "positive vectors":
+        return sequences.with_values(sequences.values.abs() + 0.1)
     if kind == "mixed vectors":
         return sequences.with_values(torch.cat([sequences.values, counts[:, :1] % 3, counts[:, 1:2]], 1))
     return sequences
@@ -177,6 +192,42 @@ ROWS: dict[str, Row] = {
     "composed, product": Row(_mixed, "mixed vectors"),
     "composed, product, one start": Row(lambda: _mixed(restarts=1), "mixed vectors", states=True),
     "composed, product, online": Row(lambda: _mixed(discount=0.8), "mixed vectors", **ONLINE),
+    "composed, Gaussian regression": Row(
+        lambda: _composed(Regression("gaussian", 2), restarts=1), "vectors inputs", states=True
+    ),
+    "composed, Gaussian regression, tied": Row(
+        lambda: _composed(Regression("gaussian", [1], variance_prior=0.1, tied=["coefficients"])), "vectors inputs"
+    ),
+    "composed, Bernoulli regression": Row(
+        lambda: _composed(Regression("bernoulli", 2, 0.1)), "binary vectors inputs", tolerance=1e-7
+    ),
+    "composed, Poisson regression": Row(
+        lambda: _composed(Regression("poisson", 2, 0.1, tied=["coefficients"])), "count vectors inputs", tolerance=1e-7
+    ),
+    "composed, categorical regression": Row(
+        lambda: HMM(2, Regression("categorical", 2, 0.1), num_symbols=V, restarts=2), "symbols inputs", tolerance=1e-7
+    ),
+    "composed, Weibull": Row(lambda: _composed(Weibull(0.1)), "positive vectors", tolerance=1e-7),
+    "composed, iterative product": Row(
+        lambda: _composed(Product([Weibull(0.1), Regression("gaussian", 2)])),
+        "positive vectors inputs",
+        tolerance=1e-7,
+    ),
+    "composed, iterative product, online": Row(
+        lambda: _composed(Product([Weibull(0.1), Regression("gaussian", 2)]), discount=0.8),
+        "positive vectors inputs",
+        **ONLINE,
+    ),
+    "composed, input-driven": Row(
+        lambda: HMM(2, Gaussian(), InputDriven(2, 0.1), InputDrivenInitial([0], 0.1), num_features=D, restarts=2),
+        "vectors inputs",
+        tolerance=1e-7,
+    ),
+    "composed, input-driven, online": Row(
+        lambda: HMM(2, Gaussian(), InputDriven(2, 0.1), InputDrivenInitial(2, 0.1), num_features=D, discount=0.8),
+        "vectors inputs",
+        **ONLINE,
+    ),
     "DMC": Row(lambda: DMCHMM(6, 2, V, restarts=2, transition_pseudocount=0.1, reselect_every=2), epochs=4),
     "DMC, many states": Row(
         lambda: DMCHMM(160, 2, V, restarts=2, transition_pseudocount=0.1, reselect_every=2)

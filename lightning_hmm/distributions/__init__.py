@@ -20,6 +20,7 @@ from lightning_hmm.distributions.transitions import (
     InputDriven,
     InputDrivenInitial,
 )
+from lightning_hmm.distributions.weibull import Weibull
 
 __all__ = [
     "Categorical",
@@ -49,4 +50,5 @@ __all__ = [
     "Regression",
     "TorchEmission",
     "Transition",
+    "Weibull",
 ]
