@@ -83,7 +83,8 @@ class Row:
         options = {"max_epochs": self.epochs, "batch_size": self.batch_size, "tolerance": 0, **options}
         with warnings.catch_warnings():
             warnings.filterwarnings(
-                "ignore", message=".*(rows of .* got no counts|is a single gradient step|has probability zero|likelihood of these data is zero)"
+                "ignore",
+                message=".*(rows of .* got no counts|is a single gradient step|has probability zero|likelihood of these data is zero)",
             )
             warnings.filterwarnings("ignore", message=".*callbacks used to create the checkpoint.*")
             return fit(self.make(), sequences, callbacks=[*self.callbacks(), *callbacks], **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ class Inputs:
 
     def __init__(self, chosen: int | Sequence[int], part: str) -> None:
         single = isinstance(chosen, int) and not isinstance(chosen, bool)
-        numbers = list(range(max(chosen, 0))) if single else chosen  # type: ignore[type-var, call-overload]
+        numbers: Any = list(range(max(chosen, 0))) if isinstance(chosen, int) and single else chosen
         if (
             not isinstance(numbers, (list, tuple))
             or not numbers

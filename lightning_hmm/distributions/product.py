@@ -249,6 +249,5 @@ class Product(Emission):
     def predict(self, state_probs: Tensor, inputs: Tensor | None = None) -> list[Any]:
         """Returns the predictions of the parts, in their order. `inputs` (N, M) are those of the observations."""
         return [
-            part.predict(state_probs, inputs) if part.needs_inputs else part.predict(state_probs)
-            for part in self.parts
+            part.predict(state_probs, inputs) if part.needs_inputs else part.predict(state_probs) for part in self.parts
         ]

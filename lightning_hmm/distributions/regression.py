@@ -13,25 +13,21 @@ from lightning_hmm.columns import Column
 from lightning_hmm.distributions.base import Emission, as_numbers, check_not_negative
 from lightning_hmm.distributions.exponential import Moments
 from lightning_hmm.distributions.gaussian import weighted_mean_var
-from lightning_hmm.distributions.gaussian_regression import products_of, quadratic, weights_of
+from lightning_hmm.distributions.gaussian_regression import estimate, products_of, quadratic, weights_of
 from lightning_hmm.distributions.inputs import Inputs, refuse_collinear, with_ones
-from lightning_hmm.distributions.iterative import (
-    MOST_HELD,
+from lightning_hmm.distributions.iterative import MOST_HELD, Newton
+from lightning_hmm.distributions.newton import (
     Curvature,
-    Newton,
     number_free,
     ridge_curvature,
     softmax_curvature,
     weighted_products,
 )
-from lightning_hmm.distributions.least_squares import Products, solve, solve_jointly
 from lightning_hmm.inference.evidence import Evidence, Rows
 from lightning_hmm.inference.sampling import draw_rows
 from lightning_hmm.sequences import Sequences
 
 Family = Literal["gaussian", "bernoulli", "poisson", "categorical"]
-
-_JOINT_ITERATIONS = 50
 
 
 class Regression(Newton, Emission):
@@ -200,10 +196,10 @@ class Regression(Newton, Emission):
         for parameter in (self.slopes, self.intercepts):
             parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
             if self.family == "categorical":
-                parameter -= parameter.mean(2, keepdim=True)
+                parameter.sub_(parameter.mean(2, keepdim=True))
         for name in self.tied:
-            parameter = self._stacked[name]
-            parameter.copy_(parameter[:, :1].expand_as(parameter).clone())
+            stacked = self._stacked[name]
+            stacked.copy_(stacked[:, :1].expand_as(stacked).clone())
         self.is_set.fill_(self.family in ("bernoulli", "categorical"))
 
     @torch.no_grad()
@@ -259,7 +255,6 @@ class Regression(Newton, Emission):
         if name in self.tied and bool((value != value[:, :1]).any()):
             raise ValueError(f"`{name}` must be the same for all states, because it is tied, but the states differ.")
         return value
-
 
     def check(self, sequences: Sequences) -> None:
         if self.num_symbols is not None:
@@ -330,52 +325,21 @@ class Regression(Newton, Emission):
     def maximize(self, statistics: Sequence[Tensor], weight: Tensor | float = 1.0) -> Tensor:
         if not self.is_closed:
             return super().maximize(statistics, weight)
-        products = products_of(statistics[0], len(self.inputs) + 1)
-        ridge = products.zz.new_full((len(self.inputs) + 1,), self.prior["coefficient_prior"] * weight)
-        ridge[-1] = 0
-        centers = self.center, torch.cat([self.input_center, self.input_center.new_zeros(1)])
-        coefficients = torch.cat([self.slopes, self.intercepts.unsqueeze(-1)], -1)
-        if self.free is None:
-            found, seen = solve(products, ridge)
-            moved = found[..., -1] + centers[0] - found[..., :-1] @ self.input_center
-            coefficients = torch.where(
-                seen.unsqueeze(-1), torch.cat([found[..., :-1], moved.unsqueeze(-1)], -1), coefficients
-            )
-            found = torch.where(seen.unsqueeze(-1), found, self._centered(coefficients))
-            self._set_variances(products, products.residual(found), coefficients, weight)
-        else:
-            seen = products.visits > 0
-            products = products.moved(*centers)
-            free, start = self.free.to(coefficients.device), coefficients
-            # The variances and the coefficients that states share are estimated in turn.
-            for _ in range(_JOINT_ITERATIONS):
-                coefficients = solve_jointly(products, ridge, 1 / self.variances, free, start)
-                self._set_variances(products, products.residual(coefficients), coefficients, weight)
-        self.slopes.copy_(coefficients[..., :-1])
-        self.intercepts.copy_(coefficients[..., -1])
+        found = estimate(
+            products_of(statistics[0], len(self.inputs) + 1),
+            torch.cat([self.slopes, self.intercepts.unsqueeze(-1)], -1),
+            self.variances,
+            (self.center, torch.cat([self.input_center, self.input_center.new_zeros(1)])),
+            self.prior["coefficient_prior"] * weight,
+            self.prior["variance_prior"] * weight * self.data_variance,
+            self.free,
+            next((rule for rule in ("frozen", "tied") if "variance" in getattr(self, rule)), None),
+        )
+        self.slopes.copy_(found.coefficients[..., :-1])
+        self.intercepts.copy_(found.coefficients[..., -1])
+        self.variances.copy_(found.variance)
         self.is_set.fill_(True)
-        return (~seen).any(-1).sum()
-
-    def _centered(self, coefficients: Tensor) -> Tensor:
-        """Converts (..., D, Q) coefficients to those of centered data."""
-        slopes, intercepts = coefficients[..., :-1], coefficients[..., -1]
-        moved = intercepts + slopes @ self.input_center - self.center
-        return torch.cat([slopes, moved.unsqueeze(-1)], -1)
-
-    def _set_variances(
-        self, products: Products, residual: Tensor, coefficients: Tensor, weight: Tensor | float
-    ) -> None:
-        """Estimates the (R, K, D) variances from sums of squared residuals, unless they are frozen."""
-        if "variance" in self.frozen:
-            return
-        residual = residual + self.prior["coefficient_prior"] * weight * coefficients[..., :-1].square().sum(-1)
-        visits, added = products.visits, self.prior["variance_prior"] * weight * self.data_variance
-        if "variance" in self.tied:
-            residual, visits = (part.sum(1, keepdim=True) for part in (residual, visits))
-        found = (residual + added) / visits
-        # Without a prior, the variance of a single point is zero. The previous variance is kept in that case.
-        usable = (visits > 0) & (found > 0) & found.isfinite()
-        self.variances.copy_(torch.where(usable, found, self.variances))
+        return (~found.seen).any(-1).sum()
 
     # The entries of a problem are the coefficients and the intercept of a column, or those of all symbols.
 
@@ -426,9 +390,7 @@ class Regression(Newton, Emission):
         states, outcomes, size = self.slopes.shape[1:]
         outcomes -= self.family == "categorical"  # the predictors of the symbols sum to zero
         sizes = {"coefficients": outcomes * size, "intercept": outcomes, "variance": outcomes}
-        return sum(
-            sizes[name] * (1 if name in self.tied else states) for name in self.names if name not in self.frozen
-        )
+        return sum(sizes[name] * (1 if name in self.tied else states) for name in self.names if name not in self.frozen)
 
     # Observations
 

@@ -510,7 +510,7 @@ class HMM(BaumWelchTraining, DiscreteHMM):
                     [value.detach().requires_grad_(value.is_floating_point()) for value in part.natural(restart)]
                 )
             else:
-                leaves.append(list(part.natural(restart)))
+                leaves.append([value.detach() for value in part.natural(restart)])
         return leaves
 
     def _chunks(self, batch: Sequences) -> Iterator[Sequences]:

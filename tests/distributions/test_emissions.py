@@ -344,7 +344,9 @@ def test_too_many_posteriors_make_one_gradient_step(rng):
         posterior = model.posterior(sequences).smoothed.values
     before = network.loc.detach().clone()
     (gradient,) = torch.autograd.grad((network(sequences.values) * posterior).sum() / 20, [network.loc])
-    with pytest.warns(UserWarning, match=r"more than 10 posterior .* is a single gradient step with `learning_rate` 0\.5"):
+    with pytest.warns(
+        UserWarning, match=r"more than 10 posterior .* is a single gradient step with `learning_rate` 0\.5"
+    ):
         fit(model, sequences, 1, 0)
     torch.testing.assert_close(network.loc.detach(), before + 0.5 * gradient)
 

@@ -15,7 +15,10 @@ FAMILIES = ("gaussian", "bernoulli", "poisson", "categorical")
 
 
 def parameters(rng, family, states=2, columns=2):
-    values = {"coefficients": rng.normal(size=(states, columns, P)) / 2, "intercept": rng.normal(size=(states, columns))}
+    values = {
+        "coefficients": rng.normal(size=(states, columns, P)) / 2,
+        "intercept": rng.normal(size=(states, columns)),
+    }
     return values | ({"variance": rng.uniform(0.5, 2.0, (states, columns))} if family == "gaussian" else {})
 
 
@@ -204,10 +207,13 @@ def test_a_product_of_closed_and_iterative_parts_is_trained_as_its_parts(rng):
     parts = {"a": Gaussian(), "b": Regression("poisson", P), "c": TorchEmission(Laplace, m_steps=50)}
     columns = [Column(name) for name in parts]
     model = fit(HMM(1, Product(parts), columns=columns), sequences, 3, 0)
-    alone = [fit(HMM(1, part), sequences.with_values(sequences.values[:, [n]]), 3, 0) for n, part in enumerate([Gaussian(), Regression("poisson", P)])]
+    alone = [
+        fit(HMM(1, part), sequences.with_values(sequences.values[:, [n]]), 3, 0)
+        for n, part in enumerate([Gaussian(), Regression("poisson", P)])
+    ]
     torch.testing.assert_close(model.emission.parts[0].mean, alone[0].emission.mean)
     torch.testing.assert_close(model.emission.parts[1].coefficients, alone[1].emission.coefficients)
-    assert float(model.emission.parts[2].networks[0].loc) == pytest.approx(np.median(values[:, 2]), abs=0.1)
+    assert model.emission.parts[2].networks[0].loc.item() == pytest.approx(np.median(values[:, 2]), abs=0.1)
     assert model.predict_next(sequences, inputs=np.zeros((1, 1, P)))[1].mean.shape == (1, 1)
     assert model.num_free_parameters == 0 + 0 + 2 + 3 + 1
 
@@ -240,7 +246,8 @@ def binary(inputs):
          "`intercept` must be the same for all states, because it is tied"),
         (lambda: bernoulli().predict_next([[[0.0]]]), "requires those of the predicted steps. Give `inputs`"),
         (lambda: bernoulli().sample(2, 3), "The emission depends on inputs, but none are given"),
-        (lambda: new_model("gaussian").set_parameters(emission={"coefficients": np.zeros((2, 2, P)), "intercept": np.zeros((2, 2)), "variance": [[1, 1], [1, -1]]}),
+        (lambda: new_model("gaussian").set_parameters(
+            emission={"coefficients": np.zeros((2, 2, P)), "intercept": np.zeros((2, 2)), "variance": [[1, 1], [1, -1]]}),
          "`variance` must be positive and finite, but that of state 1, column 1 is -1"),
     ],
 )  # fmt: skip

@@ -24,7 +24,9 @@ def test_the_density_is_that_of_scipy(rng):
     expected = np.where(np.isnan(values)[:, None], 0.0, logs).sum(2)
     np.testing.assert_allclose(rows.detach(), expected, rtol=1e-10)
     for number, moment in enumerate(model.emission.moments()):
-        np.testing.assert_allclose(moment, stats.weibull_min(concentration, scale=scale).stats("mv")[number], rtol=1e-10)
+        np.testing.assert_allclose(
+            moment, stats.weibull_min(concentration, scale=scale).stats("mv")[number], rtol=1e-10
+        )
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from lightning_hmm.distributions.base import Distribution, Transition, as_numbers, check_not_negative
 from lightning_hmm.distributions.inputs import Inputs, with_ones
-from lightning_hmm.distributions.iterative import MOST_HELD, Curvature, Newton, ridge_curvature, softmax_curvature
+from lightning_hmm.distributions.iterative import MOST_HELD, Newton
+from lightning_hmm.distributions.newton import Curvature, ridge_curvature, softmax_curvature
 from lightning_hmm.distributions.rows import Initial
 from lightning_hmm.inference.operators import TimeVarying
 from lightning_hmm.sequences import Sequences
@@ -41,7 +42,7 @@ class LogisticRows(Newton):
 
     def _allocate_rows(self, *shape: int) -> None:
         self._begin_allocation()
-        restarts, rows, num_states = shape
+        rows, num_states = shape[1:]
         self.slopes = nn.Parameter(torch.zeros(*shape, len(self.inputs), dtype=torch.float64))
         self.intercepts = nn.Parameter(torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("possible", torch.ones(rows, num_states, dtype=torch.bool))
@@ -81,7 +82,10 @@ class LogisticRows(Newton):
             if not bool((probs >= 0).all()) or not bool(((probs.sum(-1) - 1).abs() < 1e-6).all()):
                 raise ValueError(f"`{self.option}` must hold probabilities, and its rows must sum to 1.")
             self.possible.copy_(probs > 0)
-            given = {"coefficients": torch.zeros_like(self.slopes[0]), "intercept": torch.where(probs > 0, probs, 1).log()}
+            given = {
+                "coefficients": torch.zeros_like(self.slopes[0]),
+                "intercept": torch.where(probs > 0, probs, 1).log(),
+            }
         for name, value in given.items():
             if name not in ("coefficients", "intercept"):
                 raise ValueError(
