@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
 from scipy import optimize, stats
 from scipy.special import expit, log_softmax, softmax
 
+import lightning_hmm
 from lightning_hmm import HMM, Column, Gaussian, Product, Regression, Sequences, TorchEmission, fit
+from lightning_hmm.cli import main
 
 P = 2
 FAMILIES = ("gaussian", "bernoulli", "poisson", "categorical")
@@ -198,6 +202,9 @@ class Laplace(torch.nn.Module):
     def forward(self, values):
         return torch.distributions.Laplace(self.loc, 1.0).log_prob(values[:, None]).sum(2)
 
+    def moments(self):
+        return self.loc.detach(), torch.full_like(self.loc, 2.0)
+
 
 def test_a_product_of_closed_and_iterative_parts_is_trained_as_its_parts(rng):
     """With one state, each part has the estimate that it has alone."""
@@ -216,6 +223,42 @@ def test_a_product_of_closed_and_iterative_parts_is_trained_as_its_parts(rng):
     assert model.emission.parts[2].networks[0].loc.item() == pytest.approx(np.median(values[:, 2]), abs=0.1)
     assert model.predict_next(sequences, inputs=np.zeros((1, 1, P)))[1].mean.shape == (1, 1)
     assert model.num_free_parameters == 0 + 0 + 2 + 3 + 1
+
+
+def test_training_from_the_command_line(rng, tmp_path, monkeypatch):
+    """Short names of the parts, and input columns of a file; the checkpoint has the whole model."""
+    x, w = rng.normal(size=(2, 200))
+    choice = (rng.random(200) < expit(3 * x)).astype(int)
+    rows = "\n".join(f"{n // 50},{c},{a},{b}" for n, (c, a, b) in enumerate(zip(choice, x, w, strict=True)))
+    (tmp_path / "trials.csv").write_text(f"mouse,choice,x,w\n{rows}\n")
+    (tmp_path / "config.yaml").write_text(f"""
+model:
+  class_path: lightning_hmm.HMM
+  init_args:
+    num_states: 2
+    emission: {{class_path: Regression, init_args: {{family: bernoulli, inputs: [0]}}}}
+    transition: {{class_path: InputDriven, init_args: {{inputs: 2}}}}
+    initial: {{class_path: InputDrivenInitial, init_args: {{inputs: 2}}}}
+data:
+  class_path: datamodules.FileDataModule
+  init_args:
+    path: {tmp_path / "trials.csv"}
+    sequence_column: mouse
+    columns: [choice]
+    input_columns: [x, w]
+    kind: vectors
+    data_dir: {tmp_path}
+trainer:
+  max_epochs: 3
+  enable_progress_bar: false
+  default_root_dir: {tmp_path}
+""")
+    monkeypatch.setattr(sys, "argv", ["lightning_hmm"])
+    main(["fit", f"--config={tmp_path / 'config.yaml'}"])
+    model = lightning_hmm.load(next(tmp_path.rglob("*.ckpt")))
+    assert model.emission.config["init_args"].items() >= {"family": "bernoulli", "inputs": [0]}.items()
+    assert model.transition.coefficients.shape == (2, 2, 2)
+    assert model.initial.coefficients.shape == (2, 2)
 
 
 def bernoulli(**options):
