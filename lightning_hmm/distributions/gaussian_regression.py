@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_hmm.distributions.least_squares import Products, solve, solve_jointly
+from lightning_hmm.distributions.regression_products import Products, solve, solve_jointly
 from lightning_hmm.inference.evidence import Quadratic
 
 _JOINT_ITERATIONS = 50

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_hmm.distributions.base import Distribution
-from lightning_hmm.distributions.newton import (
+from lightning_hmm.distributions.iterative_newton import (
     Curvature,
     expand,
     first_of,

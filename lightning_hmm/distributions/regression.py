@@ -16,7 +16,7 @@ from lightning_hmm.distributions.gaussian import weighted_mean_var
 from lightning_hmm.distributions.gaussian_regression import estimate, products_of, quadratic, weights_of
 from lightning_hmm.distributions.inputs import Inputs, refuse_collinear, with_ones
 from lightning_hmm.distributions.iterative import MOST_HELD, Newton
-from lightning_hmm.distributions.newton import (
+from lightning_hmm.distributions.iterative_newton import (
     Curvature,
     number_free,
     ridge_curvature,

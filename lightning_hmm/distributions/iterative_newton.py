@@ -42,7 +42,7 @@ def maximize_by_newton(evaluate: Callable[[Tensor], Curvature], start: Tensor, m
 
     Example:
         >>> import torch
-        >>> from lightning_hmm.distributions.newton import Curvature, maximize_by_newton
+        >>> from lightning_hmm.distributions.iterative_newton import Curvature, maximize_by_newton
         >>> def concave(x):
         ...     return Curvature(-(x - 3).square().sum(-1), -2 * (x - 3), -2 * torch.eye(1).expand(*x.shape, 1))
         >>> maximize_by_newton(concave, torch.zeros(2, 1)).flatten()
