@@ -366,6 +366,11 @@ class Sequences:
         return self.offsets.diff()
 
     @property
+    def first_steps(self) -> Tensor:
+        """Packed numbers of the first steps of the sequences that are not empty, on the device of the values."""
+        return self.offsets[:-1][self.lengths > 0].to(self.device)
+
+    @property
     def is_discrete(self) -> bool:
         """Whether the values are symbols."""
         return not self.values.is_floating_point()

@@ -49,6 +49,8 @@ from lightning_hmm.distributions import (
     Geometric,
     Histories,
     Initial,
+    InputDriven,
+    InputDrivenInitial,
     LeftRight,
     LogNormal,
     Mixture,
@@ -56,9 +58,11 @@ from lightning_hmm.distributions import (
     NegativeBinomial,
     Poisson,
     Product,
+    Regression,
     StudentT,
     Transition,
     VonMises,
+    Weibull,
     ZeroInflated,
 )
 from lightning_hmm.models import LinearGaussianHMM, NeuralDiscreteHMM
@@ -110,7 +114,8 @@ class Row:
         options = {"max_epochs": self.epochs, "batch_size": self.batch_size, "tolerance": 0, **options}
         with warnings.catch_warnings():
             warnings.filterwarnings(
-                "ignore", message=".*(rows of .* got no counts|has probability zero|likelihood of these data is zero)"
+                "ignore",
+                message=".*(rows of .* got no counts|is a single gradient step|has probability zero|likelihood of these data is zero)",
             )
             warnings.filterwarnings("ignore", message=".*callbacks used to create the checkpoint.*")
             return fit(self.make(), sequences, callbacks=[*self.callbacks(), *callbacks], **options)
@@ -136,8 +141,9 @@ def data(kind: str, seed: int = 0) -> Sequences:
 def suited(kind: str, sequences: Sequences) -> Sequences:
     """Sequences as what the models of a kind observe.
 
-    These are counts for "count vectors", two numbers, a symbol and a count for "mixed vectors", and sequences with some
-    known states for the kinds that begin with "labeled" and "soft".
+    These are counts for "count vectors", two numbers, a symbol and a count for "mixed vectors", and so on, with some
+    known states for the kinds that begin with "labeled" and "soft", times for those that begin with "timed", and inputs
+    for those that end in "inputs".
     """
     if kind.startswith(("labeled", "soft")):
         first = sequences.values if sequences.is_discrete else sequences.values[:, 0]
@@ -150,6 +156,9 @@ def suited(kind: str, sequences: Sequences) -> Sequences:
     if kind.startswith("timed"):
         steps = torch.arange(sequences.num_steps, dtype=torch.float64)
         return sequences.replaced(times=(steps + steps.sin()).div(2).floor())  # some steps are at the same time
+    if kind.endswith(" inputs"):
+        inputs = np.random.default_rng(7).normal(size=(sequences.num_steps, 2))
+        return suited(kind.removesuffix(" inputs"), sequences).replaced(inputs=torch.from_numpy(inputs))
     counts = sequences.values.abs().floor()
     if kind == "positive vectors":
         return sequences.with_values(sequences.values.exp())
@@ -311,6 +320,42 @@ ROWS: dict[str, Row] = {
         "count vectors",
         states=True,
         tolerance=1e-9,
+    ),
+    "composed, Gaussian regression": Row(
+        lambda: _composed(Regression("gaussian", 2), restarts=1), "vectors inputs", states=True
+    ),
+    "composed, Gaussian regression, tied": Row(
+        lambda: _composed(Regression("gaussian", [1], variance_prior=0.1, tied=["coefficients"])), "vectors inputs"
+    ),
+    "composed, Bernoulli regression": Row(
+        lambda: _composed(Regression("bernoulli", 2, 0.1)), "binary vectors inputs", tolerance=1e-7
+    ),
+    "composed, Poisson regression": Row(
+        lambda: _composed(Regression("poisson", 2, 0.1, tied=["coefficients"])), "count vectors inputs", tolerance=1e-7
+    ),
+    "composed, categorical regression": Row(
+        lambda: HMM(2, Regression("categorical", 2, 0.1), num_symbols=V, restarts=2), "symbols inputs", tolerance=1e-7
+    ),
+    "composed, Weibull": Row(lambda: _composed(Weibull(0.1)), "positive vectors", tolerance=1e-7),
+    "composed, iterative product": Row(
+        lambda: _composed(Product([Weibull(0.1), Regression("gaussian", 2)])),
+        "positive vectors inputs",
+        tolerance=1e-7,
+    ),
+    "composed, iterative product, online": Row(
+        lambda: _composed(Product([Weibull(0.1), Regression("gaussian", 2)]), discount=0.8),
+        "positive vectors inputs",
+        **ONLINE,
+    ),
+    "composed, input-driven": Row(
+        lambda: HMM(2, Gaussian(), InputDriven(2, 0.1), InputDrivenInitial([0], 0.1), num_features=D, restarts=2),
+        "vectors inputs",
+        tolerance=1e-7,
+    ),
+    "composed, input-driven, online": Row(
+        lambda: HMM(2, Gaussian(), InputDriven(2, 0.1), InputDrivenInitial(2, 0.1), num_features=D, discount=0.8),
+        "vectors inputs",
+        **ONLINE,
     ),
     "DMC": Row(lambda: DMCHMM(6, 2, V, restarts=2, transition_pseudocount=0.1, reselect_every=2), epochs=4),
     "DMC, many states": Row(

@@ -132,6 +132,9 @@ def _long_run_frequencies(model: Any) -> Tensor | None:
             "for a transition matrix."
         )
         return None
+    if getattr(model, "needs_inputs", False):
+        rank_zero_warn("`test/cooccurrence_mad_analytic` is not logged: the model depends on inputs.")
+        return None
     emission = model.predict_emission(torch.eye(len(transition), dtype=transition.dtype, device=transition.device))
     frequencies = cooccurrences(transition, emission, long_run(model.initial_probs.to(transition.dtype), transition))
     if abs(float(frequencies.sum()) - 1) > 1e-6:

@@ -12,6 +12,7 @@ from lightning_hmm.distributions.exponential_distribution import Exponential
 from lightning_hmm.distributions.gamma import Gamma
 from lightning_hmm.distributions.gaussian import Gaussian
 from lightning_hmm.distributions.geometric import Geometric
+from lightning_hmm.distributions.iterative import Iterative, Newton
 from lightning_hmm.distributions.linear_gaussian import GaussianState, LinearGaussianEmission, LinearGaussianTransition
 from lightning_hmm.distributions.log_normal import LogNormal
 from lightning_hmm.distributions.mixture import GaussianMixture, Mixture
@@ -20,6 +21,7 @@ from lightning_hmm.distributions.negative_binomial import NegativeBinomial
 from lightning_hmm.distributions.one_symbol import OneSymbol
 from lightning_hmm.distributions.poisson import Poisson
 from lightning_hmm.distributions.product import Product
+from lightning_hmm.distributions.regression import Regression
 from lightning_hmm.distributions.rows import CategoricalRows, Initial
 from lightning_hmm.distributions.stationary import Stationary
 from lightning_hmm.distributions.student_t import StudentT
@@ -32,9 +34,12 @@ from lightning_hmm.distributions.transitions import (
     Durations,
     Full,
     Histories,
+    InputDriven,
+    InputDrivenInitial,
     LeftRight,
 )
 from lightning_hmm.distributions.von_mises import VonMises
+from lightning_hmm.distributions.weibull import Weibull
 from lightning_hmm.distributions.zero_inflated import ZeroInflated
 
 __all__ = [
@@ -65,6 +70,9 @@ __all__ = [
     "Geometric",
     "Histories",
     "Initial",
+    "InputDriven",
+    "InputDrivenInitial",
+    "Iterative",
     "LeftRight",
     "LinearGaussianEmission",
     "LinearGaussianTransition",
@@ -73,13 +81,16 @@ __all__ = [
     "Moments",
     "Multinomial",
     "NegativeBinomial",
+    "Newton",
     "OneSymbol",
     "Poisson",
     "Product",
+    "Regression",
     "Stationary",
     "StudentT",
     "TorchEmission",
     "Transition",
     "VonMises",
+    "Weibull",
     "ZeroInflated",
 ]

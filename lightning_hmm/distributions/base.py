@@ -46,6 +46,8 @@ class Distribution(nn.Module, ABC):
     partner: ClassVar[str | None] = None
     # Whether the M-step is a function of expected statistics of fixed size. Otherwise `hold` is called for each batch.
     is_closed: ClassVar[bool] = True
+    # Whether the distribution depends on `Sequences.inputs`.
+    needs_inputs: bool = False
     # Whether the parameters have initial values for training: set by the user, computed from data or drawn at random.
     is_set: Tensor
     _given: tuple[tuple[Any, ...], dict[str, Any]]
@@ -146,13 +148,15 @@ class Distribution(nn.Module, ABC):
             Number of rows without statistics, which keep their values, as a tensor.
         """
 
-    def hold(self, restart: int, batch: Sequences, gradient: Tensor) -> None:
-        """Stores a batch for an M-step that is not closed.
+    def hold(self, restart: int, batch: Sequences, *gradients: Tensor) -> None:
+        """Stores a batch for an M-step that is not closed; see `Iterative`.
 
         Args:
             restart: Number of the restart.
             batch: The batch.
-            gradient: Gradient of the log-likelihood of the batch with respect to the `Evidence`.
+            *gradients: Gradients of the log-likelihood of the batch: with respect to the `Evidence` for an emission,
+                the natural parameters of the operator for a transition, and the log-probabilities of the first state of
+                each sequence for the distribution of the first state.
         """
 
     def forget(self) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hmm.columns import Column
-from lightning_hmm.distributions.base import Emission
+from lightning_hmm.distributions.base import Emission, pull_back
 from lightning_hmm.distributions.exponential import require_observed
 from lightning_hmm.inference.evidence import Evidence, Quadratic, Rows
 from lightning_hmm.sequences import Sequences
@@ -56,13 +56,20 @@ class Product(Emission):
         )
         given = list(parts.values() if isinstance(parts, Mapping) else parts)
         for part in given:
-            if not isinstance(part, Emission) or not part.is_closed:
-                what = type(part).__name__ if isinstance(part, Emission) else repr(part)
-                raise ValueError(f"The parts of a Product must be emissions with a closed M-step, but one is {what}.")
+            if not isinstance(part, Emission):
+                raise ValueError(f"The parts of a Product must be emissions, but one is {part!r}.")
         self.parts: Any = nn.ModuleList(given)
         self.prior = {
             f"{number} {name}": value for number, part in enumerate(given) for name, value in part.prior.items()
         }
+
+    @property
+    def is_closed(self) -> bool:  # type: ignore[override]
+        return all(part.is_closed for part in self.parts)
+
+    @property
+    def needs_inputs(self) -> bool:  # type: ignore[override]
+        return any(part.needs_inputs for part in self.parts)
 
     @property
     def starts_from_data(self) -> bool:  # type: ignore[override]
@@ -133,18 +140,28 @@ class Product(Emission):
                 values = torch.where(values[:, 0].isnan(), MISSING, values[:, 0]).long()
             yield part, batch.with_values(values)
 
-    def _split(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Any, list[Tensor]]]:
-        """Yields each part with the tensors that correspond to its parameters."""
+    def _split(self, tensors: Sequence[Tensor], numbers: Sequence[int]) -> Iterator[tuple[Any, list[Tensor]]]:
+        """Yields each part with its own of the tensors, given how many each part has."""
         first = 0
-        for part in self.parts:
-            number = len(list(part.parameters()))
+        for part, number in zip(self.parts, numbers, strict=True):
             yield part, list(tensors[first : first + number])
             first += number
+
+    def natural(self, restart: int) -> tuple[Tensor, ...]:
+        return tuple(value for part in self.parts for value in part.natural(restart))
+
+    @property
+    def num_statistics(self) -> int:
+        return sum(part.num_statistics for part in self.parts)
+
+    def _naturals(self, natural: Sequence[Tensor]) -> Iterator[tuple[Any, list[Tensor]]]:
+        """Yields each part with its natural parameters."""
+        return self._split(natural, [len(part.natural(0)) for part in self.parts])
 
     def evidence(self, natural: Sequence[Tensor], batch: Sequences) -> Evidence:
         found = [
             part.evidence(mine, data)
-            for (part, mine), (_, data) in zip(self._split(natural), self._each(batch), strict=True)
+            for (part, mine), (_, data) in zip(self._naturals(natural), self._each(batch), strict=True)
         ]
         if not all(isinstance(evidence, Quadratic) for evidence in found):
             return Rows(torch.stack([evidence.rows() for evidence in found]).sum(0))
@@ -175,9 +192,32 @@ class Product(Emission):
                 part.start(data, responsibilities)
         self.is_set.fill_(True)
 
+    # EM. Parts with an iterative M-step hold the batches, and have no statistics.
+
+    def statistics(self, evidence: Evidence, gradient: Tensor, natural: Sequence[Tensor]) -> list[Tensor]:
+        leaves = [leaf for part, mine in self._naturals(natural) if part.num_statistics for leaf in mine]
+        return pull_back([evidence.live], [gradient], leaves)
+
+    def hold(self, restart: int, batch: Sequences, *gradients: Tensor) -> None:
+        for part, data in self._each(batch):
+            if not part.is_closed:
+                part.hold(restart, data, *gradients)
+
+    def forget(self) -> None:
+        for part in self.parts:
+            part.forget()
+
     @torch.no_grad()
     def maximize(self, statistics: Sequence[Tensor], weight: Tensor | float = 1.0) -> Tensor:
-        return torch.stack([part.maximize(mine, weight) for part, mine in self._split(statistics)]).sum()
+        split = self._split(statistics, [part.num_statistics for part in self.parts])
+        return torch.stack([part.maximize(mine, weight) for part, mine in split]).sum()
+
+    @torch.no_grad()
+    def copy_from(self, other: Any, restart: int) -> None:
+        for mine, theirs in zip(self.parts, other.parts, strict=True):
+            mine.copy_from(theirs, restart)
+        self.is_set.copy_(other.is_set)
+        self.has_data_stats.copy_(other.has_data_stats)
 
     def log_prior(self) -> Tensor:
         return torch.stack([part.log_prior() for part in self.parts]).sum(0)
@@ -197,12 +237,17 @@ class Product(Emission):
             part.randomize(generator)
 
     def sample(self, states: Tensor, generator: torch.Generator) -> Tensor:
-        drawn = torch.empty(len(states), sum(map(len, self.places)), dtype=torch.float64, device=states.device)
-        for part, place in zip(self.parts, self.places, strict=True):
-            values = part.sample(states, generator).to(drawn)
-            drawn[:, place] = values[:, None] if values.dim() == 1 else values
-        return drawn
+        return self.emit(Sequences(states, torch.tensor([0, len(states)])), generator).values
 
-    def predict(self, state_probs: Tensor) -> list[Any]:
-        """Returns the predictions of the parts, in their order."""
-        return [part.predict(state_probs) for part in self.parts]
+    def emit(self, states: Sequences, generator: torch.Generator) -> Sequences:
+        drawn = torch.empty(states.num_steps, sum(map(len, self.places)), dtype=torch.float64, device=states.device)
+        for part, place in zip(self.parts, self.places, strict=True):
+            values = part.emit(states, generator).values.to(drawn)
+            drawn[:, place] = values[:, None] if values.dim() == 1 else values
+        return states.with_values(drawn)
+
+    def predict(self, state_probs: Tensor, inputs: Tensor | None = None) -> list[Any]:
+        """Returns the predictions of the parts, in their order. `inputs` (N, M) are those of the observations."""
+        return [
+            part.predict(state_probs, inputs) if part.needs_inputs else part.predict(state_probs) for part in self.parts
+        ]

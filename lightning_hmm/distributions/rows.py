@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hmm.distributions.base import Distribution, as_numbers, check_not_negative
+from lightning_hmm.sequences import Sequences
 
 
 class CategoricalRows(Distribution):
@@ -174,3 +175,17 @@ class Initial(CategoricalRows):
     def allocate(self, restarts: int, num_states: int) -> None:
         """Creates the parameters."""
         self._allocate_rows(restarts, num_states)
+
+    def log_first(self, natural: Sequence[Tensor]) -> Tensor:
+        """Returns the (K,) log-probabilities of the first state, the same for all sequences."""
+        return natural[0]
+
+    def first_evidence(self, natural: Sequence[Tensor], batch: Sequences) -> Tensor | None:
+        """Returns log-factors of the probabilities of `log_first` that differ between sequences.
+
+        They are added to the evidence of the first steps.
+
+        Returns:
+            One row of K factors for each sequence that is not empty, or ``None`` if there are no factors.
+        """
+        return None

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from lightning_hmm.columns import Column
 from lightning_hmm.distributions.base import Emission
 from lightning_hmm.distributions.by_gradient import decrease
-from lightning_hmm.inference.evidence import Rows
+from lightning_hmm.distributions.iterative import MOST_HELD, Iterative
+from lightning_hmm.inference.evidence import Evidence, Rows
 from lightning_hmm.sequences import Sequences
 
 
-class TorchEmission(Emission):
+class TorchEmission(Iterative, Emission):
     r"""An emission whose log-densities are computed by a torch module.
 
     Use it for a family that has no class of its own. The module class is constructed as
@@ -26,12 +27,8 @@ class TorchEmission(Emission):
     is treated as missing in all columns.
 
     There is no closed-form M-step. The posterior probabilities of an epoch are stored, and L-BFGS increases the
-    expected log-likelihood
-
-    .. math:: Q(\theta) = \sum_t \sum_k p(z_t = k \mid y) \log p(y_t \mid k, \theta)
-
-    so that the objective never decreases. In online EM, and if an epoch has more than `most_held` posterior
-    probabilities, a single gradient step is made instead, which may decrease the objective.
+    expected log-likelihood, so that the objective never decreases. In online EM, and if an epoch has more than
+    `most_held` posterior probabilities, a single gradient step is made instead; see `Iterative`.
 
     Args:
         module: The class, or the path of a class that has been imported, such as "my_package.Densities".
@@ -55,27 +52,20 @@ class TorchEmission(Emission):
         6
     """
 
-    is_closed = False
-
     def __init__(
         self,
         module: str | type,
         options: dict[str, Any] | None = None,
         m_steps: int = 5,
-        most_held: int = 50_000_000,
+        most_held: int = MOST_HELD,
         learning_rate: float = 0.1,
     ) -> None:
-        super().__init__()
-        for name, value in {"m_steps": m_steps, "most_held": most_held, "learning_rate": learning_rate}.items():
-            if not isinstance(value, (int, float)) or not value > 0:
-                raise ValueError(f"`{name}` must be a positive number, but is {value!r} instead.")
+        super().__init__(most_held=most_held, learning_rate=learning_rate)
+        if isinstance(m_steps, bool) or not isinstance(m_steps, (int, float)) or not m_steps > 0:
+            raise ValueError(f"`m_steps` must be a positive number, but is {m_steps!r} instead.")
         self.family = _imported(module)
         self.options = dict(options or {})
         self.m_steps = m_steps
-        self.most_held = most_held
-        self.learning_rate = learning_rate
-        self._held: list[tuple[int, Tensor, Tensor]] = []
-        self._gradients: dict[int, list[Tensor]] = {}
 
     @property
     def config(self) -> dict[str, Any]:
@@ -87,8 +77,8 @@ class TorchEmission(Emission):
         return {"class_path": "lightning_hmm.TorchEmission", "init_args": options}
 
     @property
-    def num_statistics(self) -> int:
-        return 0  # the M-step uses the batches that `hold` has stored
+    def num_restarts(self) -> int:
+        return len(self.networks)
 
     def allocate(self, restarts: int, num_states: int, columns: Sequence[Column]) -> None:
         self._begin_allocation()
@@ -108,89 +98,47 @@ class TorchEmission(Emission):
             self.networks[number] = self._network(int(torch.randint(2**62, (), generator=generator)))
 
     def natural(self, restart: int) -> tuple[Tensor, ...]:
-        return tuple(self.networks[restart].parameters())
+        """Returns the parameters of the module of one restart, followed by its buffers, which are not trained."""
+        return (*self.networks[restart].parameters(), *self.networks[restart].buffers())
 
     def evidence(self, natural: Sequence[Tensor], batch: Sequences) -> Rows:
-        restart = next(
-            number for number, network in enumerate(self.networks) if next(iter(natural)) is next(network.parameters())
-        )
-        return Rows(self._rows(restart, batch.values.double()))
-
-    def _rows(self, restart: int, values: Tensor) -> Tensor:
+        network, values = self.networks[0], batch.values.double()
+        names = [name for name, _ in (*network.named_parameters(), *network.named_buffers())]
+        size = len(list(network.parameters()))
+        tensors = [value if number < size else value.detach() for number, value in enumerate(natural)]
         complete = ~values.isnan().any(1)
-        rows: Tensor = self.networks[restart](torch.where(complete[:, None], values, 0.0))
+        rows: Tensor = torch.func.functional_call(
+            network, dict(zip(names, tensors, strict=True)), (torch.where(complete[:, None], values, 0.0),)
+        )
         if rows.shape != (len(values), self.num_states):
             wanted = (len(values), self.num_states)
             raise ValueError(
                 f"The module of a TorchEmission must return {wanted}, steps by states, "
                 f"but {self.family.__name__} returns {tuple(rows.shape)}."
             )
-        return torch.where(complete[:, None], rows, 0.0)
+        return Rows(torch.where(complete[:, None], rows, 0.0))
+
+    def statistics(self, evidence: Evidence, gradient: Tensor, natural: Sequence[Tensor]) -> list[Tensor]:
+        return []
 
     def check(self, sequences: Sequences) -> None:
         sequences.check(None, self.num_columns)
 
     def start(self, sequences: Sequences, responsibilities: Sequence[Tensor]) -> None:
-        for restart, guess in enumerate(responsibilities):
-            self.hold(restart, sequences, guess)
-        self.maximize([])
-        self.is_set.fill_(True)
+        self.increase_from(sequences, responsibilities)
 
-    # EM
-
-    def hold(self, restart: int, batch: Sequences, posteriors: Tensor) -> None:
-        """Stores the posterior probabilities of a batch for the M-step.
-
-        In online EM, and if there are more than `most_held` probabilities, only their gradient is stored.
-
-        Args:
-            restart: Number of the restart.
-            batch: The batch.
-            posteriors: (steps, K) posterior probabilities of the states.
-        """
-        online = bool(self._owner) and self._owner[0].discount is not None
-        self._held.append((restart, batch.values.double(), posteriors.detach()))
-        if online or self._gradients or sum(held.numel() for _, _, held in self._held) > self.most_held:
-            for number, values, held in self._held:
-                parameters = list(self.networks[number].parameters())
-                with torch.enable_grad():
-                    found = torch.autograd.grad((self._rows(number, values) * held).sum(), parameters)
-                size = held.sum()
-                known = self._gradients.get(
-                    number, [torch.zeros_like(size), *(torch.zeros_like(parameter) for parameter in parameters)]
-                )
-                self._gradients[number] = [total.add(part) for total, part in zip(known, (size, *found), strict=True)]
-            self._held = []
-
-    def forget(self) -> None:
-        """Discards stored batches, such as those of an interrupted run."""
-        self._held, self._gradients = [], {}
-
-    def maximize(self, statistics: Sequence[Tensor], weight: Tensor | float = 1.0) -> Tensor:
-        for restart, network in enumerate(self.networks):
-            parameters = list(network.parameters())
-            if restart in self._gradients:
-                size, *total = (self._sum(part) for part in self._gradients[restart])
-                with torch.no_grad():
-                    for parameter, gradient in zip(parameters, total, strict=True):
-                        parameter.add_(self.learning_rate * gradient / size.clamp(min=1))
-            elif self._held or self._is_distributed:
-                self._increase(restart, parameters)
-        self.forget()
-        return torch.zeros((), dtype=torch.int64)
-
-    def _increase(self, restart: int, parameters: list[nn.Parameter]) -> None:
-        """Increases the expected log-likelihood of the batches stored on all ranks, by L-BFGS."""
-        held = [(values, posteriors) for number, values, posteriors in self._held if number == restart]
+    def increase(self, restart: int, examples: Sequence[tuple[Any, ...]], weight: Tensor | float) -> None:
+        """Increases the expected log-likelihood of the examples of all ranks by L-BFGS."""
+        parameters, natural = list(self.networks[restart].parameters()), self.natural(restart)
         size = self._sum(
-            torch.tensor(sum(float(posteriors.sum()) for _, posteriors in held), dtype=torch.float64)
+            torch.tensor(sum(float(posteriors.sum()) for _, posteriors in examples), dtype=torch.float64)
         ).clamp(min=1)
 
         def loss() -> Tensor:
             with torch.enable_grad():
                 total = parameters[0].new_zeros(())
-                for values, posteriors in held:
-                    total = total - (self._rows(restart, values) * posteriors).sum() / size
+                for example in examples:
+                    total = total - self.expected(natural, *example) / size
                 if total.requires_grad:
                     gradients = torch.autograd.grad(total, parameters, allow_unused=True, materialize_grads=True)
                 else:
@@ -200,16 +148,6 @@ class TorchEmission(Emission):
             return self._sum(total.detach())
 
         decrease(loss, parameters, self.m_steps)
-
-    @property
-    def _is_distributed(self) -> bool:
-        return bool(self._owner) and self._owner[0]._trainer is not None and self._owner[0].trainer.world_size > 1
-
-    def _sum(self, value: Tensor) -> Tensor:
-        return self._owner[0]._sum_over_ranks(value.clone()) if self._is_distributed else value
-
-    def log_prior(self) -> Tensor:
-        return torch.zeros(len(self.networks), dtype=torch.float64)
 
     def num_free_parameters(self, restart: int) -> int:
         return sum(parameter.numel() for parameter in self.networks[restart].parameters())

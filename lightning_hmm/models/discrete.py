@@ -122,8 +122,13 @@ class DiscreteHMM(SequenceModel):
         """Draws an observation for each of the given states."""
 
     @abstractmethod
-    def predict_emission(self, state_probs: Tensor) -> Any:
-        """Returns the distribution of an observation, given the probabilities of its state."""
+    def predict_emission(self, state_probs: Tensor, inputs: Tensor | None = None) -> Any:
+        """Returns the distribution of an observation, given the probabilities of its state and its inputs."""
+
+    @property
+    def needs_inputs(self) -> bool:
+        """Whether a distribution of the model depends on `Sequences.inputs`."""
+        return False
 
     @property
     @abstractmethod
@@ -206,7 +211,7 @@ class DiscreteHMM(SequenceModel):
             evidence = evidence.shared(classes)
         path = inference.viterbi(first, operator, evidence, sequences.offsets)
         self._warn_where_impossible(sequences, path.log_probability == -torch.inf)
-        return sequences.with_values(_states_of_classes(path.states, classes))
+        return sequences.with_values(states_of_classes(path.states, classes))
 
     @torch.no_grad()
     def posterior(self, sequences: Any) -> Posterior:
@@ -230,30 +235,38 @@ class DiscreteHMM(SequenceModel):
         seed: int = 0,
         return_states: bool = False,
         *,
+        inputs: Any = None,
         times: Any = None,
     ) -> Any:
         """Draws sequences.
+
+        If the model depends on inputs or times, give these instead of `num_sequences` and `length`: a list with one
+        array for each sequence, which determines the number of sequences and their lengths, or, for `inputs`,
+        `Sequences` with inputs. The drawn sequences have these inputs and times.
 
         Args:
             num_sequences: Number of sequences.
             length: Length of all sequences, or the length of each.
             seed: Seed of the random numbers.
             return_states: Whether to return the hidden states as well.
-            times: Times of the steps, for transitions that depend on them: a list with one array for each sequence,
-                which determines the number of sequences and their lengths, or a tensor with one entry for each step.
+            inputs: (T, M) inputs of the steps of each sequence.
+            times: (T,) times of the steps of each sequence, or a tensor with one entry for each step of all sequences.
         """
         check_seed(seed)
+        steps = self._steps_to_sample(num_sequences, length, inputs, times)
         generator = torch.Generator().manual_seed(seed)
-        steps = self._steps_to_sample(num_sequences, length, times=times)
-        initial, operator = self.chain(int(self.best_restart), steps)
-        states, _ = inference.sample(initial, operator, steps.lengths, generator)
-        path = steps.with_values(_states_of_classes(states, operator.classes))
-        observations = self.emit(path, generator)
-        return (observations, path) if return_states else observations
+        states = steps.with_values(self._draw_states(steps, generator))
+        observations = self.emit(states, generator)
+        return (observations, states) if return_states else observations
 
-    def _steps_to_sample(self, num_sequences: int, length: Any, **columns: Any) -> Sequences:
+    def _steps_to_sample(self, num_sequences: int, length: Any, inputs: Any, times: Any) -> Sequences:
         """Returns sequences of the given lengths with missing values and with the columns that are given."""
-        columns = {name: column for name, column in columns.items() if column is not None}
+        if isinstance(inputs, Sequences):
+            if inputs.inputs is None:
+                raise ValueError("`inputs` must be Sequences with inputs, but these have none.")
+            num_sequences, length = len(inputs), inputs.lengths
+            inputs, times = inputs.inputs, inputs.times if times is None else times
+        columns = {name: value for name, value in {"inputs": inputs, "times": times}.items() if value is not None}
         lists = [column for column in columns.values() if isinstance(column, (list, tuple))]
         if lists:
             num_sequences, length = len(lists[0]), [len(part) for part in lists[0]]
@@ -267,7 +280,13 @@ class DiscreteHMM(SequenceModel):
             name: packed_column(column, lengths.tolist(), name) if isinstance(column, (list, tuple)) else column
             for name, column in columns.items()
         }
-        return Sequences.from_lengths(values.to(self.device), lengths, **packed)
+        return Sequences.from_lengths(values, lengths, **packed).to(self.device)
+
+    def _draw_states(self, steps: Sequences, generator: torch.Generator) -> Tensor:
+        """Draws the states of sequences with the lengths and the other columns of `steps`."""
+        initial, operator = self.chain(int(self.best_restart), steps)
+        states = inference.sample(initial, operator, steps.lengths, generator)[0]
+        return states_of_classes(states, operator.classes)
 
     @torch.no_grad()
     def sample_posterior(self, sequences: Any, seed: int = 0) -> Sequences:
@@ -276,20 +295,44 @@ class DiscreteHMM(SequenceModel):
         sequences = self.as_sequences(sequences)
         problem = self.problem(sequences)
         states = inference.sample_posterior(*problem, torch.Generator().manual_seed(seed))
-        return sequences.with_values(_states_of_classes(states, problem[1].classes))
+        return sequences.with_values(states_of_classes(states, problem[1].classes))
 
     @torch.no_grad()
-    def predict_next(self, sequences: Any, steps: int = 1) -> Any:
+    def predict_next(self, sequences: Any, steps: int = 1, inputs: Any = None) -> Any:
         """Returns the distribution of the observation `steps` steps after the end of each sequence.
 
         It consists of (N, V) probabilities for symbols and of moments for real vectors. The row of an impossible
-        sequence is NaN, with a warning.
+        sequence is NaN, with a warning. If the model depends on inputs, give `inputs`, an (N, steps, M) array of those
+        after the end of each sequence.
         """
         sequences = self.as_sequences(sequences)
+        if self.needs_inputs:
+            return self._predict_with_inputs(sequences, steps, inputs)
         problem = self.problem(sequences)
         states = inference.predict(*problem, steps=steps)
         self._warn_where_impossible(sequences, states.isnan().any(1))
         return self.predict_emission(_sum_over_classes(states, problem[1]))
+
+    def _predict_with_inputs(self, sequences: Sequences, steps: int, inputs: Any) -> Any:
+        """Predicts the last of some steps without observations, which are appended to each sequence."""
+        if inputs is None:
+            raise ValueError(
+                "The model depends on inputs, so a prediction requires those of the predicted steps. "
+                "Give `inputs`, an array of shape (sequences, steps, inputs)."
+            )
+        rows = torch.as_tensor(inputs, dtype=torch.float64, device=sequences.device)
+        if rows.dim() != 3 or rows.shape[:2] != (len(sequences), steps):
+            raise ValueError(
+                f"`inputs` must have shape ({len(sequences)}, {steps}, M), one row for each predicted step of each "
+                f"sequence, but has {tuple(rows.shape)} instead."
+            )
+        longer = _lengthened(sequences, rows)
+        found = inference.e_step(*self.problem(longer), dtype=self.message_dtype, smooth=False)
+        states = found.last.double()
+        impossible = found.impossible_step >= 0
+        states = torch.where(impossible[:, None], torch.nan, states)
+        self._warn_where_impossible(longer, impossible)
+        return self.predict_emission(states, rows[:, -1])
 
     def aic(self, sequences: Any) -> float:
         """Returns Akaike's information criterion, 2 k - 2 log L with the weighted likelihood L. Lower is better."""
@@ -477,7 +520,7 @@ def _lengths_to_sample(num_sequences: Any, length: Any) -> Tensor:
     return lengths.expand(num_sequences)
 
 
-def _states_of_classes(states: Tensor, classes: Tensor | None) -> Tensor:
+def states_of_classes(states: Tensor, classes: Tensor | None) -> Tensor:
     """Returns the model state of each state of an operator; -1 stays -1."""
     return states if classes is None else torch.where(states < 0, -1, classes.to(states.device)[states.clamp(min=0)])
 
@@ -487,3 +530,20 @@ def _sum_over_classes(rows: Tensor, operator: Operator) -> Tensor:
     if operator.classes is None:
         return rows
     return rows.new_zeros(len(rows), operator.num_classes).index_add(1, operator.classes.to(rows.device), rows)
+
+
+def _lengthened(sequences: Sequences, inputs: Tensor) -> Sequences:
+    """Appends steps without observations to each sequence, with inputs (N, steps, M)."""
+    number, added = inputs.shape[:2]
+    offsets = sequences.offsets + added * torch.arange(number + 1)
+    sizes = sequences.lengths
+    old = torch.arange(sequences.num_steps) + (added * torch.arange(number)).repeat_interleave(sizes)
+    new = (offsets[1:, None] - added + torch.arange(added)).flatten()
+    missing = MISSING if sequences.is_discrete else torch.nan
+    values = sequences.values.new_full((int(offsets[-1]), *sequences.values.shape[1:]), missing)
+    values[old] = sequences.values
+    known = inputs.new_zeros(len(values), inputs.shape[2])
+    known[new] = inputs.flatten(0, 1)
+    if sequences.inputs is not None and sequences.num_steps:
+        known[old] = sequences.inputs.to(known)
+    return Sequences(values, offsets, sequences.weights, inputs=known)

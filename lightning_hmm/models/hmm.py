@@ -20,9 +20,9 @@ from lightning_hmm.data import data_of
 from lightning_hmm.distributions import Categorical, Distribution, Emission, Full, Initial, Transition
 from lightning_hmm.distributions.base import make_part
 from lightning_hmm.distributions.starting import completed, excerpt, guess_states, known_states
-from lightning_hmm.inference.evidence import Evidence
+from lightning_hmm.inference.evidence import Evidence, Rows
 from lightning_hmm.inference.operators import Dense, Operator
-from lightning_hmm.models.discrete import DiscreteHMM
+from lightning_hmm.models.discrete import DiscreteHMM, states_of_classes
 from lightning_hmm.models.observed_columns import (
     arrays_of_frames,
     columns_from_data,
@@ -262,6 +262,8 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         # Python also calls this method if one of the properties above raises an `AttributeError`.
         if name in ("initial_probs", "transition_probs", "emission_probs") and self.__dict__.get("columns") is None:
             raise AttributeError(_NO_SIZES)
+        if name == "initial_probs":
+            raise AttributeError("`initial_probs` depends on inputs: see `model.initial.probs_at(inputs)`.")
         if name == "transition_probs":
             raise AttributeError(
                 f"`transition_probs` is a matrix, but {type(self.transition).__name__} transitions "
@@ -305,13 +307,13 @@ class HMM(BaumWelchTraining, DiscreteHMM):
     def chain(self, restart: int, sequences: Sequences | None = None) -> tuple[Tensor, Operator]:
         self._require_allocated()
         natural = self.transition.natural(restart)
-        initial = self.transition.first_states(self.initial.natural(restart)[0], natural)
+        initial = self.transition.first_states(self.initial.log_first(self.initial.natural(restart)), natural)
         return initial, self.transition.operator(natural, self._with_known_states(restart, sequences))
 
     def path_chain(self, restart: int, sequences: Sequences) -> tuple[Tensor, Operator, Tensor | None]:
         self._require_allocated()
         found: tuple[Tensor, Operator, Tensor | None] = self.transition.path_chain(
-            self.initial.natural(restart)[0],
+            self.initial.log_first(self.initial.natural(restart)),
             self.transition.natural(restart),
             self._with_known_states(restart, sequences),
         )
@@ -334,24 +336,48 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         if not torch.is_grad_enabled():
             self._require_values()
         found: Evidence = self.emission.evidence(self.emission.natural(restart), sequences)
-        return found
+        return self._started(found, self.initial.natural(restart), sequences)
+
+    def _started(self, evidence: Evidence, natural: Sequence[Tensor], sequences: Sequences) -> Evidence:
+        """Adds the factors of the first state that differ between sequences to the evidence of the first steps."""
+        factors = self.initial.first_evidence(natural, sequences)
+        if factors is None:
+            return evidence
+        return Rows(evidence.rows().index_add(0, sequences.first_steps, factors))
+
+    @property
+    def needs_inputs(self) -> bool:
+        return any(part.needs_inputs for part in self.distributions.values())
+
+    def _draw_states(self, steps: Sequences, generator: torch.Generator) -> Tensor:
+        restart = int(self.best_restart)
+        nothing = Rows(torch.zeros(steps.num_steps, self.num_states, dtype=torch.float64, device=steps.device))
+        started = self._started(nothing, self.initial.natural(restart), steps)
+        if started is nothing:
+            return super()._draw_states(steps, generator)
+        initial, operator = self.chain(restart, steps)
+        # Without observations, the posterior is the distribution of the chain.
+        states = inference.sample_posterior(initial, operator, started, steps.offsets, generator)
+        return states_of_classes(states, operator.classes)
 
     def emit(self, states: Sequences, generator: torch.Generator) -> Sequences:
         self._require_values()
         emitted: Sequences = self.emission.emit(states, generator)
         return emitted
 
-    def predict_emission(self, state_probs: Tensor) -> Any:
+    def predict_emission(self, state_probs: Tensor, inputs: Tensor | None = None) -> Any:
+        if self.emission.needs_inputs:
+            return self.emission.predict(state_probs, inputs)
         return self.emission.predict(state_probs)
 
     @torch.no_grad()
-    def predict_next(self, sequences: Any, steps: int = 1) -> Any:
+    def predict_next(self, sequences: Any, steps: int = 1, inputs: Any = None) -> Any:
         """Returns the distribution of the observation `steps` steps after the end of each sequence.
 
         See `DiscreteHMM.predict_next`.
         """
         if self.emission is None or not self.emission.depends_on_past:
-            return super().predict_next(sequences, steps)
+            return super().predict_next(sequences, steps, inputs)
         sequences = self.as_sequences(sequences)
         initial, operator, evidence, offsets = self.problem(sequences)
         states = inference.predict(initial, operator, evidence, offsets)
@@ -458,7 +484,8 @@ class HMM(BaumWelchTraining, DiscreteHMM):
     def on_fit_start(self) -> None:
         super().on_fit_start()
         if self.is_allocated:
-            self.emission.forget()  # An interrupted run leaves statistics behind.
+            for part in self.distributions.values():
+                part.forget()  # An interrupted run leaves statistics behind.
 
     def setup(self, stage: str) -> None:
         data, begins = data_of(self.trainer), stage == "fit" and self.trainer.ckpt_path is None
@@ -517,24 +544,32 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         """
         leaves = self._leaves(restart)
         with torch.enable_grad():
-            initial = self.transition.first_states(leaves[0][0], leaves[1])
+            initial = self.transition.first_states(self.initial.log_first(leaves[0]), leaves[1])
             operator = self.transition.operator(leaves[1], self._with_known_states(restart, batch))
             if full_matrix:
                 operator = Dense(operator.to_dense(torch.zeros(0, dtype=torch.int64)))
         with torch.set_grad_enabled(self.emission.needs_graph(batch)):
             emitted = self.emission.evidence(leaves[2], batch)
-        known = self._with_labels(emitted, batch, operator)
+        known = self._with_labels(self._started(emitted, leaves[0], batch), batch, operator)
         found = inference.e_step(
             initial, operator, known, batch.offsets, batch.weights, dtype=self.message_dtype, per_step=per_step
         )
         flat = [leaf for part in leaves[:2] for leaf in part if leaf.requires_grad]
         counts = self.transition.statistics(initial, operator, found, flat)
+        if self._holds("initial"):
+            self.initial.hold(restart, batch, found.evidence[batch.first_steps])
+        if self._holds("transition"):
+            self.transition.hold(restart, batch, *operator.gradients(found.counts))
         gradient = found.evidence if known.live is emitted.live else emitted.pull(found.evidence)
-        if not self.emission.is_closed:
-            if "emission" not in self.frozen:
-                self.emission.hold(restart, batch, gradient)
+        if self._holds("emission"):
+            self.emission.hold(restart, batch, gradient)
+        if not self.emission.num_statistics:
             return found, counts
         return found, [*counts, *self.emission.statistics(emitted, gradient, leaves[2])]
+
+    def _holds(self, name: str) -> bool:
+        """Returns whether the M-step of a part needs the batches of an epoch."""
+        return not self.distributions[name].is_closed and name not in self.frozen
 
     def _leaves(self, restart: int) -> list[list[Tensor]]:
         """Returns the natural parameters of the parts as leaves of the autograd graph."""
@@ -545,7 +580,7 @@ class HMM(BaumWelchTraining, DiscreteHMM):
                     [value.detach().requires_grad_(value.is_floating_point()) for value in part.natural(restart)]
                 )
             else:
-                leaves.append(list(part.natural(restart)))
+                leaves.append([value.detach() for value in part.natural(restart)])
         return leaves
 
     def _chunks(self, batch: Sequences) -> Iterator[Sequences]:
@@ -553,10 +588,11 @@ class HMM(BaumWelchTraining, DiscreteHMM):
 
         The cuts depend only on shapes, so results do not depend on the number of threads.
         """
-        numbers = 0 if batch.is_discrete else max(self.num_states, 2 * (self.num_features or 1), self.emission.width)
+        numbers = 0 if batch.is_discrete else max(self.num_states, 2 * (self.num_features or 1))
         numbers = max(numbers, 0 if batch.state_weights is None else self.num_states)
-        most = _CHUNK // max(1, numbers, self.transition.numbers_per_step)
-        if not max(numbers, self.transition.numbers_per_step) or batch.num_steps <= most:
+        numbers = max(numbers, self.emission.width, self.transition.numbers_per_step)
+        most = _CHUNK // max(1, numbers)
+        if not numbers or batch.num_steps <= most:
             yield batch
             return
         first, offsets = 0, batch.offsets

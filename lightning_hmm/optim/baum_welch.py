@@ -134,9 +134,10 @@ class BaumWelch(Optimizer):
             online = discounted and group["discount"] is not None
             statistics = list(counts[group["name"]])
             if online and statistics:
+                # The state of the optimizer is kept by parameter. There are never more statistics than parameters.
                 statistics = [
                     self._discounted(group, parameter, value)
-                    for parameter, value in zip(group["params"], statistics, strict=True)
+                    for parameter, value in zip(group["params"], statistics, strict=False)
                 ]
             group["updates"] += 1
             if not group["frozen"]:

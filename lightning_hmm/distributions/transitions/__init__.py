@@ -1,4 +1,4 @@
-"""Transition distributions."""
+"""Transitions between the states."""
 
 from lightning_hmm.distributions.transitions.clones import Clones
 from lightning_hmm.distributions.transitions.components import Components
@@ -6,9 +6,19 @@ from lightning_hmm.distributions.transitions.continuous_time import ContinuousTi
 from lightning_hmm.distributions.transitions.durations import Durations
 from lightning_hmm.distributions.transitions.full import Full
 from lightning_hmm.distributions.transitions.histories import Histories
+from lightning_hmm.distributions.transitions.input_driven import InputDriven, InputDrivenInitial
 from lightning_hmm.distributions.transitions.left_right import LeftRight
 from lightning_hmm.distributions.transitions.mostly_constant import DenseMostlyConstant
 
-__all__ = ["Clones", "DenseMostlyConstant", "Full", "Histories", "LeftRight"]
-__all__ = ["Clones", "DenseMostlyConstant", "Durations", "Full"]
-__all__ = ["Clones", "Components", "ContinuousTime", "DenseMostlyConstant", "Durations", "Full"]
+__all__ = [
+    "Clones",
+    "Components",
+    "ContinuousTime",
+    "DenseMostlyConstant",
+    "Durations",
+    "Full",
+    "Histories",
+    "InputDriven",
+    "InputDrivenInitial",
+    "LeftRight",
+]

@@ -297,7 +297,9 @@ class Clones(Transition):
     # EM
 
     def statistics(self, first: Tensor, operator: Operator, found: EStep, natural: Sequence[Tensor]) -> list[Tensor]:
-        return [found.initial, *found.counts]  # the expected counts, not the gradient with respect to the probabilities
+        return [found.initial, *found.counts][
+            -len(natural) :
+        ]  # the expected counts, not the gradient with respect to the probabilities
 
     @torch.no_grad()
     def maximize(self, statistics: Sequence[Tensor], weight: Tensor | float = 1.0) -> Tensor:

@@ -246,7 +246,7 @@ class NeuralDiscreteHMM(StandardizedObservations, PredictionErrors, DiscreteHMM)
         nowhere = self.center.new_zeros(0, len(self.center))
         return states.with_values(states.packed(torch.cat(drawn, 1)) if drawn else nowhere)
 
-    def predict_emission(self, state_probs: Tensor) -> Any:
+    def predict_emission(self, state_probs: Tensor, inputs: Tensor | None = None) -> Any:
         raise NotImplementedError(
             "An emission depends on the observations before it. Use `predict_next` or `predict_each` instead."
         )

@@ -1,0 +1,435 @@
+"""Emissions that depend on inputs: generalized linear models of the observed columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_hmm.columns import Column
+from lightning_hmm.distributions.base import Emission, as_numbers, check_not_negative
+from lightning_hmm.distributions.exponential import Moments
+from lightning_hmm.distributions.gaussian import weighted_mean_var
+from lightning_hmm.distributions.gaussian_regression import estimate, products_of, quadratic, weights_of
+from lightning_hmm.distributions.inputs import Inputs, refuse_collinear, with_ones
+from lightning_hmm.distributions.iterative import MOST_HELD, Newton
+from lightning_hmm.distributions.iterative_newton import (
+    Curvature,
+    number_free,
+    ridge_curvature,
+    softmax_curvature,
+    weighted_products,
+)
+from lightning_hmm.inference.evidence import Evidence, Rows
+from lightning_hmm.inference.sampling import draw_rows
+from lightning_hmm.sequences import Sequences
+
+Family = Literal["gaussian", "bernoulli", "poisson", "categorical"]
+
+
+class Regression(Newton, Emission):
+    r"""A generalized linear model of the observations on inputs, with coefficients for each state.
+
+    Use it if the observations depend on known inputs, such as the stimulus of a trial or the temperature of a day. With
+    inputs :math:`x_t` (P), coefficients :math:`\beta_{kd}` (P) and intercepts :math:`b_{kd}`, the linear predictor of
+    column d in state k is :math:`\eta = b_{kd} + \beta_{kd} \cdot x_t`, and
+
+    .. math::
+        \text{gaussian:}\; y \sim N(\eta, v_{kd}), \qquad
+        \text{bernoulli:}\; P(y = 1) = \frac{1}{1 + e^{-\eta}}, \qquad
+        \text{poisson:}\; y \sim \text{Poisson}(e^{\eta}).
+
+    For "categorical", the observations are symbols, each of the V symbols has its own predictor, and
+    :math:`P(y = v) = e^{\eta_v} / \sum_u e^{\eta_u}`. All symbols are treated alike: there is no reference symbol, and
+    the prior identifies the coefficients, whose sum over the symbols is zero at the optimum.
+
+    The M-step of "gaussian" is weighted least squares on expected statistics of fixed size. The other families store the
+    posterior probabilities of an epoch, and Newton's method runs until it has converged; see `Iterative` for online EM
+    and for large data. The log prior is, with ridge strength s and the variance :math:`V_d` of the data,
+
+    .. math::
+        -\sum_{kd} \frac{s \lVert \beta_{kd} \rVert^2 + s_v V_d}{2 v_{kd}} \quad \text{(gaussian)}, \qquad
+        -\frac{s}{2} \sum_{kd} \big( \lVert \beta_{kd} \rVert^2 + b_{kd}^2 \big) \quad \text{(otherwise)}.
+
+    The prior assumes inputs of about unit variance, so standardize them. A missing observation contributes nothing, and
+    a Gaussian, Bernoulli or Poisson column may be missing alone. Inputs must not be missing.
+
+    Args:
+        family: "gaussian", "bernoulli" (columns of 0 and 1), "poisson" (columns of counts) or "categorical" (symbols).
+        inputs: Number of inputs P of each step, or the list of the numbers of the inputs to use.
+        coefficient_prior: Strength s of the ridge prior. It must be positive for "categorical".
+        variance_prior: Strength :math:`s_v` of the prior of the variances, in steps, for "gaussian".
+        tied: Names of the parameters that all states share: "coefficients", "intercept" or "variance".
+        frozen: Names of the parameters that training leaves unchanged.
+        most_held: Maximum number of posterior probabilities that are stored; see `Iterative`.
+        learning_rate: Step size of a gradient step in online EM; see `Iterative`.
+
+    Example:
+        >>> from lightning_hmm import HMM, Regression
+        >>> model = HMM(num_states=2, emission=Regression("bernoulli", inputs=1), num_features=1)
+        >>> model = model.set_parameters(emission={"coefficients": [[[4.0]], [[-4.0]]], "intercept": [[0.0], [0.0]]})
+        >>> choices = model.sample(inputs=[[[-1.0], [1.0], [1.0], [-1.0]]], seed=1)
+        >>> choices.values.flatten().tolist()
+        [0.0, 1.0, 1.0, 0.0]
+    """
+
+    slopes: nn.Parameter  # (restarts, K, D, P)
+    intercepts: nn.Parameter  # (restarts, K, D)
+    variances: nn.Parameter  # (restarts, K, D)
+    center: Tensor
+    input_center: Tensor
+    data_variance: Tensor
+    needs_inputs = True
+
+    def __init__(
+        self,
+        family: Family,
+        inputs: int | list[int],
+        coefficient_prior: float = 1e-3,
+        variance_prior: float = 1e-6,
+        tied: Sequence[str] = (),
+        frozen: Sequence[str] = (),
+        most_held: int = MOST_HELD,
+        learning_rate: float = 0.1,
+    ) -> None:
+        if family not in get_args(Family):
+            raise ValueError(f"`family` must be one of {', '.join(get_args(Family))}, but is {family!r} instead.")
+        self.names = ("coefficients", "intercept", "variance")[: 3 if family == "gaussian" else 2]
+        super().__init__(tied, frozen, most_held=most_held, learning_rate=learning_rate)
+        check_not_negative(coefficient_prior=coefficient_prior, variance_prior=variance_prior)
+        if family == "categorical" and coefficient_prior == 0:
+            raise ValueError(
+                "`coefficient_prior` must be positive for a categorical Regression, whose coefficients it identifies, "
+                "but is 0."
+            )
+        self.family = family
+        self.inputs = Inputs(inputs, "emission")
+        self.prior = {"coefficient_prior": coefficient_prior}
+        if family == "gaussian":
+            self.prior["variance_prior"] = variance_prior
+
+    @property
+    def is_closed(self) -> bool:  # type: ignore[override]
+        return self.family == "gaussian"
+
+    @property
+    def reads_symbols(self) -> bool:  # type: ignore[override]
+        return self.family == "categorical"
+
+    @property
+    def reads_counts(self) -> bool:  # type: ignore[override]
+        return self.family in ("bernoulli", "poisson")
+
+    @property
+    def starts_from_data(self) -> bool:  # type: ignore[override]
+        return self.family != "categorical"
+
+    @property
+    def num_restarts(self) -> int:
+        return len(self.slopes)
+
+    def allocate(self, restarts: int, num_states: int, columns: Sequence[Column]) -> None:
+        self._check_columns(columns)
+        self._begin_allocation()
+        size = len(self.inputs)
+        self.num_columns = len(columns)
+        self.column_names = [column.name for column in columns]
+        self.num_symbols = columns[0].num_categories if self.family == "categorical" else None
+        # The outcomes are the symbols, or the columns.
+        outcomes = self.num_symbols or len(columns)
+        self.width = num_states * outcomes
+        self.slopes = nn.Parameter(torch.zeros(restarts, num_states, outcomes, size, dtype=torch.float64))
+        self.intercepts = nn.Parameter(torch.zeros(restarts, num_states, outcomes, dtype=torch.float64))
+        if self.family == "gaussian":
+            self.variances = nn.Parameter(torch.ones(restarts, num_states, outcomes, dtype=torch.float64))
+            self.register_buffer("center", torch.zeros(outcomes, dtype=torch.float64))
+            self.register_buffer("input_center", torch.zeros(size, dtype=torch.float64))
+            self.register_buffer("data_variance", torch.ones(outcomes, dtype=torch.float64))
+        names = [*["coefficients"] * size, "intercept"] * (outcomes if self.family == "categorical" else 1)
+        tied, frozen = (torch.tensor([name in given for name in names]) for given in (self.tied, self.frozen))
+        self.free = number_free(num_states, tied, frozen)
+
+    def _check_columns(self, columns: Sequence[Column]) -> None:
+        if self.family == "categorical":
+            if len(columns) != 1 or not columns[0].is_categorical:
+                kinds = ", ".join(f"{column.name!r} ({column.kind})" for column in columns)
+                raise ValueError(
+                    f"A categorical Regression must have one column of symbols, but the columns are {kinds}."
+                )
+            return
+        categorical = next((column.name for column in columns if column.is_categorical), None)
+        if categorical is not None:
+            raise ValueError(
+                f"A {self.family} Regression must have real columns, but column {categorical!r} is categorical."
+            )
+
+    # Values
+
+    @property
+    def _stacked(self) -> dict[str, Tensor]:
+        """The parameters of all restarts by name."""
+        return dict(zip(self.names, self.parameters(), strict=True))
+
+    @property
+    def coefficients(self) -> Tensor:
+        """(K, D, P) coefficients of the best restart, (K, V, P) for "categorical"."""
+        return self.slopes[self.restart].detach()
+
+    @property
+    def intercept(self) -> Tensor:
+        """(K, D) intercepts of the best restart, (K, V) for "categorical"."""
+        return self.intercepts[self.restart].detach()
+
+    @property
+    def variance(self) -> Tensor:
+        """(K, D) variances of the best restart, for "gaussian"."""
+        return self.variances[self.restart].detach()
+
+    @torch.no_grad()
+    def randomize(self, generator: torch.Generator) -> None:
+        """Draws coefficients and intercepts from a standard normal distribution.
+
+        Gaussian and Poisson regressions are then initialized from the data.
+        """
+        for parameter in (self.slopes, self.intercepts):
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+            if self.family == "categorical":
+                parameter.sub_(parameter.mean(2, keepdim=True))
+        for name in self.tied:
+            stacked = self._stacked[name]
+            stacked.copy_(stacked[:, :1].expand_as(stacked).clone())
+        self.is_set.fill_(self.family in ("bernoulli", "categorical"))
+
+    @torch.no_grad()
+    def set_data_stats(self, sequences: Sequences) -> None:
+        """Stores the means and variances of the data, and checks that the inputs are linearly independent."""
+        inputs, weights = self.inputs.of(sequences), sequences.step_weights()
+        if self.prior["coefficient_prior"] == 0:
+            refuse_collinear(inputs, weights, "Leave it out, or set `coefficient_prior` to a positive value.")
+        if self.family == "gaussian":
+            center, variance = weighted_mean_var(sequences, self.column_names)
+            self.center.copy_(center)
+            self.data_variance.copy_(variance)
+            self.input_center.copy_(weights @ inputs / weights.sum())
+
+    def start(self, sequences: Sequences, responsibilities: Sequence[Tensor]) -> None:
+        if self.is_closed:
+            Emission.start(self, sequences, responsibilities)
+        else:
+            self.increase_from(sequences, responsibilities)
+
+    @torch.no_grad()
+    def set(self, **values: Any) -> None:
+        """Sets parameters by name, to the same values in all restarts.
+
+        All parameters must be given if none has a value yet.
+        """
+        for name in values:
+            if name not in self.names:
+                raise ValueError(
+                    f"A {self.family} Regression has the parameters {', '.join(self.names)}, but {name!r} was given."
+                )
+        lacking = next((name for name in self.names if name not in values), None)
+        if lacking is not None and not bool(self.is_set):
+            raise ValueError(f"`{lacking}` must be given, too, as long as the emission has no values.")
+        checked = {name: self._checked(name, value) for name, value in values.items()}
+        for name, value in checked.items():
+            self._stacked[name].copy_(value)
+        self.is_set.fill_(True)
+
+    def _checked(self, name: str, given: Any) -> Tensor:
+        value, shape = as_numbers(name, given, self.slopes.device), tuple(self._stacked[name].shape)
+        if value.shape not in (shape, shape[1:]):
+            raise ValueError(f"`{name}` must have shape {shape[1:]}, but has {tuple(value.shape)} instead.")
+        value = value.expand(shape)
+        wrong = ~value.isfinite() if name != "variance" else ~(value.isfinite() & (value > 0))
+        if bool(wrong.any()):
+            where = tuple(torch.nonzero(wrong)[0].tolist())
+            rule = "be positive and finite" if name == "variance" else "be finite"
+            raise ValueError(
+                f"`{name}` must {rule}, but that of state {where[1]}, "
+                f"{'symbol' if self.num_symbols else 'column'} {where[2]} is {float(value[where]):g}."
+            )
+        if name in self.tied and bool((value != value[:, :1]).any()):
+            raise ValueError(f"`{name}` must be the same for all states, because it is tied, but the states differ.")
+        return value
+
+    def check(self, sequences: Sequences) -> None:
+        if self.num_symbols is not None:
+            sequences.check(self.num_symbols, None)
+        else:
+            sequences.check(None, self.num_columns)
+        self.inputs.check(sequences)
+        if self.family not in ("bernoulli", "poisson") or not sequences.values.is_cpu:
+            return
+        values = sequences.values
+        wrong = (values < 0) | (values != values.floor()) & ~values.isnan()
+        wrong = wrong | (values > 1) if self.family == "bernoulli" else wrong
+        if bool(wrong.any()):
+            step, column = torch.nonzero(wrong)[0].tolist()
+            n, t = sequences.locate(step)
+            rule = "the numbers 0 and 1" if self.family == "bernoulli" else "counts, whole numbers from 0"
+            raise ValueError(
+                f"A {self.family} Regression must have {rule}, "
+                f"but column {column} at position {t} of sequence {n} is {float(values[step, column]):g}."
+            )
+
+    # Evidence
+
+    def natural(self, restart: int) -> tuple[Tensor, ...]:
+        slopes, intercepts, *variances = (parameter[restart] for parameter in self.parameters())
+        if not variances:
+            return slopes, intercepts
+        moved = intercepts + slopes @ self.input_center - self.center
+        return (weights_of(torch.cat([slopes, moved.unsqueeze(-1)], -1), variances[0]),)
+
+    @property
+    def num_statistics(self) -> int:
+        return int(self.is_closed)
+
+    def evidence(self, natural: Sequence[Tensor], batch: Sequences) -> Evidence:
+        inputs = self.inputs.of(batch)
+        if self.family == "gaussian":
+            values = batch.values.double() - self.center
+            return quadratic(natural[0], values, inputs - self.input_center, batch.is_complete)
+        scores = self._scores(natural, with_ones(inputs))  # (steps, K, D)
+        if self.family == "categorical":
+            symbols = batch.values.long()
+            chosen = symbols.clamp(min=0)[:, None, None].expand(-1, scores.shape[1], 1)
+            logs = scores.log_softmax(-1).gather(2, chosen).squeeze(2)
+            return Rows(torch.where((symbols >= 0)[:, None], logs, 0.0))
+        observed = ~batch.values.isnan()
+        values = torch.where(observed, batch.values.double(), 0.0)
+        logs = self._log_probs(scores, values.unsqueeze(1))
+        return Rows(torch.where(observed.unsqueeze(1), logs, 0.0).sum(2))
+
+    @staticmethod
+    def _scores(natural: Sequence[Tensor], design: Tensor) -> Tensor:
+        """Returns the (steps, K, D) linear predictors."""
+        coefficients = torch.cat([natural[0], natural[1].unsqueeze(-1)], -1)
+        return (design @ coefficients.flatten(0, 1).T).unflatten(1, coefficients.shape[:2])
+
+    def _log_probs(self, scores: Tensor, values: Tensor) -> Tensor:
+        if self.family == "bernoulli":
+            return values * scores - F.softplus(scores)
+        return values * scores - scores.exp() - torch.lgamma(values + 1)
+
+    # M-step
+
+    def statistics(self, evidence: Evidence, gradient: Tensor, natural: Sequence[Tensor]) -> list[Tensor]:
+        return Emission.statistics(self, evidence, gradient, natural) if self.is_closed else []
+
+    @torch.no_grad()
+    def maximize(self, statistics: Sequence[Tensor], weight: Tensor | float = 1.0) -> Tensor:
+        if not self.is_closed:
+            return super().maximize(statistics, weight)
+        found = estimate(
+            products_of(statistics[0], len(self.inputs) + 1),
+            torch.cat([self.slopes, self.intercepts.unsqueeze(-1)], -1),
+            self.variances,
+            (self.center, torch.cat([self.input_center, self.input_center.new_zeros(1)])),
+            self.prior["coefficient_prior"] * weight,
+            self.prior["variance_prior"] * weight * self.data_variance,
+            self.free,
+            next((rule for rule in ("frozen", "tied") if "variance" in getattr(self, rule)), None),
+        )
+        self.slopes.copy_(found.coefficients[..., :-1])
+        self.intercepts.copy_(found.coefficients[..., -1])
+        self.variances.copy_(found.variance)
+        self.is_set.fill_(True)
+        return (~found.seen).any(-1).sum()
+
+    # The entries of a problem are the coefficients and the intercept of a column, or those of all symbols.
+
+    def pack(self, natural: Sequence[Tensor]) -> Tensor:
+        entries = torch.cat([natural[0], natural[1].unsqueeze(-1)], -1)
+        return entries.flatten(1).unsqueeze(1) if self.family == "categorical" else entries
+
+    def unpack(self, packed: Tensor) -> list[Tensor]:
+        entries = packed.reshape(len(packed), -1, len(self.inputs) + 1)
+        return [entries[..., :-1], entries[..., -1]]
+
+    def curvature(self, packed: Tensor, *example: Any) -> Curvature:
+        batch, posteriors = example
+        values, posteriors = batch.values, posteriors.double()
+        design, natural = with_ones(self.inputs.of(batch)), self.unpack(packed)
+        if self.family == "categorical":
+            symbols = values.long()
+            chosen = F.one_hot(symbols.clamp(min=0), natural[0].shape[1]) * (symbols >= 0)[:, None]
+            coefficients = torch.cat([natural[0], natural[1].unsqueeze(-1)], -1)
+            found = softmax_curvature(coefficients, design, posteriors.unsqueeze(2) * chosen.unsqueeze(1))
+            return Curvature(*(part.unsqueeze(1) for part in found))
+        observed = ~values.isnan()
+        weights = posteriors.unsqueeze(2) * observed.unsqueeze(1)  # (steps, K, D)
+        values = torch.where(observed, values.double(), 0.0).unsqueeze(1)
+        scores = self._scores(natural, design)
+        mean = scores.sigmoid() if self.family == "bernoulli" else scores.exp()
+        bend = mean * (1 - mean) if self.family == "bernoulli" else mean
+        shape = packed.shape[:2]
+        return Curvature(
+            (weights * self._log_probs(scores, values)).sum(0),
+            ((weights * (values - mean)).flatten(1).T @ design).unflatten(0, shape),
+            -weighted_products((weights * bend).flatten(1), design).unflatten(0, shape),
+        )
+
+    def prior_curvature(self, packed: Tensor) -> Curvature:
+        return ridge_curvature(packed, self.prior["coefficient_prior"])
+
+    @torch.no_grad()
+    def log_prior(self) -> Tensor:
+        if not self.is_closed:
+            return super().log_prior()
+        added = self.prior["variance_prior"] * self.data_variance / self.variances
+        added = added[:, :1] if "variance" in self.tied else added
+        ridge = self.prior["coefficient_prior"] * self.slopes.square().sum(-1) / self.variances
+        return -0.5 * (added.flatten(1).sum(1) + ridge.flatten(1).sum(1))
+
+    def num_free_parameters(self, restart: int) -> int:
+        states, outcomes, size = self.slopes.shape[1:]
+        outcomes -= self.family == "categorical"  # the predictors of the symbols sum to zero
+        sizes = {"coefficients": outcomes * size, "intercept": outcomes, "variance": outcomes}
+        return sum(sizes[name] * (1 if name in self.tied else states) for name in self.names if name not in self.frozen)
+
+    # Observations
+
+    def sample(self, states: Tensor, generator: torch.Generator) -> Tensor:
+        raise ValueError("A Regression is sampled from states with inputs. Call `emit`, or `model.sample(inputs=...)`.")
+
+    def emit(self, states: Sequences, generator: torch.Generator) -> Sequences:
+        inputs, chosen = self.inputs.of(states), states.values.long()
+        scores = (self.coefficients[chosen] @ inputs.unsqueeze(-1)).squeeze(-1) + self.intercept[chosen]
+        if self.family == "categorical":
+            drawn = draw_rows(scores.softmax(-1), torch.arange(len(scores)), generator)
+        elif self.family == "poisson":
+            drawn = torch.poisson(scores.exp().cpu(), generator=generator)
+        elif self.family == "bernoulli":
+            drawn = torch.bernoulli(scores.sigmoid().cpu(), generator=generator)
+        else:
+            noise = torch.randn(scores.shape, generator=generator, dtype=torch.float64)
+            drawn = scores + noise.to(scores.device) * self.variance[chosen].sqrt()
+        return states.with_values(drawn.to(scores.device))
+
+    def predict(self, state_probs: Tensor, inputs: Tensor | None = None) -> Any:
+        """Returns the distribution of N observations.
+
+        Args:
+            state_probs: (N, K) probabilities of the states.
+            inputs: (N, M) inputs of the observations.
+        """
+        if inputs is None:
+            raise ValueError("The prediction of a Regression depends on the inputs of the step. Give `inputs`.")
+        design = with_ones(inputs[:, self.inputs.numbers].double())
+        scores = self._scores([self.coefficients, self.intercept], design)
+        if self.family == "categorical":
+            return torch.einsum("nk,nkv->nv", state_probs, scores.softmax(-1))
+        means = {"bernoulli": torch.sigmoid, "poisson": torch.exp}.get(self.family, lambda value: value)(scores)
+        if self.family == "gaussian":
+            variances = self.variance.expand_as(means)
+        else:
+            variances = means * (1 - means) if self.family == "bernoulli" else means
+        mean = torch.einsum("nk,nkd->nd", state_probs, means)
+        spread = variances + (means - mean.unsqueeze(1)).square()
+        return Moments(mean, torch.einsum("nk,nkd->nd", state_probs, spread))
