@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_hmm.columns import Column, feature_columns
 from lightning_hmm.distributions.base import as_numbers, check_not_negative, pull_back
+from lightning_hmm.distributions.compiled import update_diagonal_gaussian
 from lightning_hmm.distributions.exponential import ExponentialFamily, refuse_where, require_observed
 from lightning_hmm.inference.evidence import Evidence, Quadratic, Rows
 from lightning_hmm.sequences import Sequences
@@ -323,6 +324,11 @@ class Gaussian(ExponentialFamily):
     @torch.no_grad()
     def maximize(self, statistics: Sequence[Tensor], weight: Tensor | float = 1.0) -> Tensor:
         (sums,) = statistics
+        if not self.has_matrices and sums.is_cpu and self.weights.dtype == sums.dtype == torch.float64:
+            prior = self.prior["variance_prior"] * weight * self.data_variance
+            arrays = [value.detach().contiguous().numpy() for value in (self.weights, sums, prior)]
+            self.is_set.fill_(True)
+            return torch.tensor(update_diagonal_gaussian(*arrays, self.kind == "spherical"))
         if not self.has_matrices:
             parameters, spread = self.estimate(sums[:, :, :-1], sums[:, :, -1], weight)
             self.weights.copy_(self.weights_of(*parameters))

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hmm.distributions.base import Distribution, as_numbers, check_not_negative
+from lightning_hmm.inference.cpu.updates import normalize_rows
+
+_FEW = 1 << 16  # number of entries up to which the compiled M-step, which runs on one thread, is faster
 
 
 class CategoricalRows(Distribution):
@@ -104,6 +107,12 @@ class CategoricalRows(Distribution):
     @torch.no_grad()
     def maximize(self, statistics: Sequence[Tensor], weight: Tensor | float = 1.0) -> Tensor:
         (counts,) = statistics
+        values = self.log_probs.detach()
+        if values.is_cpu and values.dtype == counts.dtype == torch.float64 and values.numel() <= _FEW:
+            row_first = np.arange(0, values.numel() + 1, values.shape[-1])
+            rows, counted = values.view(-1).numpy(), counts.detach().reshape(-1).numpy()
+            added = float(self.prior["pseudocount"] * weight)
+            return torch.tensor(normalize_rows(0, len(row_first) - 1, row_first, rows, counted, 1.0, added, True))
         allowed = self.log_probs > -torch.inf
         weights = torch.where(allowed, counts + self.prior["pseudocount"] * weight, torch.zeros_like(counts))
         total = weights.sum(-1, keepdim=True)

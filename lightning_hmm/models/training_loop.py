@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_hmm.data import data_of
 from lightning_hmm.distributions import Distribution
 from lightning_hmm.models.sequence_model import SequenceModel, check_counts
-from lightning_hmm.optim import BaumWelch
+from lightning_hmm.optim import BatchIterations, BaumWelch
 from lightning_hmm.sequences import Sequences
 
 
@@ -149,19 +149,14 @@ class BaumWelchTraining(SequenceModel):
                 f"epoch has {self.trainer.num_training_batches} batches. Leave out `batch_size` or "
                 "`iterations_per_epoch`."
             )
+        self._require_sequences(batch)
         self.iteration_likelihoods = []
-        compiled = (
-            self.trainer.world_size == 1
-            and self.device.type == "cpu"
-            and self.arithmetic == "float64"
-            and self.compiled_kernel is not None
-        )
+        step = self._prepared_iteration(batch)
         iteration, end = 0, self.iterations_per_epoch
         while iteration < end:
             last = iteration == end - 1
-            if compiled and not last:  # Only the other branch records rows without counts.
-                optimizer: Any = self.optimizers()
-                scores = optimizer.optimizer.compiled_iteration(batch, self.compiled_kernel)
+            scores = None if step is None or last else step()  # Lightning counts the step of the other branch.
+            if scores is not None:
                 self._likelihood = batch.weighted(scores).sum(1), batch.num_observed()
             else:
                 self._gather(batch)
@@ -177,6 +172,23 @@ class BaumWelchTraining(SequenceModel):
             if self.trainer.should_stop and not last:
                 end = iteration + 1  # One more iteration, which Lightning counts as its step.
         self.train_likelihood.update(*self._likelihood)
+
+    def _prepared_iteration(self, batch: Sequences) -> Callable[[], Tensor | None] | None:
+        """Returns a function that runs one iteration of batch EM faster than `_gather` and `_m_step`, or ``None``.
+
+        It returns the (restarts, N) log-likelihoods, or ``None`` if it cannot run the iteration.
+        """
+        if self.trainer.world_size > 1 or self.device.type != "cpu" or self.arithmetic != "float64":
+            return None
+        kernel, optimizer = self.compiled_kernel, cast(Any, self.optimizers()).optimizer
+        chunks = list(self._chunks(batch))
+        if BatchIterations.apply_to(optimizer, chunks):
+            return BatchIterations(optimizer, chunks)
+        return None if kernel is None else lambda: optimizer.compiled_iteration(batch, kernel)
+
+    def _chunks(self, batch: Sequences) -> Iterable[Sequences]:
+        """Splits a batch into the parts for which an E-step runs."""
+        return [batch]
 
     def _record_likelihood(self, total: Tensor, observed: Tensor) -> None:
         """Updates the metric of the epoch with the (restarts,) log-likelihoods and the observed steps of a batch."""
