@@ -208,11 +208,11 @@ def _prepared(
 def _iterations_per_epoch(model: SequenceModel, max_epochs: int) -> int:
     """Returns the number of EM iterations per epoch of the Trainer if no callback observes the epochs.
 
-    It is at most ten, and 1 except for batch EM. Each epoch of the Trainer costs a few milliseconds.
+    It is at most 50, and 1 except for batch EM. Each epoch of the Trainer costs a few milliseconds.
     """
     if not isinstance(model, HMM) or not model.may_iterate or model.iterations_per_epoch > 1 or max_epochs < 1:
         return 1
-    return next(number for number in range(min(10, max_epochs), 0, -1) if max_epochs % number == 0)
+    return next(number for number in range(min(50, max_epochs), 0, -1) if max_epochs % number == 0)
 
 
 def _is_number(value: Any) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_hmm.columns import Column, feature_columns
 from lightning_hmm.distributions.base import Emission, as_numbers, check_not_negative, pull_back
+from lightning_hmm.distributions.compiled import update_diagonal_gaussian
 from lightning_hmm.distributions.exponential import ExponentialFamily, require_observed
 from lightning_hmm.distributions.parameters import POSITIVE, REAL, refuse_where
 from lightning_hmm.inference.evidence import Evidence, Quadratic, Rows
@@ -378,7 +379,14 @@ class Gaussian(ExponentialFamily):
 
     @torch.no_grad()
     def maximize(self, statistics: Sequence[Tensor], weight: Tensor | float = 1.0) -> Tensor:
-        visits, sums, squares = self._sums(statistics[0])
+        (sums,) = statistics
+        plain = not (self.has_matrices or self.tied or self.frozen)
+        if plain and sums.is_cpu and self.weights.dtype == sums.dtype == torch.float64:
+            prior = self.prior["variance_prior"] * weight * self.data_variance
+            arrays = [value.detach().contiguous().numpy() for value in (self.weights, sums, prior)]
+            self.is_set.fill_(True)
+            return torch.tensor(update_diagonal_gaussian(*arrays, self.kind == "spherical"))
+        visits, sums, squares = self._sums(sums)
         before = self._decode(self.weights.detach())
         offset, spread = before
         seen = visits > 0

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hmm.distributions.base import Distribution, as_numbers, check_not_negative
+from lightning_hmm.inference.cpu.updates import normalize_rows
 from lightning_hmm.sequences import Sequences
+
+_FEW = 1 << 16  # number of entries up to which the compiled M-step, which runs on one thread, is faster
 
 
 class CategoricalRows(Distribution):
@@ -114,6 +117,13 @@ class CategoricalRows(Distribution):
         (counts,) = statistics
         if self.has_frozen_rows:
             return (counts.sum(-1) == 0).sum()
+        values = self.log_probs.detach()
+        is_small = values.is_cpu and values.dtype == counts.dtype == torch.float64 and values.numel() <= _FEW
+        if is_small and not self.has_tied_rows:
+            row_first = np.arange(0, values.numel() + 1, values.shape[-1])
+            rows, counted = values.view(-1).numpy(), counts.detach().reshape(-1).numpy()
+            added = float(self.prior["pseudocount"] * weight)
+            return torch.tensor(normalize_rows(0, len(row_first) - 1, row_first, rows, counted, 1.0, added, True))
         if self.has_tied_rows:
             counts = counts.sum(1, keepdim=True).expand_as(counts)
         allowed = self.log_probs > -torch.inf

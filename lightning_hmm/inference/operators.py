@@ -192,6 +192,10 @@ class Dense(Operator):
     def num_states(self) -> int:
         return self.log_probs.shape[0]
 
+    @property
+    def natural(self) -> tuple[Tensor, ...]:
+        return (self.log_probs,)
+
     def predict(self, alpha: Tensor, at: Tensor) -> Tensor:
         return alpha @ self.log_probs.exp()
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 from zlib import crc32
 
 import numpy as np
@@ -32,7 +32,7 @@ from lightning_hmm.models.observed_columns import (
 from lightning_hmm.models.plain_loader import initialize_from_loader
 from lightning_hmm.models.sequence_model import as_names, check_counts, check_seed
 from lightning_hmm.models.training_loop import BaumWelchTraining
-from lightning_hmm.optim import BaumWelch
+from lightning_hmm.optim import BatchIterations, BaumWelch
 from lightning_hmm.optim.online import compiled_kernel_for
 from lightning_hmm.sequences import Sequences
 
@@ -600,6 +600,14 @@ class HMM(BaumWelchTraining, DiscreteHMM):
             last = max(first + 1, int(torch.searchsorted(offsets, offsets[first] + most, right=True)) - 1)
             yield batch if first == 0 and last >= len(batch) else batch[first:last]
             first = last
+
+    def _prepared_iteration(self, batch: Sequences) -> Callable[[], Tensor | None] | None:
+        optimizer = cast(Any, self.optimizers()).optimizer
+        is_plain = self.arithmetic == "float64" and self._is_plain(batch) and type(self)._e_step is HMM._e_step
+        chunks = list(self._chunks(batch)) if is_plain else []
+        if chunks and BatchIterations.apply_to(optimizer, chunks):
+            return BatchIterations(optimizer, chunks)
+        return super()._prepared_iteration(batch)
 
     @property
     def compiled_kernel(self) -> Any:

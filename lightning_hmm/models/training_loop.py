@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -149,14 +149,14 @@ class BaumWelchTraining(SequenceModel):
                 f"epoch has {self.trainer.num_training_batches} batches. Leave out `batch_size` or "
                 "`iterations_per_epoch`."
             )
+        self._require_sequences(batch)
         self.iteration_likelihoods = []
-        compiled = self.arithmetic == "float64" and self._can_compile(batch)
+        step = self._prepared_iteration(batch)
         iteration, end = 0, self.iterations_per_epoch
         while iteration < end:
             last = iteration == end - 1
-            if compiled and not last:  # Only the other branch records rows without counts.
-                optimizer: Any = self.optimizers()
-                scores = optimizer.optimizer.compiled_iteration(batch, self.compiled_kernel)
+            scores = None if step is None or last else step()  # Lightning counts the step of the other branch.
+            if scores is not None:
                 self._likelihood = batch.weighted(scores).sum(1), batch.num_observed()
             else:
                 self._gather(batch)
@@ -172,6 +172,16 @@ class BaumWelchTraining(SequenceModel):
             if self.trainer.should_stop and not last:
                 end = iteration + 1  # One more iteration, which Lightning counts as its step.
         self.train_likelihood.update(*self._likelihood)
+
+    def _prepared_iteration(self, batch: Sequences) -> Callable[[], Tensor | None] | None:
+        """Returns a function that runs one iteration of batch EM faster than `_gather` and `_m_step`, or ``None``.
+
+        It returns the (restarts, N) log-likelihoods, or ``None`` if it cannot run the iteration.
+        """
+        kernel, optimizer = self.compiled_kernel, cast(Any, self.optimizers()).optimizer
+        if kernel is None or self.arithmetic != "float64" or not self._is_plain(batch):
+            return None
+        return lambda: optimizer.compiled_iteration(batch, kernel)
 
     def _record_likelihood(self, total: Tensor, observed: Tensor) -> None:
         """Updates the metric of the epoch with the (restarts,) log-likelihoods and the observed steps of a batch."""
@@ -231,7 +241,7 @@ class BaumWelchTraining(SequenceModel):
     def _many_updates(self, batch: Sequences) -> None:
         """Runs several updates of online EM on a training batch, in one compiled pass if there is one."""
         assert self.sequences_per_update is not None
-        if self._can_compile(batch):
+        if self._is_plain(batch) and self.compiled_kernel is not None:
             optimizer: Any = self.optimizers()
             scores = optimizer.optimizer.compiled_pass(batch, self.sequences_per_update, self.compiled_kernel)
             self.train_likelihood.update(batch.weighted(scores).sum(1), batch.num_observed())
@@ -247,10 +257,9 @@ class BaumWelchTraining(SequenceModel):
             self._gather(batch[max(first, 0) : last])
             self._m_step(counted=number == len(cuts) - 1)  # One step per batch, as in the compiled pass.
 
-    def _can_compile(self, batch: Sequences) -> bool:
-        """Whether the compiled pass can process a batch. It runs on one rank and without known states."""
-        on_one_cpu = self.trainer.world_size == 1 and self.device.type == "cpu"
-        return on_one_cpu and not batch.has_known_states and self.compiled_kernel is not None
+    def _is_plain(self, batch: Sequences) -> bool:
+        """Whether a batch is on the CPU of the only rank and has no known states, as compiled passes require."""
+        return self.trainer.world_size == 1 and self.device.type == "cpu" and not batch.has_known_states
 
     @property
     def compiled_kernel(self) -> Any:

@@ -57,7 +57,7 @@ def test_the_key_depends_on_the_file_of_an_operator(tmp_path):
 
 
 def test_the_index_depends_on_all_source_files(tmp_path):
-    assert total._cache._impl.locator.get_source_stamp() == cache._PACKAGE_STAMP
+    assert total._cache._impl.locator.get_source_stamp().startswith(cache._PACKAGE_STAMP)
     (tmp_path / "one.py").write_text("a = 1\n")
     before = cache._hash_of(tmp_path / "one.py")
     (tmp_path / "one.py").write_text("a = 2\n")

@@ -175,6 +175,8 @@ class Full(CategoricalRows, Transition):
 
     @torch.no_grad()
     def maximize(self, statistics: Sequence[Tensor], weight: Tensor | float = 1.0) -> Tensor:
+        if self.is_plain:
+            return super().maximize(statistics, weight)
         (counts,) = statistics
         added = torch.full_like(counts[0], self.prior["pseudocount"])
         added.diagonal().add_(self.prior.get("stickiness", 0.0))

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba.extending import overload
 
-from lightning_hmm.inference.cpu.cache import OPTIONS, inner, kernel, record_source
+from lightning_hmm.inference.cpu.cache import OPTIONS, inlined, inner, kernel, record_source
 from lightning_hmm.inference.cpu.fill import (
     TABLE,
     consume,
@@ -242,7 +242,7 @@ def _report(code, size, b, scales, slot, state):
             state.lost[n] = state.sums[n] + np.log(state.products[n]) + np.log(np.float64(scales[slot, n]))
 
 
-@inner
+@inlined
 def forward(
     op, limits, leak, first, last, members, lengths, starts, num_states, initial, places, alpha, scales, state, ends
 ):
@@ -339,7 +339,7 @@ def _settled(limits, length, gap):
     return gap == -np.inf or gap + np.log(limits.unit * length) + limits.growth * length <= np.log(limits.negligible)
 
 
-@inner
+@inlined
 def backward(
     op,
     seen,

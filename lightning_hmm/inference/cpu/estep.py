@@ -7,7 +7,7 @@ gives a wrong number.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -109,7 +109,7 @@ _NO_LABELS, _NO_PAIRS, _NO_TABLE, NO_CENTER = (
 def seen_by(evidence: Evidence, dtype: np.dtype, num_states: int, padded: int) -> tuple[Seen, np.ndarray]:
     """The evidence for the driver, and the array that `Seen.data` points into, which must be kept."""
     labels = _NO_LABELS if evidence.labels is None else evidence.labels.long().contiguous().numpy()
-    table, shifts, log_probs, center = np.zeros((1, padded), dtype), np.zeros(1), _NO_TABLE, NO_CENTER
+    table, shifts, center = np.zeros((1, padded), dtype), np.zeros(1), NO_CENTER
     linear = False
     one_hot = np.zeros((num_states + 1, padded if labels.shape[0] else 0), dtype)
     if labels.shape[0]:
@@ -118,15 +118,12 @@ def seen_by(evidence: Evidence, dtype: np.dtype, num_states: int, padded: int) -
     if isinstance(evidence, Table):
         form, width = TABLE, 1
         data = evidence.symbols.contiguous().numpy()
-        log_probs = wide(evidence.log_probs)
-        table, shifts = aligned_zeros(dtype, log_probs.shape[1] + 1, padded), np.zeros(log_probs.shape[1] + 1)
-        fill_table(log_probs, table, shifts, dtype.type(RANGES[dtype].tiny))
+        num_symbols = evidence.log_probs.shape[1]
+        table, shifts = aligned_zeros(dtype, num_symbols + 1, padded), np.zeros(num_symbols + 1)
     elif isinstance(evidence, Quadratic):
         form, width = QUADRATIC, evidence.columns.shape[1]
         data, pairs = _floating(evidence.columns), evidence.pairs.long().contiguous().numpy()
         weights = aligned_zeros(np.float64, len(pairs), padded)
-        weights[:, :num_states] = wide(evidence.weights).T
-        weights[:, num_states:] = weights[:, :1]
         center = aligned_zeros(np.float64, padded_size(width, 8))
         if evidence.center is not None:
             center[:width] = wide(evidence.center)
@@ -136,7 +133,7 @@ def seen_by(evidence: Evidence, dtype: np.dtype, num_states: int, padded: int) -
     else:
         form, width, data = ROWS, num_states, _floating(evidence.log_likelihoods)
     where = data.ctypes.data
-    return Seen(
+    seen = Seen(
         form,
         where,
         where + data.nbytes,
@@ -145,13 +142,27 @@ def seen_by(evidence: Evidence, dtype: np.dtype, num_states: int, padded: int) -
         table,
         shifts,
         one_hot,
-        log_probs,
+        _NO_TABLE,
         labels,
         pairs,
         weights,
         center,
         linear,
-    ), data
+    )
+    return with_parameters(seen, evidence, dtype), data
+
+
+def with_parameters(seen: Seen, evidence: Evidence, dtype: np.dtype) -> Seen:
+    """Writes the parameters of `evidence` into the arrays of `seen`, and returns it."""
+    if isinstance(evidence, Table):
+        log_probs = wide(evidence.log_probs)
+        fill_table(log_probs, seen.table, seen.shifts, dtype.type(RANGES[dtype].tiny))
+        return seen._replace(log_probs=log_probs)
+    if isinstance(evidence, Quadratic):
+        num_states = evidence.weights.shape[0]
+        seen.weights[:, :num_states] = wide(evidence.weights).T
+        seen.weights[:, num_states:] = seen.weights[:, :1]
+    return seen
 
 
 @inner
@@ -275,97 +286,128 @@ class _Totals:
         )
 
 
-def _pass(
-    totals: _Totals, which: np.ndarray | None, dtype: np.dtype, log_initial: np.ndarray, operator: Operator, evidence: Evidence, offsets: np.ndarray,
-    weights: np.ndarray, smooth: bool,
-) -> None:  # fmt: skip
-    """Runs the driver over the sequences `which`, or all, and adds what it finds; the log-likelihood of those that leave the range is NaN."""
-    num_states = log_initial.shape[0]
-    padded = padded_size(num_states, dtype.itemsize)
-    prepared = prepare(operator, dtype)
-    seen, data = seen_by(evidence, dtype, num_states, padded)
-    initial = np.zeros(padded, dtype)
-    initial[:num_states] = np.exp(log_initial)
-    computed, by_rows = seen.form != TABLE, smooth and (seen.form != TABLE or totals.smoothed.shape[0] > 0)
-    groups = plan(
-        offsets,
-        which,
-        num_states,
-        padded * dtype.itemsize * (2 if smooth and computed else 1),
-        1 if smooth else prepared.rows_scored,
-    )
-    longest_of_all = max((int(offsets[order[0] + 1] - offsets[order[0]]) for order, _ in groups), default=0)
-    limits = limits_of.py_func(RANGES[dtype], prepared.facts, float(initial.max()), num_states, longest_of_all)
-    if dtype == _SINGLE:
-        limits = limits._replace(
-            **{name: np.float32(getattr(limits, name)) for name in ("flush", "tiny", "collapse", "leak")}
+class _Pass:
+    """Forward-backward, or without `smooth` the forward pass, over the sequences `which` of a batch, or all.
+
+    Whatever depends on the data alone is prepared once. The parameters may change from one run to the next.
+    """
+
+    def __init__(
+        self, which: np.ndarray | None, dtype: np.dtype, operator: Operator, evidence: Evidence, offsets: np.ndarray, weights: np.ndarray,
+        smooth: bool, rows_returned: bool,
+    ) -> None:  # fmt: skip
+        self.which, self.dtype, self.offsets, self.smooth = which, dtype, offsets, smooth
+        self.num_states = evidence.num_states
+        self.padded = padded_size(self.num_states, dtype.itemsize)
+        self.operator, self.seen, self.data = (
+            prepare(operator, dtype),
+            *seen_by(evidence, dtype, self.num_states, self.padded),
         )
-    statistics = (
-        (seen.table.shape[0] if seen.form == TABLE else feature_rows.py_func(seen.weights.shape[0])) if smooth else 0
-    )
-    lane_bytes = prepared.lane_bytes + 8 * padded * statistics if smooth else 0
-    lanes = max((num_shares(-(-order.shape[0] // tile), lane_bytes) for order, tile in groups), default=1)
-    scale = _power_of_two(weights) if smooth else 1.0  # messages are multiplied by the weights in the working precision
-    scaled = weights if scale == 1 else weights / scale
-    sums = prepared.sums(lanes)
-    starts, gradients = np.zeros((lanes, padded)), aligned_zeros(np.float64, lanes, statistics, padded)
-    problem = np.full((lanes, 2), -1)
-
-    for order, tile in groups:
-        window = max(1, prepared.rows_counted // tile, BLOCK // tile if by_rows else 1)
-
-        def work(lane: int, order: np.ndarray = order, tile: int = tile, window: int = window) -> None:
-            if lane * tile >= order.shape[0]:
-                return
-            first = order[lane * tile]  # the longest of this lane
-            longest = int(offsets[first + 1] - offsets[first])
-            steps = longest if smooth else min(longest, chunk_steps.py_func(tile * padded * dtype.itemsize))
-            kept = steps + 1 + (steps if computed else 0) + (2 * window if by_rows else window)
-            memory = workspace(dtype, ((kept + 1) * tile + 1) * padded)
-            out = Result(
-                totals.log_likelihood,
-                totals.last,
-                totals.smoothed,
-                totals.filtered,
-                starts[lane],
-                gradients[lane],
-                problem[lane],
-            )
-            run_lane(
-                lane,
-                lanes,
-                tile,
-                order,
-                offsets,
-                scaled,
-                smooth,
-                seen,
-                prepared.arrays,
-                sums[lane],
-                limits,
-                initial,
-                num_states,
-                steps,
-                window,
-                memory,
-                out,
-            )
-
-        run_shares(lanes, work)
-    refuse_problem(problem.max(0), evidence, num_states)
-    del data
-    if not smooth:
-        return
-    totals.initial += scale * starts.sum(0)[:num_states]
-    for mine, found in zip(totals.counts, prepared.counts(sums), strict=True):
-        mine += scale * found
-    if scale != 1 and totals.smoothed.shape[0]:
-        _scale_rows(totals.smoothed, offsets, which, scale)
-    if seen.form != ROWS:
-        gradient = gradients.sum(0)
-        totals.evidence += (
-            scale * (gradient[:-1] if seen.form == TABLE else gradient[: seen.weights.shape[0]])[:, :num_states].T
+        self.computed = self.seen.form != TABLE
+        by_rows = smooth and (self.computed or rows_returned)
+        groups = plan(
+            offsets,
+            which,
+            self.num_states,
+            self.padded * dtype.itemsize * (2 if smooth and self.computed else 1),
+            1 if smooth else self.operator.rows_scored,
         )
+        self.longest = max((int(offsets[order[0] + 1] - offsets[order[0]]) for order, _ in groups), default=0)
+        self.num_statistics = 0
+        if smooth:
+            self.num_statistics = (
+                feature_rows.py_func(self.seen.weights.shape[0]) if self.computed else self.seen.table.shape[0]
+            )
+        lane_bytes = self.operator.lane_bytes + 8 * self.padded * self.num_statistics if smooth else 0
+        self.lanes = max((num_shares(-(-order.shape[0] // tile), lane_bytes) for order, tile in groups), default=1)
+        # Messages are multiplied by the weights in the working precision.
+        self.scale = _power_of_two(weights) if smooth else 1.0
+        self.weights = weights if self.scale == 1 else weights / self.scale
+        self.groups = []  # sequences, size of a tile, steps whose counts are added at once, and rows of a step that are kept beside messages
+        for order, tile in groups:
+            window = max(1, self.operator.rows_counted // tile, BLOCK // tile if by_rows else 1)
+            self.groups.append((order, tile, window, 2 * window if by_rows else window))
+
+    def change(self, operator: Operator, evidence: Evidence) -> None:
+        """Sets other parameters; `evidence` must have the same data."""
+        self.operator = prepare(operator, self.dtype)
+        if self.seen.form == ROWS:
+            self.seen, self.data = seen_by(evidence, self.dtype, self.num_states, self.padded)
+        else:
+            self.seen = with_parameters(self.seen, evidence, self.dtype)
+
+    def run(self, totals: _Totals, log_initial: np.ndarray) -> None:
+        """Adds the results to `totals`. The log-likelihood of a sequence that leaves the range is NaN."""
+        initial = np.zeros(self.padded, self.dtype)
+        initial[: self.num_states] = np.exp(log_initial)
+        limits = limits_of.py_func(
+            RANGES[self.dtype], self.operator.facts, float(initial.max()), self.num_states, self.longest
+        )
+        if self.dtype == _SINGLE:
+            limits = limits._replace(
+                **{name: np.float32(getattr(limits, name)) for name in ("flush", "tiny", "collapse", "leak")}
+            )
+        sums, problem = self.operator.sums(self.lanes), np.full((self.lanes, 2), -1)
+        starts = np.zeros((self.lanes, self.padded))
+        gradients = aligned_zeros(np.float64, self.lanes, self.num_statistics, self.padded)
+        for order, tile, window, kept in self.groups:
+
+            def work(lane: int, order: Any = order, tile: int = tile, window: int = window, kept: int = kept) -> None:
+                if lane * tile >= order.shape[0]:
+                    return
+                out = Result(
+                    totals.log_likelihood,
+                    totals.last,
+                    totals.smoothed,
+                    totals.filtered,
+                    starts[lane],
+                    gradients[lane],
+                    problem[lane],
+                )
+                steps, memory = self._memory(order[lane * tile], tile, kept)
+                run_lane(
+                    lane,
+                    self.lanes,
+                    tile,
+                    order,
+                    self.offsets,
+                    self.weights,
+                    self.smooth,
+                    self.seen,
+                    self.operator.arrays,
+                    sums[lane],
+                    limits,
+                    initial,
+                    self.num_states,
+                    steps,
+                    window,
+                    memory,
+                    out,
+                )
+
+            run_shares(self.lanes, work)
+        self.problem = problem.max(0)
+        if self.smooth and (self.problem < 0).all():
+            self._add(totals, starts, self.operator.counts(sums), gradients)
+
+    def _memory(self, first: int, tile: int, kept: int) -> tuple[int, np.ndarray]:
+        """The number of steps to keep, and memory, for a lane whose longest sequence is `first`."""
+        steps = int(self.offsets[first + 1] - self.offsets[first])
+        if not self.smooth:
+            steps = min(steps, chunk_steps.py_func(tile * self.padded * self.dtype.itemsize))
+        rows = steps + 2 + (steps if self.computed else 0) + kept  # the message before the first step, and beta
+        return steps, workspace(self.dtype, (rows * tile + 1) * self.padded)
+
+    def _add(self, totals: _Totals, starts: np.ndarray, counts: tuple[np.ndarray, ...], gradients: np.ndarray) -> None:
+        """Adds the sums of the lanes."""
+        totals.initial += self.scale * starts.sum(0)[: self.num_states]
+        for mine, found in zip(totals.counts, counts, strict=True):
+            mine += self.scale * found
+        if self.scale != 1 and totals.smoothed.shape[0]:
+            _scale_rows(totals.smoothed, self.offsets, self.which, self.scale)
+        if self.seen.form != ROWS:
+            rows = totals.evidence.shape[1]
+            totals.evidence += self.scale * gradients.sum(0)[:rows, : self.num_states].T
 
 
 def _scale_rows(rows: np.ndarray, offsets: np.ndarray, which: np.ndarray | None, scale: float) -> None:
@@ -432,17 +474,10 @@ def detached(operator: Operator, evidence: Evidence) -> tuple[Operator, Evidence
     return operator, evidence.with_live(evidence.live.detach())
 
 
-@torch.no_grad()
-def e_step(
-    initial: Tensor, operator: Operator, evidence: Evidence, offsets: Tensor, weights: Tensor, *,
-    dtype: torch.dtype | None = None, smooth: bool = True, per_step: bool = True,
-) -> EStep:  # fmt: skip
-    """Forward-backward; arguments and result as those of `reference.e_step`.
+class RepeatedEStep:
+    """The E-step of one batch for several parameters, such as those of the iterations of EM.
 
     Args:
-        initial: (S,) log-probabilities.
-        operator: transitions.
-        evidence: of the steps for the S states.
         offsets: (N + 1,) where the sequences begin.
         weights: (N,) of the sequences.
         dtype: of the messages, float64 if not given. Sums are float64 in any case. Sequences, and parameters, that leave the range of float32
@@ -450,34 +485,104 @@ def e_step(
         smooth: whether to run the backward pass too.
         per_step: whether to return smoothed and filtered rows of all steps.
     """
-    operator, evidence = detached(operator, evidence)
-    log_initial, boundaries, shares = wide(initial), offsets.long().contiguous().numpy(), wide(weights)
-    natural = [value.numpy() for value in operator.natural]
-    largest = max(refuse_nan("initial", log_initial), *(refuse_nan("transition", value) for value in natural))
-    tables: list[np.ndarray] = []
-    if not isinstance(evidence, Rows):
-        tables = [wide(evidence.live)]
-        refuse_nan("emission", tables[0])
-    working = _working_dtype(dtype, log_initial, *natural, *(tables if isinstance(evidence, Table) else []))
-    totals = _Totals(
-        operator, evidence, boundaries.shape[0] - 1, int(boundaries[-1]), log_initial.shape[0], smooth, per_step
-    )
-    if largest > _LARGEST_LOG:
-        lost = np.flatnonzero(np.diff(boundaries))
-        totals.log_likelihood[lost] = np.nan
-    else:
-        _pass(totals, None, working, log_initial, operator, evidence, boundaries, shares, smooth)
-        lost = np.flatnonzero(np.isnan(totals.log_likelihood))
-    if lost.shape[0] and working == _SINGLE:  # seldom out of float64's range, which is far cheaper than log space
-        _pass(totals, lost, DOUBLE, log_initial, operator, evidence, boundaries, shares, smooth)
-        lost = lost[np.isnan(totals.log_likelihood[lost])]
-    if not lost.shape[0]:
-        return totals.result(per_step)
-    if isinstance(evidence, Quadratic):
-        refuse_nan("columns", _floating(evidence.columns))
-    if operator.to_dense(torch.zeros(1, dtype=torch.int64)).dim() == 3:  # a matrix for each step
-        return reference.with_lost_sequences(
-            totals.result(per_step), initial.double(), operator, evidence, offsets, weights.double(), smooth
+
+    def __init__(
+        self,
+        offsets: Tensor,
+        weights: Tensor,
+        *,
+        dtype: torch.dtype | None = None,
+        smooth: bool = True,
+        per_step: bool = True,
+    ) -> None:
+        self._boundaries, self._weights = offsets.long().contiguous().numpy(), wide(weights)
+        self._dtype, self._smooth, self._per_step = dtype, smooth, per_step
+        self._passes: dict[np.dtype, _Pass] = {}
+
+    def __call__(self, initial: Tensor, operator: Operator, evidence: Evidence) -> EStep:
+        """Arguments and result as those of `reference.e_step`. They must not require gradients, natural
+        parameters must be contiguous and float64, and the data of `evidence` must be the same in each call."""
+        log_initial = wide(initial)
+        natural = [value.numpy() for value in operator.natural]
+        largest = max(refuse_nan("initial", log_initial), *(refuse_nan("transition", value) for value in natural))
+        tables: list[np.ndarray] = []
+        if not isinstance(evidence, Rows):
+            tables = [wide(evidence.live)]
+            refuse_nan("emission", tables[0])
+        working = _working_dtype(self._dtype, log_initial, *natural, *(tables if isinstance(evidence, Table) else []))
+        totals = _Totals(
+            operator,
+            evidence,
+            self._boundaries.shape[0] - 1,
+            int(self._boundaries[-1]),
+            log_initial.shape[0],
+            self._smooth,
+            self._per_step,
         )
-    _exact(totals, lost, log_initial, operator, evidence, boundaries, shares, smooth)
-    return totals.result(per_step)
+        if largest > _LARGEST_LOG:
+            lost = np.flatnonzero(np.diff(self._boundaries))
+            totals.log_likelihood[lost] = np.nan
+        else:
+            lost = self._run(totals, None, working, log_initial, operator, evidence)
+            if (
+                lost.shape[0] and working == _SINGLE
+            ):  # seldom out of float64's range, which is far cheaper than log space
+                lost = self._run(totals, lost, DOUBLE, log_initial, operator, evidence)
+        if not lost.shape[0]:
+            return totals.result(self._per_step)
+        if isinstance(evidence, Quadratic):
+            refuse_nan("columns", _floating(evidence.columns))
+        if operator.to_dense(torch.zeros(1, dtype=torch.int64)).dim() == 3:  # a matrix for each step
+            return reference.with_lost_sequences(
+                totals.result(self._per_step),
+                initial.double(),
+                operator,
+                evidence,
+                torch.from_numpy(self._boundaries),
+                torch.from_numpy(self._weights),
+                self._smooth,
+            )
+        _exact(totals, lost, log_initial, operator, evidence, self._boundaries, self._weights, self._smooth)
+        return totals.result(self._per_step)
+
+    def _run(
+        self,
+        totals: _Totals,
+        which: np.ndarray | None,
+        dtype: np.dtype,
+        log_initial: np.ndarray,
+        operator: Operator,
+        evidence: Evidence,
+    ) -> np.ndarray:
+        """Runs the driver over the sequences `which`, or all. Returns those that leave the range of `dtype`."""
+        found = None if which is not None else self._passes.get(dtype)
+        if found is not None:
+            found.change(operator, evidence)
+        else:
+            found = _Pass(
+                which,
+                dtype,
+                operator,
+                evidence,
+                self._boundaries,
+                self._weights,
+                self._smooth,
+                totals.smoothed.shape[0] > 0,
+            )
+            if which is None:
+                self._passes[dtype] = found
+        found.run(totals, log_initial)
+        refuse_problem(found.problem, evidence, log_initial.shape[0])
+        if which is None:
+            return np.flatnonzero(np.isnan(totals.log_likelihood))
+        return which[np.isnan(totals.log_likelihood[which])]
+
+
+@torch.no_grad()
+def e_step(
+    initial: Tensor, operator: Operator, evidence: Evidence, offsets: Tensor, weights: Tensor, *,
+    dtype: torch.dtype | None = None, smooth: bool = True, per_step: bool = True,
+) -> EStep:  # fmt: skip
+    """Forward-backward; arguments and result as those of `reference.e_step` and `RepeatedEStep`."""
+    run = RepeatedEStep(offsets, weights, dtype=dtype, smooth=smooth, per_step=per_step)
+    return run(initial, *detached(operator, evidence))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_hmm.inference.cpu.cache import inner
+from lightning_hmm.inference.cpu.cache import inlined, inner
 from lightning_hmm.inference.cpu.vectors import center_row, multiply_row, peek, relative_four, relative_one
 from lightning_hmm.inference.kernels.gather import transpose_block
 from lightning_hmm.inference.kernels.simd import accumulate_row, lanes_of, make_product
@@ -115,7 +115,7 @@ def _look_up(like, seen, first, last, members, lengths, starts, places, counted,
     return usable
 
 
-@inner
+@inlined
 def fill_from_table(seen, first, last, members, lengths, starts, places, counted, counts_at, sums, problem):
     """Writes the addresses of the emission rows of the steps `first` to `last` of a tile.
 
@@ -333,7 +333,7 @@ def log_block(seen, t, steps, width, active, lengths, starts, padded, buffers, p
                 _rule_out(seen, r, step, scratch, problem)
 
 
-@inner
+@inlined
 def fill_rows(seen, first, last, members, lengths, starts, rows, buffers, sums, problem):
     """As `fill_from_table`, for evidence whose rows are computed: rows[t - first, b] of the steps `first` to `last`."""
     tile, padded = rows.shape[1], rows.shape[2]
@@ -365,7 +365,7 @@ def fill_rows(seen, first, last, members, lengths, starts, rows, buffers, sums, 
         t += steps
 
 
-@inner
+@inlined
 def consume(seen, first, steps, members, lengths, starts, num_states, posteriors, buffers, sums, smoothed):
     """Adds the posterior probabilities of the steps `first`, `first` + 1, ... of a tile to the gradient `sums`.
 
