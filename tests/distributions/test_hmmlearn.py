@@ -63,7 +63,10 @@ def test_gaussians(rng, kind, theirs, strength):
     start = {"mean": mean, "covariance" if has_matrices else "variance": covariance if has_matrices else variance}
     model = trained(Gaussian(kind, strength), values, peer, **start)
     np.testing.assert_allclose(model.emission.mean, peer.means_, rtol=1e-8)
-    np.testing.assert_allclose(model.emission.covariance, peer.covars_, rtol=1e-8, atol=1e-12)
+    if kind == "spherical":  # hmmlearn repeats the rows of `covars_` after a fit
+        np.testing.assert_allclose(model.emission.variance, peer._covars_, rtol=1e-8)
+    else:
+        np.testing.assert_allclose(model.emission.covariance, peer.covars_, rtol=1e-8, atol=1e-12)
 
 
 @pytest.mark.parametrize(("rates", "strength"), [([[1.0, 5.0], [4.0, 3.0]], 1e-300), ([[2.0, 2.0]], 2.0)])
