@@ -369,7 +369,7 @@ def counts():
         (lambda: Poisson(0), "`prior_steps` must be positive, but is 0"),
         (lambda: HMM(2, Poisson(), num_symbols=3), "A Poisson emission must have real columns, but column 'symbol' is categorical"),
         (lambda: HMM(2, Categorical(), num_features=2), "A Categorical emission must have one column of symbols"),
-        (lambda: HMM(2, "Zeta", num_features=2), "`emission` must be an Emission, or the name of one .Categorical, .* but is 'Zeta'"),
+        (lambda: HMM(2, "Zeta", num_features=2), "`emission` must be an Emission, or the name of one .Bernoulli, .* but is 'Zeta'"),
         (lambda: HMM(2, Product([Gaussian()]), num_features=2), "A Product of 1 parts must have as many columns, but there are 2"),
         (lambda: HMM(2, Product([Gaussian()]), num_features=1), "A Product is for several columns, but there is only 'feature_0'"),
         (lambda: HMM(2, Product({"x": Gaussian()}), columns=feature_columns(2, ["y", "z"])), r"columns of the data \(y, z\), but one names 'x'"),

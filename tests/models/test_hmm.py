@@ -371,7 +371,7 @@ def set_emission(values: Any, emission: Any = "Gaussian", data: Any = VECTORS) -
         # parts
         (lambda: HMM(2, 5), "`emission` must be an Emission, .* but is 5 instead"),
         (lambda: HMM(2, Gaussian), r"`emission` must be an object, but is the class Gaussian instead. Give `Gaussian\(...\)`"),
-        (lambda: HMM(2, {"class_path": "Gaussian", "init_args": {"foo": 1}}), "Gaussian has the options covariance, variance_prior, but 'foo' was given"),
+        (lambda: HMM(2, {"class_path": "Gaussian", "init_args": {"foo": 1}}), "Gaussian has the options covariance, variance_prior, tied, frozen, but 'foo' was given"),
         (lambda: HMM(2, Gaussian("foo")), "`covariance` must be diagonal, spherical, full or tied, but is 'foo' instead"),
         (lambda: Product([]), "`parts` must hold at least one emission"),
         (lambda: Product(Gaussian()), r"`parts` must be a list of emissions, .* but is Gaussian\(\) instead"),
