@@ -377,7 +377,7 @@ def counts():
          "A Poisson emission must have real columns, but column 'symbol' is categorical"),
         (lambda: HMM(2, Categorical(), num_features=2), "A Categorical emission must have one column of symbols"),
         (lambda: HMM(2, "Zeta", num_features=2),
-         "`emission` must be an Emission, or the name of one .Categorical, .* but is 'Zeta'"),
+         "`emission` must be an Emission, or the name of one .AroundMean, .* but is 'Zeta'"),
         (lambda: HMM(2, Product([Gaussian()]), num_features=2),
          "A Product of 1 parts must have as many columns, but there are 2"),
         (lambda: HMM(2, Product([Gaussian()]), num_features=1),
