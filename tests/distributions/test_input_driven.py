@@ -163,7 +163,7 @@ def test_it_learns_what_the_inputs_do(rng):
         (lambda: HMM(2, initial=InputDrivenInitial(1), num_symbols=2).score([[0, 1]]),
          "The distribution of `initial` depends on inputs, but none are given"),
         (lambda: HMM(2, transition=InputDriven(1), num_symbols=2).set_parameters(transition={"rate": 1}),
-         "has the parameters coefficients and intercept, but 'rate' was given"),
+         "have the parameters probs, coefficients, intercept, but 'rate' was given"),
         (lambda: HMM(2, transition=InputDriven(1), num_symbols=2).set_parameters(transition={"intercept": [0.0, 1.0, 2.0]}),
          r"`intercept` must have shape \(2, 2\), but has \(3,\) instead"),
         (lambda: HMM(2, transition=InputDriven(1), num_symbols=2).set_parameters(transition=[[0.5, 0.6], [0, 1]]),
