@@ -56,6 +56,7 @@ class Family:
         frozen: A parameter that can be left unchanged.
         columns: The observed columns.
         num_inputs: Number of inputs on which the distribution depends.
+        missing_together: Whether the columns of a step must be missing together.
     """
 
     make: Callable[..., Emission]
@@ -64,6 +65,7 @@ class Family:
     frozen: str
     columns: tuple[Column, ...] = tuple(feature_columns(2))
     num_inputs: int = 0
+    missing_together: bool = False
 
     def model(self, num_states: int = 2, *, restarts: int = 1, seed: int = 0, **options: Any) -> HMM:
         """Returns a model with this emission. `options` are those of the emission."""
@@ -161,6 +163,7 @@ FAMILIES: dict[str, Family] = {
         tied="probs",
         frozen="probs",
         columns=tuple(feature_columns(3)),
+        missing_together=True,
     ),
     "NegativeBinomial": Family(
         lambda **options: NegativeBinomial(0.1, **options),

@@ -29,7 +29,9 @@ def simulate(seed: int = 0) -> list[dict[str, str]]:
             tide = float(np.sin(2 * np.pi * hour / 12.4))
             columns = observe(state, tide, temperature, rng)
             temperature = columns["temperature"]
-            entries = {name: "" if rng.random() < MISSING else f"{value:.6g}" for name, value in columns.items()}
+            missing = {name: rng.random() < MISSING for name in columns}
+            missing["squid"] = missing["crab"] = missing["fish"]  # captures are counted together
+            entries = {name: "" if missing[name] else f"{value:.6g}" for name, value in columns.items()}
             label = STATES[state] if rng.random() < LABELED else ""
             rows.append(
                 {"animal": f"seal {animal}", "hour": f"{hour:.2f}", "tide": f"{tide:.4f}", **entries, "behavior": label}

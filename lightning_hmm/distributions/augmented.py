@@ -85,10 +85,7 @@ class AugmentedFamily(ExponentialFamily):
         """Initializes the parameters by an M-step, with the latent variables of the whole data."""
         moments = weighted_mean_var(sequences, self.column_names)
         shape = (*self.weights.shape[:2], self.num_features)
-        before = self.parameters_of(self.weights)
-        found = [value.expand(shape) for value in self.reference_parameters(*moments)]
-        for i, name in enumerate(self.names):
-            if name in self.frozen:
-                found[i] = torch.where(self.is_given[i], before[i], found[i])
+        values = self.reference_parameters(*moments)
+        found = [self.given(name, value.expand(shape)) for name, value in zip(self.names, values, strict=True)]
         self.weights.copy_(self.weights_of(*found))
         super().start(sequences, responsibilities)
