@@ -19,8 +19,7 @@ from numba import njit, types
 from numba.core.caching import CompileResultCacheImpl, FunctionCache
 
 OPTIONS: Any = {"error_model": "numpy", "fastmath": {"reassoc", "contract", "nsz"}}
-_CALLED: Any = {"nogil": True, "no_cfunc_wrapper": True}  # Nothing calls the functions from C.
-_INNER: Any = {**_CALLED, "no_cpython_wrapper": True}
+_CALLED: Any = {"nogil": True, "no_cfunc_wrapper": True}  # Nothing calls the functions from C, but Python may.
 _log = logging.getLogger("lightning_hmm")
 _FOLDERS = (Path(__file__).parent, Path(__file__).parent.parent / "kernels")
 
@@ -96,8 +95,8 @@ class SourceCache(FunctionCache):
 
 
 def inner(function: Callable[..., Any]) -> Any:
-    """Compiles a function that only other compiled functions call. It has no entry from Python, which saves time."""
-    return njit(**_INNER, **OPTIONS)(function)
+    """Compiles a function that other compiled functions call."""
+    return njit(**_CALLED, **OPTIONS)(function)
 
 
 def inlined(function: Callable[..., Any]) -> Any:
