@@ -118,7 +118,7 @@ class AroundMean(Autoregressive):
         sums = self._symmetric(statistics[0], 1.0)  # (R, H, L + 2, L + 2), of the products of y, its lags and 1
         found = self._values_of(self.weights.detach())
         mean, lags, variance = found["mean"][..., 0] - self.center, found["coefficients"][..., 0, 0], found["variance"]
-        present, each = self.path[:, 0], torch.ones(self.order, dtype=torch.bool, device=sums.device)
+        present, each = self.path[:, 0], torch.ones(self.order, dtype=torch.bool)
         shared, fixed = (each & ("coefficients" in names) for names in (self.tied, self.frozen))
         pooled = sums.new_zeros(len(sums), self.num_states, *sums.shape[2:])
         visits = pooled.index_add(1, present, sums)[..., -1, -1]

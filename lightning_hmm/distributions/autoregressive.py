@@ -312,7 +312,7 @@ class Autoregressive(Emission):
         shift = torch.eye(self.num_regressors).to(sums) if centered else self._shift()
         change = torch.block_diag(torch.eye(self.num_features).to(sums), shift)
         coefficients = torch.linalg.solve(shift.mT, coefficients.mT).mT
-        lags = torch.arange(self.num_regressors, device=sums.device) < self.num_regressors - 1
+        lags = torch.arange(self.num_regressors) < self.num_regressors - 1
         shared, fixed = (
             torch.where(lags, "coefficients" in names, "intercept" in names) for names in (self.tied, self.frozen)
         )
@@ -335,7 +335,7 @@ class Autoregressive(Emission):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Updates coefficients (R, K, D, F) and covariances (R, K, D, D) from the sums of products of y_t and regressors.
 
-        `shared` and `fixed` are masks of the regressors, and `visits` (R, K) are the numbers of steps. The third result
+        `shared` and `fixed` are masks of the regressors on the CPU, and `visits` (R, K) are the numbers of steps. The third result
         is a mask (R, K) of the states that keep their values for lack of steps.
         """
         size = self.num_features
@@ -344,15 +344,16 @@ class Autoregressive(Emission):
         ridge[: size * self.order] = (self.prior["ridge"] * weight * self.data_variance).repeat(self.order)
         squares = squares + ridge.diag()
         added = (self.prior["variance_prior"] * weight * self.data_variance).diag()
-        seen = visits > 0
-        once = not bool((shared & ~fixed).any()) or self._is_spread_tied or self.names[-1] in self.frozen
+        shared = shared & ~fixed
+        updated = (visits > 0)[..., None, None] | shared.to(visits.device)
+        once = not bool(shared.any()) or self._is_spread_tied or self.names[-1] in self.frozen
         for _ in range(1 if once else _SWEEPS):
             found = least_squares(squares, products, torch.linalg.inv(covariance), coefficients, shared, fixed)
-            coefficients = torch.where(seen[..., None, None] | (shared & ~fixed), found, coefficients)
+            coefficients = torch.where(updated, found, coefficients)
             cross = coefficients @ products.mT
             scatter = responses - cross - cross.mT + coefficients @ squares @ coefficients.mT + added
             covariance, spread = self._spread(scatter, visits, covariance)
-        return coefficients, covariance, ~(seen & spread)
+        return coefficients, covariance, ~((visits > 0) & spread)
 
     def _spread(self, scatter: Tensor, visits: Tensor, current: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the covariances of scatter matrices, and a mask of the states that have enough steps for one."""

@@ -149,8 +149,8 @@ class Regression(Newton, Emission):
             self.register_buffer("input_center", torch.zeros(size, dtype=torch.float64))
             self.register_buffer("data_variance", torch.ones(outcomes, dtype=torch.float64))
         names = [*["coefficients"] * size, "intercept"] * (outcomes if self.family == "categorical" else 1)
-        tied, frozen = (torch.tensor([name in given for name in names]) for given in (self.tied, self.frozen))
-        self.free = number_free(num_states, tied, frozen)
+        self._masks = tuple(torch.tensor([name in given for name in names]) for given in (self.tied, self.frozen))
+        self.free = number_free(num_states, *self._masks)
 
     def _check_columns(self, columns: Sequence[Column]) -> None:
         if self.family == "categorical":
@@ -333,7 +333,7 @@ class Regression(Newton, Emission):
             (self.center, torch.cat([self.input_center, self.input_center.new_zeros(1)])),
             self.prior["coefficient_prior"] * weight,
             self.prior["variance_prior"] * weight * self.data_variance,
-            self.free,
+            self._masks,
             next((rule for rule in ("frozen", "tied") if "variance" in getattr(self, rule)), None),
         )
         self.slopes.copy_(found.coefficients[..., :-1])

@@ -146,6 +146,21 @@ def test_tied_variances(rng, tied):
     np.testing.assert_allclose(model.emission.intercept[:, 0], [b[-1] for b in solutions], rtol=1e-8)
 
 
+def test_a_state_without_steps_keeps_its_own_coefficients(rng):
+    sequences = drawn(rng, "gaussian", (60,), 1, missing=0)
+    model = new_model("gaussian", columns=1, coefficient_prior=0, tied=("intercept",))
+    values = parameters(rng, "gaussian", 2, 1)
+    values["intercept"][:] = 0.5
+    emission = model.set_parameters(emission=values).emission
+    emission.set_data_stats(sequences)
+    emission.start(sequences, [torch.tensor([[1.0, 0.0]]).double().expand(60, 2)])
+    design, y = np.c_[sequences.inputs.numpy(), np.ones(60)], sequences.values.numpy()[:, 0]
+    solution = np.linalg.lstsq(design, y, rcond=None)[0]
+    np.testing.assert_allclose(emission.coefficients[:, 0], [solution[:-1], values["coefficients"][1, 0]], rtol=1e-9)
+    np.testing.assert_allclose(emission.intercept[:, 0], [solution[-1]] * 2, rtol=1e-9)
+    np.testing.assert_allclose(emission.variance[1], values["variance"][1], rtol=1e-12)
+
+
 def test_one_state_is_least_squares_far_from_zero(rng):
     inputs = rng.normal(size=(80, P)) + 1e4
     values = inputs @ [[0.5, 1.0], [2.0, -1.0]] + 1e6 + rng.normal(size=(80, 2))
