@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_hmm.columns import Column
 from lightning_hmm.distributions.base import Emission, as_numbers, check_not_negative
-from lightning_hmm.distributions.newton import NewtonProblem
+from lightning_hmm.distributions.newton_autograd import NewtonProblem
 from lightning_hmm.distributions.parameters import NamedParameter, Range, refuse_where
 from lightning_hmm.inference.evidence import Evidence, Quadratic
 from lightning_hmm.sequences import Sequences

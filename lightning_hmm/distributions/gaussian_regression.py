@@ -11,6 +11,7 @@ parameters.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -133,7 +134,7 @@ def estimate(
     centers: tuple[Tensor, Tensor],
     ridge: Tensor | float,
     added: Tensor,
-    masks: tuple[Tensor, Tensor],
+    masks: Sequence[Tensor],
     rule: str | None,
 ) -> Estimate:
     """Performs the M-step.
@@ -162,8 +163,14 @@ def estimate(
     found = present = _with_intercept(coefficients, *centers, 1)
     for _ in range(_SWEEPS if bool(shared.any()) and rule is None else 1):
         # Each column of the responses has regressors of its own, because values may be missing.
-        parts = matrix, products.yz.unsqueeze(-2), (1 / variance)[..., None, None], present.unsqueeze(-2)
-        solution = least_squares(*(part.movedim(2, 1) for part in parts), shared, fixed)
+        solution = least_squares(
+            matrix.movedim(2, 1),
+            products.yz.unsqueeze(-2).movedim(2, 1),
+            (1 / variance)[..., None, None].movedim(2, 1),
+            present.unsqueeze(-2).movedim(2, 1),
+            shared,
+            fixed,
+        )
         found = torch.where(updated, solution.movedim(1, 2).squeeze(-2), present)
         penalized = products.residual(found) + ridge * found[..., :-1].square().sum(-1)
         variance = _variance(penalized, products.visits, variance, added, rule)

@@ -12,17 +12,13 @@ from torch import Tensor, nn
 from lightning_hmm.columns import Column
 from lightning_hmm.distributions.base import Emission, as_numbers, check_not_negative
 from lightning_hmm.distributions.exponential import Moments
+from lightning_hmm.distributions.free_entries import number_free
 from lightning_hmm.distributions.gaussian import weighted_mean_var
 from lightning_hmm.distributions.gaussian_regression import estimate, products_of, quadratic, weights_of
 from lightning_hmm.distributions.inputs import Inputs, refuse_collinear, with_ones
 from lightning_hmm.distributions.iterative import MOST_HELD, Newton
-from lightning_hmm.distributions.iterative_newton import (
-    Curvature,
-    number_free,
-    ridge_curvature,
-    softmax_curvature,
-    weighted_products,
-)
+from lightning_hmm.distributions.linear_predictors import ridge_curvature, softmax_curvature, weighted_products
+from lightning_hmm.distributions.newton import Curvature
 from lightning_hmm.inference.evidence import Evidence, Rows
 from lightning_hmm.inference.sampling import draw_rows
 from lightning_hmm.sequences import Sequences

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from lightning_hmm.columns import Column
 from lightning_hmm.distributions.base import Emission, as_numbers, check_not_negative
 from lightning_hmm.distributions.exponential import Moments, mixture_moments, refuse_where, require_observed
+from lightning_hmm.distributions.free_entries import number_free
 from lightning_hmm.distributions.iterative import MOST_HELD, Newton
-from lightning_hmm.distributions.iterative_newton import Curvature, number_free
+from lightning_hmm.distributions.newton import Curvature
 from lightning_hmm.inference.evidence import Evidence, Rows
 from lightning_hmm.sequences import Sequences
 
