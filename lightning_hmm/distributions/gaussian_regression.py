@@ -10,7 +10,6 @@ parameters.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_hmm.distributions.least_squares import is_determined, least_squares
+from lightning_hmm.distributions.quadratic_forms import regression_weights, symmetric
 from lightning_hmm.inference.evidence import Quadratic
 
 _SWEEPS = 50  # alternations between coefficients and variances in an M-step, where each depends on the other
@@ -57,21 +57,13 @@ class Products(NamedTuple):
 
 def weights_of(coefficients: Tensor, variance: Tensor) -> Tensor:
     """Returns the (..., F) natural parameters of (..., Q) coefficients of centered data and (...) variances."""
-    size = coefficients.shape[-1]
-    i, j = torch.triu_indices(size, size, device=coefficients.device)
-    products = coefficients[..., i] * coefficients[..., j] * torch.where(i == j, 0.5, 1.0).to(coefficients)
-    variance = variance.unsqueeze(-1)
-    constant = torch.zeros_like(products)
-    constant[..., -1] = 0.5 * (2 * math.pi * variance.squeeze(-1)).log()  # the last product is 1 * 1
-    return torch.cat([-0.5 / variance, coefficients / variance, -products / variance - constant], -1)
+    return regression_weights(coefficients.unsqueeze(-2), variance[..., None, None])
 
 
-def products_of(statistics: Tensor, size: int) -> Products:
-    """Converts the (..., F) expected statistics to sums of products with Q = `size` regressors."""
-    i, j = torch.triu_indices(size, size, device=statistics.device)
-    zz = statistics.new_zeros(*statistics.shape[:-1], size, size)
-    zz[..., i, j] = statistics[..., 1 + size :]
-    return Products(statistics[..., 0], statistics[..., 1 : 1 + size], zz + zz.triu(1).mT)
+def products_of(statistics: Tensor, num_regressors: int) -> Products:
+    """Converts the (..., F) expected statistics to sums of products."""
+    matrix = symmetric(statistics, 1 + num_regressors)
+    return Products(matrix[..., 0, 0], matrix[..., 0, 1:], matrix[..., 1:, 1:])
 
 
 def quadratic(weights: Tensor, values: Tensor, inputs: Tensor, complete: bool) -> Quadratic:

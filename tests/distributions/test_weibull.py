@@ -89,7 +89,7 @@ def test_it_learns_and_samples():
         (lambda: weibull().set_parameters(emission={"scale": [[1.0], [2.0]], "concentration": [[1.0], [-2.0]]}),
          "`concentration` must be positive and finite, but that of state 1, column 0 is -2"),
         (lambda: weibull(tied="scale").set_parameters(emission={"scale": [[1.0], [2.0]], "concentration": [[1.0], [2.0]]}),
-         "`scale` must be the same for all states, because it is tied"),
+         "`scale` must be the same for all states because it is tied"),
         (lambda: weibull().set_parameters(emission={"rate": [[1.0], [2.0]], "concentration": [[1.0], [2.0]], "scale": [[1.0], [1.0]]}),
          "has the parameters concentration, scale, but 'rate' was given"),
     ],
