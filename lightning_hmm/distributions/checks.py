@@ -81,12 +81,12 @@ def require_tied(emission: Emission, name: str, value: Tensor) -> None:
         raise ValueError(f"`{name}` must be the same for all states because it is tied, but the states differ.")
 
 
-def refuse_where(wrong: Tensor, name: str, rule: str, value: Tensor) -> None:
+def refuse_where(wrong: Tensor, name: str, rule: str, value: Tensor, axis: str = "column") -> None:
     """Raises a `ValueError` that reports the first state and column at which a parameter (R, K, D, ...) is wrong."""
     if bool(wrong.any()):
         where = tuple(torch.nonzero(wrong)[0].tolist())
         raise ValueError(
-            f"`{name}` must {rule}, but that of state {where[1]}, column {where[2]} is {float(value[where]):g}."
+            f"`{name}` must {rule}, but that of state {where[1]}, {axis} {where[2]} is {float(value[where]):g}."
         )
 
 

@@ -172,6 +172,20 @@ def test_one_state_is_least_squares_far_from_zero(rng):
     np.testing.assert_allclose(model.emission.variance[0], (residual**2).mean(0), rtol=1e-8)
 
 
+def test_rates_that_overflow_at_impossible_steps_do_not_disturb_the_m_step(rng):
+    inputs, counts = rng.normal(size=(40, 1)), rng.poisson(1.0, (40, 1)).astype(float)
+    inputs[7], gamma = 1000.0, torch.full((40, 2), 0.5).double()
+    gamma[7] = torch.tensor([1.0, 0.0])
+    found = []
+    for kept in (np.arange(40), np.arange(40) != 7):
+        emission = HMM(2, Regression("poisson", 1, 0.1), num_features=1).emission
+        emission.set(coefficients=[[[0.0]], [[1.0]]], intercept=np.zeros((2, 1)))
+        emission.start(Sequences.from_list([counts[kept]], inputs=[inputs[kept]]), [gamma[kept]])
+        found.append(emission.coefficients)
+    assert bool(found[0].isfinite().all())
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-8, atol=1e-10)
+
+
 def test_a_glm_hmm_recovers_its_weights():
     """The model of Ashwood et al. (2022): Bernoulli choices, three states that differ in bias and in stimulus weight."""
     rng = np.random.default_rng(4)
@@ -301,7 +315,7 @@ def binary(inputs):
         (lambda: fit(HMM(1, Regression("gaussian", P, 0.0)), Sequences.from_list([[[0.0], [2.0], [1.0]]], inputs=[[[0.0, 1.0], [1.0, 3.0], [2.0, 5.0]]])),
          "but input 1 is a linear combination of those before it. Leave it out, or set `coefficient_prior`"),
         (lambda: bernoulli(tied=["intercept"]).set_parameters(emission={"intercept": [[0.0], [1.0]]}),
-         "`intercept` must be the same for all states, because it is tied"),
+         "`intercept` must be the same for all states because it is tied"),
         (lambda: bernoulli().predict_next([[[0.0]]]), "requires those of the predicted steps. Give `inputs`"),
         (lambda: bernoulli().sample(2, 3), "The emission depends on inputs, but none are given"),
         (lambda: new_model("gaussian").set_parameters(
