@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_hmm.columns import Column
 from lightning_hmm.distributions.autoregressive import Autoregressive
+from lightning_hmm.distributions.autoregressive_estimates import regress
 from lightning_hmm.distributions.quadratic_forms import regression_weights, symmetric
 from lightning_hmm.sequences import Sequences
 
@@ -120,7 +121,7 @@ class AroundMean(Autoregressive):
         found = self._values_of(self.weights)
         mean, lags, variance = found["mean"][..., 0] - self.center, found["coefficients"][..., 0, 0], found["variance"]
         present, each = self.path[:, 0], torch.ones(self.order, dtype=torch.bool)
-        shared, fixed = (each & ("coefficients" in names) for names in (self.tied, self.frozen))
+        masks = each & ("coefficients" in self.tied), each & ("coefficients" in self.frozen)
         pooled = sums.new_zeros(len(sums), self.num_states, *sums.shape[2:])
         visits = pooled.index_add(1, present, sums)[..., -1, -1]
         coefficients, covariance = lags.unsqueeze(-2), variance.unsqueeze(-1)
@@ -128,8 +129,8 @@ class AroundMean(Autoregressive):
             deviations = torch.eye(sums.shape[-1]).to(sums).repeat(*sums.shape[:2], 1, 1)
             deviations[..., :-1, -1] = -mean[:, self.path]
             around = pooled.index_add(1, present, deviations @ sums @ deviations.mT)[..., :-1, :-1]
-            coefficients, covariance, kept = self.regress(
-                around, coefficients, covariance, shared, fixed, visits, weight
+            coefficients, covariance, kept = regress(
+                around, visits, coefficients, covariance, masks, self.noise, self._ridge * weight, self._added * weight
             )
             if "mean" not in self.frozen:
                 mean = self._mean(sums, mean, coefficients.squeeze(-2), covariance[..., 0, 0])

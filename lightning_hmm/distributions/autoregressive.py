@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hmm.columns import Column
+from lightning_hmm.distributions.autoregressive_estimates import Noise, regress
 from lightning_hmm.distributions.autoregressive_paths import forecast_moments, lags_of, simulate
 from lightning_hmm.distributions.base import Emission, check_not_negative
 from lightning_hmm.distributions.checks import (
@@ -21,12 +22,9 @@ from lightning_hmm.distributions.checks import (
 from lightning_hmm.distributions.exponential import Moments, mixture_moments
 from lightning_hmm.distributions.gaussian import check_covariance_kind, weighted_mean_var
 from lightning_hmm.distributions.inputs import with_ones
-from lightning_hmm.distributions.least_squares import least_squares
 from lightning_hmm.distributions.quadratic_forms import regression_of, regression_weights, symmetric
 from lightning_hmm.inference.evidence import Evidence, Quadratic
 from lightning_hmm.sequences import Sequences
-
-_SWEEPS = 10  # alternations between coefficients and covariances in an M-step, where each depends on the other
 
 
 class Autoregressive(Emission):
@@ -267,63 +265,34 @@ class Autoregressive(Emission):
         shared, fixed = (
             torch.where(lags, "coefficients" in names, "intercept" in names) for names in (self.tied, self.frozen)
         )
-        coefficients, covariance, kept = self.regress(
-            change @ sums @ change.mT, coefficients, covariance, shared, fixed, sums[..., -1, -1], weight
+        ridge = torch.nn.functional.pad(self._ridge * weight, (0, 1))  # none for the intercept
+        sums, visits = change @ sums @ change.mT, sums[..., -1, -1]
+        found = regress(
+            sums, visits, coefficients, covariance, (shared, fixed), self.noise, ridge, self._added * weight
         )
-        self.weights.copy_(regression_weights(coefficients @ shift, covariance))
+        self.weights.copy_(regression_weights(found.coefficients @ shift, found.covariance))
         self.is_set.fill_(True)
-        return kept.sum()
+        return found.kept.sum()
 
-    def regress(
-        self,
-        sums: Tensor,
-        coefficients: Tensor,
-        covariance: Tensor,
-        shared: Tensor,
-        fixed: Tensor,
-        visits: Tensor,
-        weight: Tensor | float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Updates coefficients (R, K, D, F) and covariances (R, K, D, D) from the sums of products of y_t and regressors.
+    @property
+    def noise(self) -> Noise:
+        """How covariances are estimated."""
+        return Noise(self.kind, self.names[-1] in self.tied, self.names[-1] in self.frozen)
 
-        `shared` and `fixed` are masks of the regressors on the CPU, and `visits` (R, K) are the numbers of steps. The third result
-        is a mask (R, K) of the states that keep their values for lack of steps.
-        """
-        size = self.num_features
-        responses, products, squares = sums[..., :size, :size], sums[..., :size, size:], sums[..., size:, size:]
-        ridge = torch.zeros_like(squares[0, 0].diagonal())
-        ridge[: size * self.order] = (self.prior["ridge"] * weight * self.data_variance).repeat(self.order)
-        squares = squares + ridge.diag()
-        added = (self.prior["variance_prior"] * weight * self.data_variance).diag()
-        shared = shared & ~fixed
-        updated = (visits > 0)[..., None, None] | shared.to(visits.device)
-        once = not bool(shared.any()) or self.names[-1] in self.tied or self.names[-1] in self.frozen
-        for _ in range(1 if once else _SWEEPS):
-            found = least_squares(squares, products, torch.linalg.inv(covariance), coefficients, shared, fixed)
-            coefficients = torch.where(updated, found, coefficients)
-            cross = coefficients @ products.mT
-            scatter = responses - cross - cross.mT + coefficients @ squares @ coefficients.mT + added
-            covariance, spread = self._spread(scatter, visits, covariance)
-        return coefficients, covariance, ~((visits > 0) & spread)
+    @property
+    def _ridge(self) -> Tensor:
+        """(L D,) numbers that the prior adds to the sums of squares of the lags."""
+        return (self.prior["ridge"] * self.data_variance).repeat(self.order)
 
-    def _spread(self, scatter: Tensor, visits: Tensor, current: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the covariances of scatter matrices, and a mask of the states that have enough steps for one."""
-        if self.names[-1] in self.frozen:
-            return current, torch.ones_like(visits, dtype=torch.bool)
-        if self.names[-1] in self.tied:
-            scatter, visits = scatter.sum(1, keepdim=True), visits.sum(1, keepdim=True)
-        matrix = scatter / torch.where(visits > 0, visits, 1.0)[..., None, None]
-        if self.names[-1] == "variance":
-            variance = matrix.diagonal(dim1=-2, dim2=-1)
-            variance = variance.mean(-1, keepdim=True).expand_as(variance) if self.kind == "spherical" else variance
-            matrix = variance.diag_embed()
-        enough = (visits > 0) & (torch.linalg.cholesky_ex(matrix).info == 0)
-        return torch.where(enough[..., None, None], matrix, current), enough.expand(current.shape[:2])
+    @property
+    def _added(self) -> Tensor:
+        """(D,) numbers that the prior adds to the sums of squares of the residuals."""
+        return self.prior["variance_prior"] * self.data_variance
 
     def log_prior(self) -> Tensor:
         coefficients, covariance = self.lines_of(self.weights[:, self._state_rows])
-        lags = coefficients[..., :-1] * (self.prior["ridge"] * self.data_variance).repeat(self.order).sqrt()
-        scatter = lags @ lags.mT + (self.prior["variance_prior"] * self.data_variance).diag()
+        lags = coefficients[..., :-1] * self._ridge.sqrt()
+        scatter = lags @ lags.mT + self._added.diag()
         return -0.5 * (torch.linalg.inv(covariance) * scatter).sum((1, 2, 3))
 
     @property

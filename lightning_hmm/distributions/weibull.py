@@ -54,6 +54,8 @@ class Weibull(Newton, Emission):
                 [0.8862]], dtype=torch.float64)
     """
 
+    support = ("positive numbers", "Shift the column, or mark the value as missing.")
+    m_step = "Newton's method on stored posteriors"
     names = ("concentration", "scale")
     log_parameters: nn.Parameter  # (restarts, K, D, 2): logarithms of concentrations and scales
 
@@ -98,7 +100,7 @@ class Weibull(Newton, Emission):
         sequences.check(None, self.num_columns)
         wrong = sequences.values <= 0
         if sequences.values.is_cpu and bool(wrong.any()):
-            refuse_value(self, sequences, wrong, "positive values", "Shift the column, or mark the value as missing.")
+            refuse_value(self, sequences, wrong, *self.support)
 
     @torch.no_grad()
     def set_data_stats(self, sequences: Sequences) -> None:
@@ -165,8 +167,10 @@ class Weibull(Newton, Emission):
 
     def moments(self) -> tuple[Tensor, Tensor]:
         """Returns the (K, D) means and variances of the best restart."""
-        first, second = (torch.lgamma(1 + n / self.concentration).exp() for n in (1, 2))
-        return self.scale * first, self.scale.square() * (second - first.square())
+        first, second = (torch.lgamma(1 + n / self.concentration) for n in (1, 2))
+        mean = self.scale * first.exp()
+        # Not the difference of two moments, which is NaN if both are infinite.
+        return mean, mean.square() * torch.expm1(second - 2 * first)
 
     def sample(self, states: Tensor, generator: torch.Generator) -> Tensor:
         uniform = torch.rand(len(states), self.num_columns, generator=generator, dtype=torch.float64)
