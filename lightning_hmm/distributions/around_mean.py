@@ -9,6 +9,8 @@ from torch import Tensor
 
 from lightning_hmm.columns import Column
 from lightning_hmm.distributions.autoregressive import Autoregressive
+from lightning_hmm.distributions.autoregressive_estimates import regress
+from lightning_hmm.distributions.quadratic_forms import regression_weights, symmetric
 from lightning_hmm.sequences import Sequences
 
 _SWEEPS = 20  # alternations between the means and the other parameters in an M-step
@@ -77,7 +79,7 @@ class AroundMean(Autoregressive):
         return members[:, 0] - lags.sum(-2)
 
     def _values_of(self, weights: Tensor) -> dict[str, Tensor]:
-        coefficients, covariance = self._decode(weights)
+        coefficients, covariance = self.lines_of(weights)
         lags = coefficients[..., self._state_rows, 0, :-1]
         mean = torch.linalg.pinv(self._design(lags)) @ coefficients[..., -1]
         variance = covariance[..., self._state_rows, 0, :]
@@ -92,7 +94,7 @@ class AroundMean(Autoregressive):
         present = self.path[:, 0]
         intercept = self._design(lags) @ mean.unsqueeze(-1)
         coefficients = torch.cat([lags[..., present, :], intercept], -1).unsqueeze(-2)
-        return self._encode(coefficients, variance[..., present, None, None])
+        return regression_weights(coefficients, variance[..., present, None, None])
 
     @property
     def mean(self) -> Tensor:
@@ -115,11 +117,11 @@ class AroundMean(Autoregressive):
 
     @torch.no_grad()
     def maximize(self, statistics: Sequence[Tensor], weight: Tensor | float = 1.0) -> Tensor:
-        sums = self._symmetric(statistics[0], 1.0)  # (R, H, L + 2, L + 2), of the products of y, its lags and 1
-        found = self._values_of(self.weights.detach())
+        sums = symmetric(statistics[0], self.order + 2)  # (R, H, L + 2, L + 2), of the products of y, its lags and 1
+        found = self._values_of(self.weights)
         mean, lags, variance = found["mean"][..., 0] - self.center, found["coefficients"][..., 0, 0], found["variance"]
-        present, each = self.path[:, 0], torch.ones(self.order, dtype=torch.bool, device=sums.device)
-        shared, fixed = (each & ("coefficients" in names) for names in (self.tied, self.frozen))
+        present, each = self.path[:, 0], torch.ones(self.order, dtype=torch.bool)
+        masks = each & ("coefficients" in self.tied), each & ("coefficients" in self.frozen)
         pooled = sums.new_zeros(len(sums), self.num_states, *sums.shape[2:])
         visits = pooled.index_add(1, present, sums)[..., -1, -1]
         coefficients, covariance = lags.unsqueeze(-2), variance.unsqueeze(-1)
@@ -127,8 +129,8 @@ class AroundMean(Autoregressive):
             deviations = torch.eye(sums.shape[-1]).to(sums).repeat(*sums.shape[:2], 1, 1)
             deviations[..., :-1, -1] = -mean[:, self.path]
             around = pooled.index_add(1, present, deviations @ sums @ deviations.mT)[..., :-1, :-1]
-            coefficients, covariance, kept = self.regress(
-                around, coefficients, covariance, shared, fixed, visits, weight
+            coefficients, covariance, kept = regress(
+                around, visits, coefficients, covariance, masks, self.noise, self._ridge * weight, self._added * weight
             )
             if "mean" not in self.frozen:
                 mean = self._mean(sums, mean, coefficients.squeeze(-2), covariance[..., 0, 0])

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_hmm.columns import Column
 from lightning_hmm.distributions.base import Emission, make_part
+from lightning_hmm.distributions.checks import refuse_unknown
 from lightning_hmm.distributions.rows import CategoricalRows
 from lightning_hmm.sequences import Sequences
 
@@ -143,10 +144,7 @@ class Compound(Emission):
         As long as none has a value, all parameters must be given, or only frozen ones. The others are then initialized
         from the data.
         """
-        strange = next((name for name in values if name not in self.names), None)
-        if strange is not None:
-            names = ", ".join(self.names)
-            raise ValueError(f"A {type(self).__name__} emission has the parameters {names}, but {strange!r} was given.")
+        refuse_unknown(self, values)
         option, lacking = self.names[0], [name for name in self.names if name not in values]
         partial = not bool(self.is_set) and bool(lacking)
         fixed = {option} & set(self.frozen) | set(self.names[1:] if "components" in self.frozen else self.part.frozen)

@@ -11,9 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hmm.columns import Column
-from lightning_hmm.distributions.base import Emission, as_numbers, check_not_negative
-from lightning_hmm.distributions.newton import NewtonProblem
-from lightning_hmm.distributions.parameters import NamedParameter, Range, refuse_where
+from lightning_hmm.distributions.base import Emission, check_not_negative
+from lightning_hmm.distributions.checks import (
+    count_free,
+    expanded,
+    refuse_unknown,
+    refuse_value,
+    refuse_where,
+    require_observed,
+    require_real,
+    require_tied,
+)
+from lightning_hmm.distributions.newton_autograd import NewtonProblem
+from lightning_hmm.distributions.parameters import NamedParameter, Range
 from lightning_hmm.inference.evidence import Evidence, Quadratic
 from lightning_hmm.sequences import Sequences
 
@@ -107,11 +117,7 @@ class ExponentialFamily(Emission):
         self.prior = {"prior_steps": prior_steps}
 
     def allocate(self, restarts: int, num_states: int, columns: Sequence[Column]) -> None:
-        categorical = next((column.name for column in columns if column.is_categorical), None)
-        if categorical is not None:
-            raise ValueError(
-                f"{_name_of(self)} emission must have real columns, but column {categorical!r} is categorical."
-            )
+        require_real(self, columns)
         self._begin_allocation()
         self.num_features = len(columns)
         self.column_names = [column.name for column in columns]
@@ -362,9 +368,7 @@ class ExponentialFamily(Emission):
         return tuple(merged(problem.maximum([[start[i] for i in free] for start in (found, before)])))
 
     def num_free_parameters(self, restart: int) -> int:
-        states = self.weights.shape[1]
-        free = sum(1 if name in self.tied else states for name in self.names if name not in self.frozen)
-        return free * self.num_features
+        return count_free(self, self.weights.shape[1], dict.fromkeys(self.names, self.num_features))
 
     # Values
 
@@ -375,11 +379,7 @@ class ExponentialFamily(Emission):
         As long as none has a value, all parameters must be given, or only frozen ones. The others are then initialized
         from the data.
         """
-        strange = next((name for name in values if name not in self.names), None)
-        if strange is not None:
-            raise ValueError(
-                f"{_name_of(self)} emission has the parameters {', '.join(self.names)}, but {strange!r} was given."
-            )
+        refuse_unknown(self, values)
         is_set = bool(self.is_set)
         lacking = [name for name in self.names if name not in values]
         partial = not is_set and bool(lacking)
@@ -389,13 +389,10 @@ class ExponentialFamily(Emission):
         for name in self.names:
             shape = self.parameter_shape(name)
             known = values[name] if name in values else self._placeholder(name) if partial else getattr(self, name)
-            value = as_numbers(name, known, self.weights.device)
-            if value.shape not in (shape, (restarts, *shape)):
-                raise ValueError(f"`{name}` must have shape {shape}, but has {tuple(value.shape)} instead.")
-            value = value.expand(restarts, *shape)
+            value = expanded(name, known, (restarts, *shape), self.weights.device)
             self.check_parameter(name, value)
-            if name in self.tied and name in values and bool((value != value[:, :1]).any()):
-                raise ValueError(f"`{name}` must be the same for all states because it is tied, but the states differ.")
+            if name in values:
+                require_tied(self, name, value)
             parameters.append(value)
             if name in values and name in self.frozen:
                 self.get_buffer(f"frozen_{name}").copy_(value)
@@ -434,33 +431,3 @@ class ExponentialFamily(Emission):
 
     def predict(self, state_probs: Tensor) -> Moments:
         return mixture_moments(state_probs, *self.moments())
-
-
-def _name_of(emission: Emission) -> str:
-    name = type(emission).__name__
-    return f"{'An' if name[0] in 'AEIOU' else 'A'} {name}"
-
-
-def refuse_value(emission: Emission, sequences: Sequences, wrong: Tensor, rule: str, remedy: str) -> None:
-    """Raises a `ValueError` that reports the first value at which the mask `wrong` (steps, D) is true."""
-    step, column = torch.nonzero(wrong)[0].tolist()
-    n, t = sequences.locate(step)
-    raise ValueError(
-        f"{_name_of(emission)} emission must have {rule}, "
-        f"but column {column} at position {t} of sequence {n} is {float(sequences.values[step, column]):g}. {remedy}"
-    )
-
-
-def require_observed(weights: Tensor, names: Sequence[str]) -> None:
-    """Raises a `ValueError` that names the first column without an observed value.
-
-    Args:
-        weights: (D,) total weight of the observed values of each column.
-        names: Names of the columns.
-    """
-    missing = torch.nonzero(weights == 0).flatten()
-    if len(missing):
-        raise ValueError(
-            f"Every column must be observed somewhere, but {names[int(missing[0])]!r} is missing at every step. "
-            "Leave the column out."
-        )

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from lightning_hmm.columns import Column, feature_columns
 from lightning_hmm.distributions.base import Emission, as_numbers, check_not_negative, pull_back
+from lightning_hmm.distributions.checks import count_free, refuse_where, require_observed, require_positive_definite
 from lightning_hmm.distributions.compiled import update_diagonal_gaussian
-from lightning_hmm.distributions.exponential import ExponentialFamily, require_observed
-from lightning_hmm.distributions.parameters import POSITIVE, REAL, refuse_where
+from lightning_hmm.distributions.exponential import ExponentialFamily
+from lightning_hmm.distributions.parameters import POSITIVE, REAL
+from lightning_hmm.distributions.quadratic_forms import form_matrix, form_weights, symmetric
 from lightning_hmm.inference.evidence import Evidence, Quadratic, Rows
 from lightning_hmm.sequences import Sequences
 
@@ -64,7 +66,6 @@ class Gaussian(ExponentialFamily):
     products = ((0, None), (0, 0))
     center: Tensor
     data_variance: Tensor
-    upper: Tensor
 
     def __init__(
         self,
@@ -73,8 +74,7 @@ class Gaussian(ExponentialFamily):
         tied: Sequence[str] = (),
         frozen: Sequence[str] = (),
     ) -> None:
-        if covariance not in ("diagonal", "spherical", "full", "tied"):
-            raise ValueError(f"`covariance` must be diagonal, spherical, full or tied, but is {covariance!r} instead.")
+        check_covariance_kind(covariance)
         check_not_negative(variance_prior=variance_prior)
         self.kind = covariance
         self.has_matrices = covariance in ("full", "tied")  # whether columns are correlated given the state
@@ -87,10 +87,7 @@ class Gaussian(ExponentialFamily):
 
     def allocate(self, restarts: int, num_states: int, columns: Sequence[Column]) -> None:
         super().allocate(restarts, num_states, columns)
-        size = self.num_features
-        # Indices of the distinct entries of a symmetric matrix.
-        self.register_buffer("upper", torch.triu_indices(size, size), persistent=False)
-        mean = torch.zeros(restarts, num_states, size, dtype=torch.float64)
+        mean = torch.zeros(restarts, num_states, self.num_features, dtype=torch.float64)
         self.weights = nn.Parameter(
             self._encode(mean, torch.ones_like(mean).diag_embed() if self.has_matrices else torch.ones_like(mean))
         )
@@ -133,9 +130,7 @@ class Gaussian(ExponentialFamily):
             + factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
             + self.num_features / 2 * _LOG_TWO_PI
         )
-        i, j = self.upper
-        products = -precision[..., i, j] * torch.where(i == j, 0.5, 1.0).to(precision)
-        return torch.cat([linear, products, -constant.unsqueeze(-1)], -1)
+        return torch.cat([linear, form_weights(precision), -constant.unsqueeze(-1)], -1)
 
     def _decode(self, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Converts weights to moments. This is the inverse of `_encode`."""
@@ -148,14 +143,7 @@ class Gaussian(ExponentialFamily):
     def _matrix_parts(self, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns h (..., D), the precision P (..., D, D) and -a (...) of weights (..., F)."""
         size = self.num_features
-        return weights[..., :size], -self._symmetric(weights[..., size:-1], 1.0, 2.0), weights[..., -1]
-
-    def _symmetric(self, entries: Tensor, off_diagonal: float, diagonal: float) -> Tensor:
-        """Makes symmetric matrices (..., D, D) of the upper entries (..., D (D + 1) / 2), multiplied by the factors."""
-        i, j = self.upper
-        matrix = entries.new_zeros(*entries.shape[:-1], self.num_features, self.num_features)
-        matrix[..., i, j] = entries * torch.where(i == j, diagonal, off_diagonal).to(entries)
-        return matrix + matrix.triu(1).mT
+        return weights[..., :size], form_matrix(weights[..., size:-1], size), weights[..., -1]
 
     @property
     def mean(self) -> Tensor:
@@ -175,17 +163,7 @@ class Gaussian(ExponentialFamily):
 
     def check_parameter(self, name: str, value: Tensor) -> None:
         if name == "covariance":
-            if not bool(value.isfinite().all()):
-                raise ValueError("`covariance` must be finite, but an entry is not.")
-            scale = value.abs().amax((-2, -1))
-            wrong = (torch.linalg.cholesky_ex(value).info != 0) | (
-                (value - value.mT).abs().amax((-2, -1)) > 1e-8 * scale
-            )
-            if bool(wrong.any()):
-                state = int(torch.nonzero(wrong)[0, -1])
-                raise ValueError(
-                    f"`covariance` must be symmetric and positive definite, but that of state {state} is not."
-                )
+            require_positive_definite(name, value)
             return
         super().check_parameter(name, value)
         if name == "variance":
@@ -286,7 +264,7 @@ class Gaussian(ExponentialFamily):
         found = self._pairs.get(complete)
         if found is None or found.device != device:
             size = self.num_features
-            i, j = self.upper.to(device)
+            i, j = torch.triu_indices(size, size, device=device)
             places = torch.arange(size, device=device)
             one = torch.full((size,), size, device=device)  # an index one past the last column represents a constant 1
             found = torch.cat([torch.stack([places, one], 1), torch.stack([i, j], 1), torch.stack([one, one], 1)[:1]])
@@ -336,7 +314,7 @@ class Gaussian(ExponentialFamily):
         if not self.has_matrices:
             return statistics[:, :, 2], statistics[:, :, 0], statistics[:, :, 1]
         size = self.num_features
-        return statistics[..., -1:], statistics[..., :size], self._symmetric(statistics[..., size:-1], 1.0, 1.0)
+        return statistics[..., -1:], statistics[..., :size], symmetric(statistics[..., size:-1], size)
 
     def _scatter(self, squares: Tensor, visits: Tensor, means: Tensor, offset: Tensor) -> Tensor:
         """Returns the scatter about `offset`, given the sums of squares about zero and the means of the statistics."""
@@ -419,11 +397,7 @@ class Gaussian(ExponentialFamily):
     def num_free_parameters(self, restart: int) -> int:
         size = self.num_features
         spread = {"diagonal": size, "spherical": 1}.get(self.kind, size * (size + 1) // 2)
-        return sum(
-            number * (1 if name in self.tied else self.weights.shape[1])
-            for name, number in zip(self.names, (size, spread), strict=True)
-            if name not in self.frozen
-        )
+        return count_free(self, self.weights.shape[1], dict(zip(self.names, (size, spread), strict=True)))
 
     def moments(self) -> tuple[Tensor, Tensor]:
         return self.mean, self.variance
@@ -434,6 +408,12 @@ class Gaussian(ExponentialFamily):
             return self.mean[states] + noise * self.variance.sqrt()[states]
         factor = torch.linalg.cholesky(self.covariance)
         return self.mean[states] + (factor[states] @ noise.unsqueeze(-1)).squeeze(-1)
+
+
+def check_covariance_kind(kind: str) -> None:
+    """Raises a `ValueError` if there is no such kind of covariance."""
+    if kind not in ("diagonal", "spherical", "full", "tied"):
+        raise ValueError(f"`covariance` must be diagonal, spherical, full or tied, but is {kind!r} instead.")
 
 
 def weighted_mean_var(sequences: Sequences, names: Sequence[str] | None = None) -> tuple[Tensor, Tensor]:

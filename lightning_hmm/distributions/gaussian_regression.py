@@ -10,35 +10,60 @@ parameters.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_hmm.distributions.regression_products import Products, solve, solve_jointly
+from lightning_hmm.distributions.least_squares import is_determined, least_squares
+from lightning_hmm.distributions.quadratic_forms import regression_weights, symmetric
 from lightning_hmm.inference.evidence import Quadratic
 
-_JOINT_ITERATIONS = 50
+_SWEEPS = 50  # alternations between coefficients and variances in an M-step, where each depends on the other
+
+
+class Products(NamedTuple):
+    """Weighted sums over steps of products of a response y and Q regressors z, the last of which is 1.
+
+    Attributes:
+        yy: (R, K, D) sums of y y.
+        yz: (R, K, D, Q) sums of y z.
+        zz: (R, K, D, Q, Q) sums of z z^T.
+    """
+
+    yy: Tensor
+    yz: Tensor
+    zz: Tensor
+
+    @property
+    def visits(self) -> Tensor:
+        """(R, K, D) sums of weights."""
+        return self.zz[..., -1, -1]
+
+    def moved(self, location: Tensor, center: Tensor) -> Products:
+        """Returns the sums for y + location and z + center, with (D,) and (Q,) offsets; the last of z is unchanged."""
+        shift = torch.eye(len(center)).to(center)
+        shift[:-1, -1] = center[:-1]
+        zz, yz = shift @ self.zz @ shift.T, self.yz @ shift.T
+        yy = self.yy + location * (2 * self.yz[..., -1] + location * self.visits)
+        return Products(yy, yz + location.unsqueeze(-1) * zz[..., -1], zz)
+
+    def residual(self, coefficients: Tensor) -> Tensor:
+        """Returns the (R, K, D) sums of squared residuals of coefficients (R, K, D, Q)."""
+        fitted = (self.zz @ coefficients.unsqueeze(-1)).squeeze(-1)
+        return (self.yy + (coefficients * (fitted - 2 * self.yz)).sum(-1)).clamp(min=0)  # negative only by rounding
 
 
 def weights_of(coefficients: Tensor, variance: Tensor) -> Tensor:
     """Returns the (..., F) natural parameters of (..., Q) coefficients of centered data and (...) variances."""
-    size = coefficients.shape[-1]
-    i, j = torch.triu_indices(size, size, device=coefficients.device)
-    products = coefficients[..., i] * coefficients[..., j] * torch.where(i == j, 0.5, 1.0).to(coefficients)
-    variance = variance.unsqueeze(-1)
-    constant = torch.zeros_like(products)
-    constant[..., -1] = 0.5 * (2 * math.pi * variance.squeeze(-1)).log()  # the last product is 1 * 1
-    return torch.cat([-0.5 / variance, coefficients / variance, -products / variance - constant], -1)
+    return regression_weights(coefficients.unsqueeze(-2), variance[..., None, None])
 
 
-def products_of(statistics: Tensor, size: int) -> Products:
-    """Converts the (..., F) expected statistics to sums of products with Q = `size` regressors."""
-    i, j = torch.triu_indices(size, size, device=statistics.device)
-    zz = statistics.new_zeros(*statistics.shape[:-1], size, size)
-    zz[..., i, j] = statistics[..., 1 + size :]
-    return Products(statistics[..., 0], statistics[..., 1 : 1 + size], zz + zz.triu(1).mT)
+def products_of(statistics: Tensor, num_regressors: int) -> Products:
+    """Converts the (..., F) expected statistics to sums of products."""
+    matrix = symmetric(statistics, 1 + num_regressors)
+    return Products(matrix[..., 0, 0], matrix[..., 0, 1:], matrix[..., 1:, 1:])
 
 
 def quadratic(weights: Tensor, values: Tensor, inputs: Tensor, complete: bool) -> Quadratic:
@@ -101,7 +126,7 @@ def estimate(
     centers: tuple[Tensor, Tensor],
     ridge: Tensor | float,
     added: Tensor,
-    free: Tensor | None,
+    masks: Sequence[Tensor],
     rule: str | None,
 ) -> Estimate:
     """Performs the M-step.
@@ -113,34 +138,50 @@ def estimate(
         centers: Centers of the responses (D,) and of the regressors (Q,), whose last entry is 0.
         ridge: Strength of the prior of the coefficients, without the intercept.
         added: (D,) numbers that the prior of the variances adds to each sum of squares.
-        free: (K, Q) numbers of the free coefficients, or ``None`` if no coefficient is tied or frozen.
+        masks: Masks (Q,) of the tied and of the frozen coefficients, on the CPU.
         rule: "tied" or "frozen" if the variances are.
     """
+    shared, fixed = masks
+    shared = shared & ~fixed
+    if bool((shared | fixed)[-1]):  # the intercept of the data is tied or frozen, not that of centered data
+        products, centers = products.moved(*centers), (centers[0] * 0, centers[1] * 0)
     penalty = torch.ones_like(centers[1]) * ridge
     penalty[-1] = 0
+    matrix = products.zz + penalty.diag()
+    seen = products.visits > 0
+    if not bool((shared | fixed).any()):
+        seen = seen & is_determined(matrix)
+    updated = seen.unsqueeze(-1) | shared.to(seen.device)
+    found = present = _with_intercept(coefficients, *centers, 1)
+    for _ in range(_SWEEPS if bool(shared.any()) and rule is None else 1):
+        # Each column of the responses has regressors of its own, because values may be missing.
+        solution = least_squares(
+            matrix.movedim(2, 1),
+            products.yz.unsqueeze(-2).movedim(2, 1),
+            (1 / variance)[..., None, None].movedim(2, 1),
+            present.unsqueeze(-2).movedim(2, 1),
+            shared,
+            fixed,
+        )
+        found = torch.where(updated, solution.movedim(1, 2).squeeze(-2), present)
+        penalized = products.residual(found) + ridge * found[..., :-1].square().sum(-1)
+        variance = _variance(penalized, products.visits, variance, added, rule)
+    found = torch.where(updated, _with_intercept(found, *centers, -1), coefficients)
+    return Estimate(found, variance, seen)
 
-    def variance_of(residual: Tensor, found: Tensor) -> Tensor:
-        total, visits = residual + ridge * found[..., :-1].square().sum(-1), products.visits
-        if rule == "tied":
-            total, visits = (part.sum(1, keepdim=True) for part in (total, visits))
-        updated = (total + added) / visits
-        # Without a prior, the variance of a single point is zero. The previous variance is kept in that case.
-        usable = (visits > 0) & (updated > 0) & updated.isfinite()
-        return variance if rule == "frozen" else torch.where(usable, updated, variance)
 
-    if free is None:
-        found, seen = solve(products, penalty)
-        offset = (coefficients * centers[1]).sum(-1) - centers[0]
-        present = torch.cat([coefficients[..., :-1], (coefficients[..., -1] + offset).unsqueeze(-1)], -1)
-        found = torch.where(seen.unsqueeze(-1), found, present)
-        offset = (found * centers[1]).sum(-1) - centers[0]
-        moved = torch.cat([found[..., :-1], (found[..., -1] - offset).unsqueeze(-1)], -1)
-        kept = torch.where(seen.unsqueeze(-1), moved, coefficients)
-        return Estimate(kept, variance_of(products.residual(found), found), seen)
-    products = products.moved(*centers)
-    found, free = coefficients, free.to(coefficients.device)
-    # The variances and the coefficients that states share are estimated in turn.
-    for _ in range(_JOINT_ITERATIONS):
-        found = solve_jointly(products, penalty, 1 / variance, free, coefficients)
-        variance = variance_of(products.residual(found), found)
-    return Estimate(found, variance, products.visits > 0)
+def _with_intercept(coefficients: Tensor, location: Tensor, center: Tensor, sign: int) -> Tensor:
+    """Returns the coefficients for data from which centers are subtracted; with a sign of -1, the inverse."""
+    change = sign * ((coefficients * center).sum(-1) - location)
+    return torch.cat([coefficients[..., :-1], (coefficients[..., -1] + change).unsqueeze(-1)], -1)
+
+
+def _variance(scatter: Tensor, visits: Tensor, current: Tensor, added: Tensor, rule: str | None) -> Tensor:
+    """Returns the (R, K, D) variances that maximize the objective, given sums of squares."""
+    if rule == "frozen":
+        return current
+    if rule == "tied":
+        scatter, visits = scatter.sum(1, keepdim=True), visits.sum(1, keepdim=True)
+    updated = (scatter + added) / visits
+    # Without a prior, the variance of a single point is zero. The previous variance is kept in that case.
+    return torch.where((visits > 0) & (updated > 0) & updated.isfinite(), updated, current)

@@ -11,14 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_hmm.distributions.base import Distribution
-from lightning_hmm.distributions.iterative_newton import (
-    Curvature,
-    expand,
-    first_of,
-    gather,
-    gather_matrices,
-    maximize_by_newton,
-)
+from lightning_hmm.distributions.free_entries import expand, first_of, gather, gather_matrices
+from lightning_hmm.distributions.newton import Curvature, maximize_by_newton
 from lightning_hmm.sequences import Sequences
 
 MOST_HELD = 50_000_000

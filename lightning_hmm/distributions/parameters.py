@@ -76,12 +76,3 @@ class NamedParameter(property):
         values: tuple[Tensor, ...] = emission.parameters_of(emission.weights[emission.restart].detach())
         found: Tensor = emission.read(self.name, values[emission.names.index(self.name)])
         return found
-
-
-def refuse_where(wrong: Tensor, name: str, rule: str, value: Tensor) -> None:
-    """Raises a `ValueError` that reports the first state and column at which a parameter (R, K, D) is wrong."""
-    if bool(wrong.any()):
-        where = tuple(torch.nonzero(wrong)[0].tolist())
-        raise ValueError(
-            f"`{name}` must {rule}, but that of state {where[1]}, column {where[2]} is {float(value[where]):g}."
-        )

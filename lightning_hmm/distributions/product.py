@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_hmm.columns import Column
 from lightning_hmm.distributions.base import Emission, pull_back
-from lightning_hmm.distributions.exponential import require_observed
+from lightning_hmm.distributions.checks import require_observed
 from lightning_hmm.inference.evidence import Evidence, Quadratic, Rows
 from lightning_hmm.sequences import Sequences
 from lightning_hmm.vocabulary import MISSING

@@ -6,25 +6,26 @@ from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_hmm.columns import Column
-from lightning_hmm.distributions.base import Emission, as_numbers, check_not_negative
-from lightning_hmm.distributions.exponential import Moments
+from lightning_hmm.distributions.base import Emission, check_not_negative
+from lightning_hmm.distributions.checks import (
+    checked_parameters,
+    count_free,
+    refuse_value,
+    refuse_where,
+    require_real,
+)
+from lightning_hmm.distributions.free_entries import number_free
 from lightning_hmm.distributions.gaussian import weighted_mean_var
 from lightning_hmm.distributions.gaussian_regression import estimate, products_of, quadratic, weights_of
 from lightning_hmm.distributions.inputs import Inputs, refuse_collinear, with_ones
 from lightning_hmm.distributions.iterative import MOST_HELD, Newton
-from lightning_hmm.distributions.iterative_newton import (
-    Curvature,
-    number_free,
-    ridge_curvature,
-    softmax_curvature,
-    weighted_products,
-)
+from lightning_hmm.distributions.linear_predictors import ridge_curvature
+from lightning_hmm.distributions.newton import Curvature
+from lightning_hmm.distributions.regression_outcomes import OUTCOMES, linear_predictors
 from lightning_hmm.inference.evidence import Evidence, Rows
-from lightning_hmm.inference.sampling import draw_rows
 from lightning_hmm.sequences import Sequences
 
 Family = Literal["gaussian", "bernoulli", "poisson", "categorical"]
@@ -105,7 +106,7 @@ class Regression(Newton, Emission):
                 "`coefficient_prior` must be positive for a categorical Regression, whose coefficients it identifies, "
                 "but is 0."
             )
-        self.family = family
+        self.family, self.outcomes = family, OUTCOMES[family]
         self.inputs = Inputs(inputs, "emission")
         self.prior = {"coefficient_prior": coefficient_prior}
         if family == "gaussian":
@@ -149,8 +150,8 @@ class Regression(Newton, Emission):
             self.register_buffer("input_center", torch.zeros(size, dtype=torch.float64))
             self.register_buffer("data_variance", torch.ones(outcomes, dtype=torch.float64))
         names = [*["coefficients"] * size, "intercept"] * (outcomes if self.family == "categorical" else 1)
-        tied, frozen = (torch.tensor([name in given for name in names]) for given in (self.tied, self.frozen))
-        self.free = number_free(num_states, tied, frozen)
+        self._masks = tuple(torch.tensor([name in given for name in names]) for given in (self.tied, self.frozen))
+        self.free = number_free(num_states, *self._masks)
 
     def _check_columns(self, columns: Sequence[Column]) -> None:
         if self.family == "categorical":
@@ -160,11 +161,7 @@ class Regression(Newton, Emission):
                     f"A categorical Regression must have one column of symbols, but the columns are {kinds}."
                 )
             return
-        categorical = next((column.name for column in columns if column.is_categorical), None)
-        if categorical is not None:
-            raise ValueError(
-                f"A {self.family} Regression must have real columns, but column {categorical!r} is categorical."
-            )
+        require_real(self, columns)
 
     # Values
 
@@ -227,35 +224,15 @@ class Regression(Newton, Emission):
 
         All parameters must be given if none has a value yet.
         """
-        for name in values:
-            if name not in self.names:
-                raise ValueError(
-                    f"A {self.family} Regression has the parameters {', '.join(self.names)}, but {name!r} was given."
-                )
-        lacking = next((name for name in self.names if name not in values), None)
-        if lacking is not None and not bool(self.is_set):
-            raise ValueError(f"`{lacking}` must be given, too, as long as the emission has no values.")
-        checked = {name: self._checked(name, value) for name, value in values.items()}
-        for name, value in checked.items():
+        for name, value in checked_parameters(self, values, self._stacked, self._check).items():
             self._stacked[name].copy_(value)
         self.is_set.fill_(True)
 
-    def _checked(self, name: str, given: Any) -> Tensor:
-        value, shape = as_numbers(name, given, self.slopes.device), tuple(self._stacked[name].shape)
-        if value.shape not in (shape, shape[1:]):
-            raise ValueError(f"`{name}` must have shape {shape[1:]}, but has {tuple(value.shape)} instead.")
-        value = value.expand(shape)
-        wrong = ~value.isfinite() if name != "variance" else ~(value.isfinite() & (value > 0))
-        if bool(wrong.any()):
-            where = tuple(torch.nonzero(wrong)[0].tolist())
-            rule = "be positive and finite" if name == "variance" else "be finite"
-            raise ValueError(
-                f"`{name}` must {rule}, but that of state {where[1]}, "
-                f"{'symbol' if self.num_symbols else 'column'} {where[2]} is {float(value[where]):g}."
-            )
-        if name in self.tied and bool((value != value[:, :1]).any()):
-            raise ValueError(f"`{name}` must be the same for all states, because it is tied, but the states differ.")
-        return value
+    def _check(self, name: str, value: Tensor) -> None:
+        wrong, rule = ~value.isfinite(), "be finite"
+        if name == "variance":
+            wrong, rule = wrong | (value <= 0), "be positive and finite"
+        refuse_where(wrong, name, rule, value, "column" if self.num_symbols is None else "symbol")
 
     def check(self, sequences: Sequences) -> None:
         if self.num_symbols is not None:
@@ -263,19 +240,10 @@ class Regression(Newton, Emission):
         else:
             sequences.check(None, self.num_columns)
         self.inputs.check(sequences)
-        if self.family not in ("bernoulli", "poisson") or not sequences.values.is_cpu:
-            return
-        values = sequences.values
-        wrong = (values < 0) | (values != values.floor()) & ~values.isnan()
-        wrong = wrong | (values > 1) if self.family == "bernoulli" else wrong
-        if bool(wrong.any()):
-            step, column = torch.nonzero(wrong)[0].tolist()
-            n, t = sequences.locate(step)
-            rule = "the numbers 0 and 1" if self.family == "bernoulli" else "counts, whole numbers from 0"
-            raise ValueError(
-                f"A {self.family} Regression must have {rule}, "
-                f"but column {column} at position {t} of sequence {n} is {float(values[step, column]):g}."
-            )
+        if self.outcomes.support is not None and sequences.values.is_cpu:
+            wrong = ~self.outcomes.supports(sequences.values) & ~sequences.values.isnan()
+            if bool(wrong.any()):
+                refuse_value(self, sequences, wrong, *self.outcomes.support)
 
     # Evidence
 
@@ -284,7 +252,7 @@ class Regression(Newton, Emission):
         if not variances:
             return slopes, intercepts
         moved = intercepts + slopes @ self.input_center - self.center
-        return (weights_of(torch.cat([slopes, moved.unsqueeze(-1)], -1), variances[0]),)
+        return (weights_of(_joined([slopes, moved]), variances[0]),)
 
     @property
     def num_statistics(self) -> int:
@@ -295,27 +263,7 @@ class Regression(Newton, Emission):
         if self.family == "gaussian":
             values = batch.values.double() - self.center
             return quadratic(natural[0], values, inputs - self.input_center, batch.is_complete)
-        scores = self._scores(natural, with_ones(inputs))  # (steps, K, D)
-        if self.family == "categorical":
-            symbols = batch.values.long()
-            chosen = symbols.clamp(min=0)[:, None, None].expand(-1, scores.shape[1], 1)
-            logs = scores.log_softmax(-1).gather(2, chosen).squeeze(2)
-            return Rows(torch.where((symbols >= 0)[:, None], logs, 0.0))
-        observed = ~batch.values.isnan()
-        values = torch.where(observed, batch.values.double(), 0.0)
-        logs = self._log_probs(scores, values.unsqueeze(1))
-        return Rows(torch.where(observed.unsqueeze(1), logs, 0.0).sum(2))
-
-    @staticmethod
-    def _scores(natural: Sequence[Tensor], design: Tensor) -> Tensor:
-        """Returns the (steps, K, D) linear predictors."""
-        coefficients = torch.cat([natural[0], natural[1].unsqueeze(-1)], -1)
-        return (design @ coefficients.flatten(0, 1).T).unflatten(1, coefficients.shape[:2])
-
-    def _log_probs(self, scores: Tensor, values: Tensor) -> Tensor:
-        if self.family == "bernoulli":
-            return values * scores - F.softplus(scores)
-        return values * scores - scores.exp() - torch.lgamma(values + 1)
+        return Rows(self.outcomes.log_rows(linear_predictors(_joined(natural), with_ones(inputs)), batch.values))
 
     # M-step
 
@@ -328,12 +276,12 @@ class Regression(Newton, Emission):
             return super().maximize(statistics, weight)
         found = estimate(
             products_of(statistics[0], len(self.inputs) + 1),
-            torch.cat([self.slopes, self.intercepts.unsqueeze(-1)], -1),
+            _joined([self.slopes, self.intercepts]),
             self.variances,
             (self.center, torch.cat([self.input_center, self.input_center.new_zeros(1)])),
             self.prior["coefficient_prior"] * weight,
             self.prior["variance_prior"] * weight * self.data_variance,
-            self.free,
+            self._masks,
             next((rule for rule in ("frozen", "tied") if "variance" in getattr(self, rule)), None),
         )
         self.slopes.copy_(found.coefficients[..., :-1])
@@ -345,7 +293,7 @@ class Regression(Newton, Emission):
     # The entries of a problem are the coefficients and the intercept of a column, or those of all symbols.
 
     def pack(self, natural: Sequence[Tensor]) -> Tensor:
-        entries = torch.cat([natural[0], natural[1].unsqueeze(-1)], -1)
+        entries = _joined(natural)
         return entries.flatten(1).unsqueeze(1) if self.family == "categorical" else entries
 
     def unpack(self, packed: Tensor) -> list[Tensor]:
@@ -354,26 +302,8 @@ class Regression(Newton, Emission):
 
     def curvature(self, packed: Tensor, *example: Any) -> Curvature:
         batch, posteriors = example
-        values, posteriors = batch.values, posteriors.double()
-        design, natural = with_ones(self.inputs.of(batch)), self.unpack(packed)
-        if self.family == "categorical":
-            symbols = values.long()
-            chosen = F.one_hot(symbols.clamp(min=0), natural[0].shape[1]) * (symbols >= 0)[:, None]
-            coefficients = torch.cat([natural[0], natural[1].unsqueeze(-1)], -1)
-            found = softmax_curvature(coefficients, design, posteriors.unsqueeze(2) * chosen.unsqueeze(1))
-            return Curvature(*(part.unsqueeze(1) for part in found))
-        observed = ~values.isnan()
-        weights = posteriors.unsqueeze(2) * observed.unsqueeze(1)  # (steps, K, D)
-        values = torch.where(observed, values.double(), 0.0).unsqueeze(1)
-        scores = self._scores(natural, design)
-        mean = scores.sigmoid() if self.family == "bernoulli" else scores.exp()
-        bend = mean * (1 - mean) if self.family == "bernoulli" else mean
-        shape = packed.shape[:2]
-        return Curvature(
-            (weights * self._log_probs(scores, values)).sum(0),
-            ((weights * (values - mean)).flatten(1).T @ design).unflatten(0, shape),
-            -weighted_products((weights * bend).flatten(1), design).unflatten(0, shape),
-        )
+        design = with_ones(self.inputs.of(batch))
+        return self.outcomes.curvature(_joined(self.unpack(packed)), design, batch.values, posteriors.double())
 
     def prior_curvature(self, packed: Tensor) -> Curvature:
         return ridge_curvature(packed, self.prior["coefficient_prior"])
@@ -391,7 +321,7 @@ class Regression(Newton, Emission):
         states, outcomes, size = self.slopes.shape[1:]
         outcomes -= self.family == "categorical"  # the predictors of the symbols sum to zero
         sizes = {"coefficients": outcomes * size, "intercept": outcomes, "variance": outcomes}
-        return sum(sizes[name] * (1 if name in self.tied else states) for name in self.names if name not in self.frozen)
+        return count_free(self, states, sizes)
 
     # Observations
 
@@ -401,16 +331,8 @@ class Regression(Newton, Emission):
     def emit(self, states: Sequences, generator: torch.Generator) -> Sequences:
         inputs, chosen = self.inputs.of(states), states.values.long()
         scores = (self.coefficients[chosen] @ inputs.unsqueeze(-1)).squeeze(-1) + self.intercept[chosen]
-        if self.family == "categorical":
-            drawn = draw_rows(scores.softmax(-1), torch.arange(len(scores)), generator)
-        elif self.family == "poisson":
-            drawn = torch.poisson(scores.exp().cpu(), generator=generator)
-        elif self.family == "bernoulli":
-            drawn = torch.bernoulli(scores.sigmoid().cpu(), generator=generator)
-        else:
-            noise = torch.randn(scores.shape, generator=generator, dtype=torch.float64)
-            drawn = scores + noise.to(scores.device) * self.variance[chosen].sqrt()
-        return states.with_values(drawn.to(scores.device))
+        variance = self.variance[chosen] if self.family == "gaussian" else None
+        return states.with_values(self.outcomes.draw(scores, variance, generator).to(scores.device))
 
     def predict(self, state_probs: Tensor, inputs: Tensor | None = None) -> Any:
         """Returns the distribution of N observations.
@@ -422,14 +344,10 @@ class Regression(Newton, Emission):
         if inputs is None:
             raise ValueError("The prediction of a Regression depends on the inputs of the step. Give `inputs`.")
         design = with_ones(inputs[:, self.inputs.numbers].double())
-        scores = self._scores([self.coefficients, self.intercept], design)
-        if self.family == "categorical":
-            return torch.einsum("nk,nkv->nv", state_probs, scores.softmax(-1))
-        means = {"bernoulli": torch.sigmoid, "poisson": torch.exp}.get(self.family, lambda value: value)(scores)
-        if self.family == "gaussian":
-            variances = self.variance.expand_as(means)
-        else:
-            variances = means * (1 - means) if self.family == "bernoulli" else means
-        mean = torch.einsum("nk,nkd->nd", state_probs, means)
-        spread = variances + (means - mean.unsqueeze(1)).square()
-        return Moments(mean, torch.einsum("nk,nkd->nd", state_probs, spread))
+        scores = linear_predictors(_joined([self.coefficients, self.intercept]), design)
+        return self.outcomes.predict(state_probs, scores, self.variance if self.family == "gaussian" else None)
+
+
+def _joined(values: Sequence[Tensor]) -> Tensor:
+    """Appends intercepts (...) to coefficients (..., P)."""
+    return torch.cat([values[0], values[1].unsqueeze(-1)], -1)

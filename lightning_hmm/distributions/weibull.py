@@ -9,10 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hmm.columns import Column
-from lightning_hmm.distributions.base import Emission, as_numbers, check_not_negative
-from lightning_hmm.distributions.exponential import Moments, mixture_moments, refuse_where, require_observed
+from lightning_hmm.distributions.base import Emission, check_not_negative
+from lightning_hmm.distributions.checks import (
+    checked_parameters,
+    count_free,
+    refuse_value,
+    refuse_where,
+    require_observed,
+    require_real,
+)
+from lightning_hmm.distributions.exponential import Moments, mixture_moments
+from lightning_hmm.distributions.free_entries import number_free
 from lightning_hmm.distributions.iterative import MOST_HELD, Newton
-from lightning_hmm.distributions.iterative_newton import Curvature, number_free
+from lightning_hmm.distributions.newton import Curvature
 from lightning_hmm.inference.evidence import Evidence, Rows
 from lightning_hmm.sequences import Sequences
 
@@ -45,6 +54,8 @@ class Weibull(Newton, Emission):
                 [0.8862]], dtype=torch.float64)
     """
 
+    support = ("positive numbers", "Shift the column, or mark the value as missing.")
+    m_step = "Newton's method on stored posteriors"
     names = ("concentration", "scale")
     log_parameters: nn.Parameter  # (restarts, K, D, 2): logarithms of concentrations and scales
 
@@ -63,9 +74,7 @@ class Weibull(Newton, Emission):
         self.prior = {"concentration_prior": concentration_prior}
 
     def allocate(self, restarts: int, num_states: int, columns: Sequence[Column]) -> None:
-        categorical = next((column.name for column in columns if column.is_categorical), None)
-        if categorical is not None:
-            raise ValueError(f"A Weibull emission must have real columns, but column {categorical!r} is categorical.")
+        require_real(self, columns)
         self._begin_allocation()
         self.num_columns = len(columns)
         self.column_names = [column.name for column in columns]
@@ -91,12 +100,7 @@ class Weibull(Newton, Emission):
         sequences.check(None, self.num_columns)
         wrong = sequences.values <= 0
         if sequences.values.is_cpu and bool(wrong.any()):
-            step, column = torch.nonzero(wrong)[0].tolist()
-            n, t = sequences.locate(step)
-            raise ValueError(
-                f"A Weibull emission must have positive values, but column {column} at position {t} of sequence {n} "
-                f"is {float(sequences.values[step, column]):g}. Shift the column, or mark the value as missing."
-            )
+            refuse_value(self, sequences, wrong, *self.support)
 
     @torch.no_grad()
     def set_data_stats(self, sequences: Sequences) -> None:
@@ -151,38 +155,22 @@ class Weibull(Newton, Emission):
 
     def num_free_parameters(self, restart: int) -> int:
         states, columns = self.log_parameters.shape[1:3]
-        return sum(columns * (1 if name in self.tied else states) for name in self.names if name not in self.frozen)
+        return count_free(self, states, dict.fromkeys(self.names, columns))
 
     @torch.no_grad()
     def set(self, **values: Any) -> None:
         """Sets parameters by name, (K, D) each, to the same values in all restarts."""
-        lacking = next((name for name in self.names if name not in values), None)
-        if lacking is not None and not bool(self.is_set):
-            raise ValueError(f"`{lacking}` must be given, too, as long as the emission has no values from data.")
-        for name, given in values.items():
-            if name not in self.names:
-                raise ValueError(
-                    f"A Weibull emission has the parameters {', '.join(self.names)}, but {name!r} was given."
-                )
-            entries = self.log_parameters[..., self.names.index(name)]
-            value = as_numbers(name, given, entries.device)
-            if value.shape not in (entries.shape, entries.shape[1:]):
-                raise ValueError(
-                    f"`{name}` must have shape {tuple(entries.shape[1:])}, but has {tuple(value.shape)} instead."
-                )
-            value = value.expand_as(entries)
-            refuse_where(~(value.isfinite() & (value > 0)), name, "be positive and finite", value)
-            if name in self.tied and bool((value != value[:, :1]).any()):
-                raise ValueError(
-                    f"`{name}` must be the same for all states, because it is tied, but the states differ."
-                )
-            entries.copy_(value.log())
+        present = dict(zip(self.names, self.log_parameters.unbind(-1), strict=True))
+        for name, value in checked_parameters(self, values, present, _check).items():
+            present[name].copy_(value.log())
         self.is_set.fill_(True)
 
     def moments(self) -> tuple[Tensor, Tensor]:
         """Returns the (K, D) means and variances of the best restart."""
-        first, second = (torch.lgamma(1 + n / self.concentration).exp() for n in (1, 2))
-        return self.scale * first, self.scale.square() * (second - first.square())
+        first, second = (torch.lgamma(1 + n / self.concentration) for n in (1, 2))
+        mean = self.scale * first.exp()
+        # Not the difference of two moments, which is NaN if both are infinite.
+        return mean, mean.square() * torch.expm1(second - 2 * first)
 
     def sample(self, states: Tensor, generator: torch.Generator) -> Tensor:
         uniform = torch.rand(len(states), self.num_columns, generator=generator, dtype=torch.float64)
@@ -192,3 +180,7 @@ class Weibull(Newton, Emission):
 
     def predict(self, state_probs: Tensor) -> Moments:
         return mixture_moments(state_probs, *self.moments())
+
+
+def _check(name: str, value: Tensor) -> None:
+    refuse_where(~(value.isfinite() & (value > 0)), name, "be positive and finite", value)

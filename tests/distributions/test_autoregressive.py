@@ -365,10 +365,14 @@ def test_bad_options_are_refused_by_name(make, message):
     ("values", "message"),
     [
         ({"coefficients": np.zeros((2, 1, 1, 1))}, "`intercept` must be given, too"),
+        (
+            {"coefficients": [[[[0.0]]], [[[np.inf]]]]},
+            "`coefficients` must be finite, but that of state 1, column 0 is inf",
+        ),
         ({"rate": 1}, "has the parameters coefficients, intercept, variance, but 'rate'"),
         ({"coefficients": np.zeros((2, 1, 1))}, r"`coefficients` must have shape \(2, 1, 1, 1\)"),
-        ({"variance": [[1.0], [0.0]]}, "`variance` must be positive, but that of state 1 is not"),
-        ({"intercept": [[1.0], [np.nan]]}, "`intercept` must be finite, but that of state 1 is not"),
+        ({"variance": [[1.0], [0.0]]}, "`variance` must be positive, but that of state 1, column 0 is 0"),
+        ({"intercept": [[1.0], [np.nan]]}, "`intercept` must be finite, but that of state 1, column 0 is nan"),
     ],
 )
 def test_bad_values_are_refused_by_name(values, message):
@@ -383,7 +387,7 @@ def test_bad_values_are_refused_by_name(values, message):
 def test_tied_values_must_be_equal():
     model = HMM(2, Autoregressive(tied=["variance"]), num_features=1)
     values = {"coefficients": np.zeros((2, 1, 1, 1)), "intercept": np.zeros((2, 1)), "variance": [[1.0], [2.0]]}
-    with pytest.raises(ValueError, match="`variance` must be the same for all states, but that of state 1 is not"):
+    with pytest.raises(ValueError, match="`variance` must be the same for all states because it is tied"):
         model.set_parameters(emission=values)
 
 

@@ -367,3 +367,9 @@ def test_an_impossible_duration_is_reported():
 def test_bad_input(call, message):
     with pytest.raises((ValueError, AttributeError), match=message):
         call()
+
+
+@pytest.mark.parametrize(("longest", "free"), [(1, 0), (2, 2), (3, 4)])
+def test_free_parameters_of_durations_are_at_most_those_of_the_probabilities(longest, free):
+    transition = HMM(2, transition=Durations(longest, "negative_binomial"), num_symbols=2).transition
+    assert transition.num_free_parameters(0) == free  # with two states, the jumps have none

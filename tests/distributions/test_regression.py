@@ -146,6 +146,21 @@ def test_tied_variances(rng, tied):
     np.testing.assert_allclose(model.emission.intercept[:, 0], [b[-1] for b in solutions], rtol=1e-8)
 
 
+def test_a_state_without_steps_keeps_its_own_coefficients(rng):
+    sequences = drawn(rng, "gaussian", (60,), 1, missing=0)
+    model = new_model("gaussian", columns=1, coefficient_prior=0, tied=("intercept",))
+    values = parameters(rng, "gaussian", 2, 1)
+    values["intercept"][:] = 0.5
+    emission = model.set_parameters(emission=values).emission
+    emission.set_data_stats(sequences)
+    emission.start(sequences, [torch.tensor([[1.0, 0.0]]).double().expand(60, 2)])
+    design, y = np.c_[sequences.inputs.numpy(), np.ones(60)], sequences.values.numpy()[:, 0]
+    solution = np.linalg.lstsq(design, y, rcond=None)[0]
+    np.testing.assert_allclose(emission.coefficients[:, 0], [solution[:-1], values["coefficients"][1, 0]], rtol=1e-9)
+    np.testing.assert_allclose(emission.intercept[:, 0], [solution[-1]] * 2, rtol=1e-9)
+    np.testing.assert_allclose(emission.variance[1], values["variance"][1], rtol=1e-12)
+
+
 def test_one_state_is_least_squares_far_from_zero(rng):
     inputs = rng.normal(size=(80, P)) + 1e4
     values = inputs @ [[0.5, 1.0], [2.0, -1.0]] + 1e6 + rng.normal(size=(80, 2))
@@ -155,6 +170,20 @@ def test_one_state_is_least_squares_far_from_zero(rng):
     np.testing.assert_allclose(model.emission.coefficients[0], slopes.T, rtol=1e-9)
     residual = values - values.mean(0) - centered @ slopes
     np.testing.assert_allclose(model.emission.variance[0], (residual**2).mean(0), rtol=1e-8)
+
+
+def test_rates_that_overflow_at_impossible_steps_do_not_disturb_the_m_step(rng):
+    inputs, counts = rng.normal(size=(40, 1)), rng.poisson(1.0, (40, 1)).astype(float)
+    inputs[7], gamma = 1000.0, torch.full((40, 2), 0.5).double()
+    gamma[7] = torch.tensor([1.0, 0.0])
+    found = []
+    for kept in (np.arange(40), np.arange(40) != 7):
+        emission = HMM(2, Regression("poisson", 1, 0.1), num_features=1).emission
+        emission.set(coefficients=[[[0.0]], [[1.0]]], intercept=np.zeros((2, 1)))
+        emission.start(Sequences.from_list([counts[kept]], inputs=[inputs[kept]]), [gamma[kept]])
+        found.append(emission.coefficients)
+    assert bool(found[0].isfinite().all())
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-8, atol=1e-10)
 
 
 def test_a_glm_hmm_recovers_its_weights():
@@ -286,7 +315,7 @@ def binary(inputs):
         (lambda: fit(HMM(1, Regression("gaussian", P, 0.0)), Sequences.from_list([[[0.0], [2.0], [1.0]]], inputs=[[[0.0, 1.0], [1.0, 3.0], [2.0, 5.0]]])),
          "but input 1 is a linear combination of those before it. Leave it out, or set `coefficient_prior`"),
         (lambda: bernoulli(tied=["intercept"]).set_parameters(emission={"intercept": [[0.0], [1.0]]}),
-         "`intercept` must be the same for all states, because it is tied"),
+         "`intercept` must be the same for all states because it is tied"),
         (lambda: bernoulli().predict_next([[[0.0]]]), "requires those of the predicted steps. Give `inputs`"),
         (lambda: bernoulli().sample(2, 3), "The emission depends on inputs, but none are given"),
         (lambda: new_model("gaussian").set_parameters(

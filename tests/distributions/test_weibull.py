@@ -66,6 +66,15 @@ def test_equal_values_have_a_finite_estimate():
     assert float(model.emission.scale) == pytest.approx(2.0, rel=1e-3)
 
 
+def test_moments_of_extreme_concentrations():
+    model = weibull().set_parameters(emission={"concentration": [[0.005], [1e4]], "scale": [[1.0], [2.0]]})
+    mean, variance = model.emission.moments()
+    assert mean[0] == variance[0] == torch.inf
+    expected = stats.weibull_min(1e4, scale=2.0)
+    np.testing.assert_allclose(mean[1], expected.mean(), rtol=1e-12)
+    np.testing.assert_allclose(variance[1], np.pi**2 / 6 * (2.0 / 1e4) ** 2, rtol=1e-3)  # its limit
+
+
 def test_it_learns_and_samples():
     truth = weibull().set_parameters(
         transition=[[0.95, 0.05], [0.1, 0.9]], emission={"concentration": [[0.8], [3.0]], "scale": [[1.0], [8.0]]}
@@ -84,12 +93,12 @@ def test_it_learns_and_samples():
     ("make", "message"),
     [
         (lambda: Weibull(0), "`concentration_prior` must be positive, but is 0"),
-        (lambda: fit(weibull(), [[[1.0], [0.0]]]), "positive values, but column 0 at position 1 of sequence 0 is 0"),
+        (lambda: fit(weibull(), [[[1.0], [0.0]]]), "positive numbers, but column 0 at position 1 of sequence 0 is 0"),
         (lambda: weibull().set_parameters(emission={"scale": [[1.0], [2.0]]}), "`concentration` must be given, too"),
         (lambda: weibull().set_parameters(emission={"scale": [[1.0], [2.0]], "concentration": [[1.0], [-2.0]]}),
          "`concentration` must be positive and finite, but that of state 1, column 0 is -2"),
         (lambda: weibull(tied="scale").set_parameters(emission={"scale": [[1.0], [2.0]], "concentration": [[1.0], [2.0]]}),
-         "`scale` must be the same for all states, because it is tied"),
+         "`scale` must be the same for all states because it is tied"),
         (lambda: weibull().set_parameters(emission={"rate": [[1.0], [2.0]], "concentration": [[1.0], [2.0]], "scale": [[1.0], [1.0]]}),
          "has the parameters concentration, scale, but 'rate' was given"),
     ],

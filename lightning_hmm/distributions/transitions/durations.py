@@ -289,5 +289,6 @@ class Durations(Transition):
         if self.duration == "categorical":
             durations = self.durations.num_free_parameters(restart)
         else:
-            durations = self.parameters_of_durations[restart].numel()
+            states, size = self.parameters_of_durations.shape[1:]
+            durations = states * min(size, self.max_duration - 1)  # D durations have D - 1 free probabilities
         return self.jumps.num_free_parameters(restart) + durations

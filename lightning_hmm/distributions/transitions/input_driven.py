@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from lightning_hmm.distributions.base import Distribution, Transition, as_numbers, check_not_negative
 from lightning_hmm.distributions.inputs import Inputs, with_ones
 from lightning_hmm.distributions.iterative import MOST_HELD, Newton
-from lightning_hmm.distributions.iterative_newton import Curvature, ridge_curvature, softmax_curvature
+from lightning_hmm.distributions.linear_predictors import ridge_curvature, softmax_curvature
+from lightning_hmm.distributions.newton import Curvature
 from lightning_hmm.distributions.rows import Initial
 from lightning_hmm.inference.operators import TimeVarying
 from lightning_hmm.sequences import Sequences
