@@ -10,7 +10,13 @@ from torch import Tensor, nn
 
 from lightning_hmm.columns import Column
 from lightning_hmm.distributions.base import Emission, as_numbers, check_not_negative
-from lightning_hmm.distributions.exponential import Moments, mixture_moments, refuse_where, require_observed
+from lightning_hmm.distributions.exponential import (
+    Moments,
+    mixture_moments,
+    refuse_value,
+    refuse_where,
+    require_observed,
+)
 from lightning_hmm.distributions.iterative import MOST_HELD, Newton
 from lightning_hmm.distributions.iterative_newton import Curvature, number_free
 from lightning_hmm.inference.evidence import Evidence, Rows
@@ -45,6 +51,8 @@ class Weibull(Newton, Emission):
                 [0.8862]], dtype=torch.float64)
     """
 
+    support = ("positive numbers", "Shift the column, or mark the value as missing.")
+    m_step = "Newton's method on stored posteriors"
     names = ("concentration", "scale")
     log_parameters: nn.Parameter  # (restarts, K, D, 2): logarithms of concentrations and scales
 
@@ -91,12 +99,7 @@ class Weibull(Newton, Emission):
         sequences.check(None, self.num_columns)
         wrong = sequences.values <= 0
         if sequences.values.is_cpu and bool(wrong.any()):
-            step, column = torch.nonzero(wrong)[0].tolist()
-            n, t = sequences.locate(step)
-            raise ValueError(
-                f"A Weibull emission must have positive values, but column {column} at position {t} of sequence {n} "
-                f"is {float(sequences.values[step, column]):g}. Shift the column, or mark the value as missing."
-            )
+            refuse_value(self, sequences, wrong, *self.support)
 
     @torch.no_grad()
     def set_data_stats(self, sequences: Sequences) -> None:

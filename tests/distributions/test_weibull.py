@@ -84,7 +84,7 @@ def test_it_learns_and_samples():
     ("make", "message"),
     [
         (lambda: Weibull(0), "`concentration_prior` must be positive, but is 0"),
-        (lambda: fit(weibull(), [[[1.0], [0.0]]]), "positive values, but column 0 at position 1 of sequence 0 is 0"),
+        (lambda: fit(weibull(), [[[1.0], [0.0]]]), "positive numbers, but column 0 at position 1 of sequence 0 is 0"),
         (lambda: weibull().set_parameters(emission={"scale": [[1.0], [2.0]]}), "`concentration` must be given, too"),
         (lambda: weibull().set_parameters(emission={"scale": [[1.0], [2.0]], "concentration": [[1.0], [-2.0]]}),
          "`concentration` must be positive and finite, but that of state 1, column 0 is -2"),
