@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import yaml
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -25,21 +24,25 @@ COLUMNS = 4
 STATES = ("foraging", "resting", "travelling")
 
 
-def trained(name: str) -> tuple[HMM, Sequences]:
-    """Trains the model of a configuration with its known states, so that all models number the states alike."""
+def trained(name: str) -> tuple[HMM, Sequences, list[str]]:
+    """Trains the model of a configuration with the known states, so that all models number the states alike.
+
+    Returns:
+        The model, the training data, and the names of the columns.
+    """
     config = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
     options = config["model"]["init_args"]
-    data = FileDataModule(
-        **{**config["data"]["init_args"], "path": str(CONFIGS / "animals.csv")},
-        label_column="behavior",
-        val_fraction=0.0,
-        test_fraction=0.0,
-    )
+    table = config["data"]["init_args"] | {
+        "path": str(CONFIGS / "animals.csv"),
+        "val_fraction": 0.0,
+        "test_fraction": 0.0,
+    }
+    data = FileDataModule(**table, label_column="behavior")
     data.setup()
-    sequences = data.train_sequences
-    emission = part(options["emission"])
-    model = HMM(options["num_states"], emission, columns=data.columns)
-    return fit(model, sequences, max_epochs=config["trainer"]["max_epochs"]), sequences
+    model = fit(
+        HMM(options["num_states"], part(options["emission"])), data.train_sequences, config["trainer"]["max_epochs"]
+    )
+    return model, model.as_sequences(data.train_sequences), table["columns"]
 
 
 def part(config: dict[str, Any]) -> Any:
@@ -51,45 +54,46 @@ def part(config: dict[str, Any]) -> Any:
     return getattr(lightning_hmm, config["class_path"])(**options)
 
 
-def densities(axes: Axes, model: HMM, sequences: Sequences) -> None:
+def densities(axes: Axes, model: HMM, sequences: Sequences, names: list[str]) -> None:
     """Draws the densities of the first column."""
-    names = [column.name for column in model.columns]
     column = column_densities(model.emission, sequences.values, names)[0]
     weights = model.posterior(sequences).smoothed.values.mean(0).numpy()
     draw_densities(axes, column, weights, STATES)
+    if column.points.min() >= 0:
+        axes.set_xlim(right=float(np.quantile(column.points, 0.98)) + 0.6 * column.is_count)
 
 
-def bars(axes: Axes, model: HMM, sequences: Sequences) -> None:
-    """Draws the probabilities of symbols or of counted categories."""
-    probs, (column, *_) = model.emission.probs.numpy(), model.columns
-    names = column.category_names or [one.name for one in model.columns]
-    for state, row in enumerate(probs):
+def bars(axes: Axes, model: HMM, sequences: Sequences, names: list[str]) -> None:
+    """Draws a probability of each state and column."""
+    for state, row in enumerate(model.emission.probs.numpy()):
         axes.bar(np.arange(len(row)) + 0.27 * (state - 1), row, 0.25, color=state_colors(3)[0](state))
     axes.set_xticks(range(len(names)), names)
+    margin = 0.6 if len(names) > 1 else 1.0
+    axes.set_xlim(-margin, len(names) - 1 + margin)
+    axes.grid(False, axis="x")
 
 
-def lines(axes: Axes, model: HMM, sequences: Sequences) -> None:
+def lines(axes: Axes, model: HMM, sequences: Sequences, names: list[str]) -> None:
     """Draws the mean of each state as a function of the input, or of the value before."""
-    values, inputs, emission = sequences.values[:, 0], sequences.inputs, model.emission
-    slope, intercept = emission.coefficients.reshape(3, 1), emission.intercept
-    before = values[:-1] if inputs is None else inputs[1:, 0]
-    grid = torch.linspace(float(before.nan_to_num(nan=before.nanmean()).min()), float(before.nan_to_num().max()), 100)
-    mean = intercept + slope * grid
-    mean = mean.exp() if getattr(emission, "family", "") == "poisson" else mean
+    values, inputs, emission = sequences.values[:, 0].numpy(), sequences.inputs, model.emission
+    before = values[:-1] if inputs is None else inputs[1:, 0].numpy()
+    grid = np.linspace(np.nanmin(before), np.nanmax(before), 100)
+    mean = emission.intercept.numpy() + emission.coefficients.numpy().reshape(-1, 1) * grid
+    if getattr(emission, "family", "") == "poisson":
+        mean = np.exp(mean)
     axes.plot(before, values[1:], ".", color="#C8C8C8", markersize=3)
     for state, row in enumerate(mean):
         axes.plot(grid, row, color=state_colors(3)[0](state), linewidth=1.8)
-    axes.set_xlabel(f"{model.columns[0].name} before" if inputs is None else "tide")
-    axes.set_ylabel(model.columns[0].name)
+    axes.set(xlabel=f"{names[0]} before" if inputs is None else "tide", ylabel=names[0])
 
 
-PANELS: dict[str, Callable[[Axes, HMM, Sequences], None]] = {
+PANELS: dict[str, Callable[[Axes, HMM, Sequences, list[str]], None]] = {
     **dict.fromkeys(("poisson", "negative_binomial", "geometric", "zero_inflated"), densities),
-    **dict.fromkeys(("binomial", "bernoulli"), densities),
-    **dict.fromkeys(("categorical", "multinomial"), bars),
+    "binomial": densities,
+    **dict.fromkeys(("bernoulli", "multinomial"), bars),
     **dict.fromkeys(("gamma", "log_normal", "mixture", "weibull", "exponential", "beta", "von_mises"), densities),
     **dict.fromkeys(("gaussian", "gaussian_mixture", "student_t"), densities),
-    **dict.fromkeys(("autoregressive", "regression"), lines),
+    **dict.fromkeys(("autoregressive", "regression", "poisson_regression"), lines),
 }
 
 
@@ -98,9 +102,11 @@ def figure() -> Figure:
     image, panels = new_figure(-(-len(PANELS) // COLUMNS), columns=COLUMNS)
     image.set_size_inches(11, 12.5)
     for axes, (name, draw) in zip(panels, PANELS.items(), strict=False):
-        draw(axes, *trained(name))
-        set_title(axes, name.replace("_", " ").capitalize())
+        model, sequences, names = trained(name)
+        draw(axes, model, sequences, names)
+        family = getattr(model.emission, "family", None)
+        set_title(axes, type(model.emission).__name__ + (f", {family}" if family else ""))
         axes.xaxis.label.set(size=9, color=INK)
-    handles, names = panels[0].get_legend_handles_labels()
-    image.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False, labelcolor=INK)
+    handles, labels = panels[0].get_legend_handles_labels()
+    image.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, labelcolor=INK)
     return image

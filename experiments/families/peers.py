@@ -181,7 +181,8 @@ def maximum(family: str, ours: bool) -> float:
     make, name, peer, fixed = FITS[family]
     data = animals(name)
     if not ours:
-        return float(peer.logpdf(data, *peer.fit(data, **fixed)).sum())
+        estimates = peer.fit(data[:, 0], **fixed)
+        return float(peer.logpdf(data[:, 0], *estimates).sum())
     return likelihood(trained(HMM(1, make(), num_features=1), [data], 2000, 1e-14), [data])
 
 

@@ -18,7 +18,6 @@ import torch
 import yaml
 
 import lightning_hmm
-
 from experiments.families.figure import figure
 from experiments.records import markdown_table
 from lightning_hmm import (
