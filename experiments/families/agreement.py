@@ -105,9 +105,10 @@ def column(file: str, *names: str) -> Any:
 
 @cache
 def fitted(num_states: int, initial: str = "Initial") -> HMM:
-    """Returns the model of the earthquakes after EM from the best of 50 starts."""
+    """Returns the model of the earthquakes after EM from the best of several starts."""
+    restarts = 50 if initial == "Initial" else 10
     emission = Poisson(prior_steps=1e-12)
-    model = HMM(num_states, emission, initial=initial, restarts=50, iterations_per_epoch=50)
+    model = HMM(num_states, emission, initial=initial, restarts=restarts, iterations_per_epoch=50)
     return trained(model, counts(), 40)
 
 
@@ -287,7 +288,9 @@ COMPARISONS = [
         for kind in PATHS
     ),
     *(
-        Comparison(BOOK, f"{QUAKES}, 3 states, known", f"P(state 1), {years} years ahead", value, partial(ahead, years))
+        Comparison(
+            BOOK, f"{QUAKES}, 3 states, known", f"P(state 1), years ahead: {years}", value, partial(ahead, years)
+        )
         for years, value in ((1, 0.7733048), (5, 0.4389705))
     ),
     Comparison("Stata", FEDFUNDS, "log L", -508.63592, fedfunds, "fedfunds.csv"),
@@ -352,8 +355,9 @@ def table(run: Run) -> str:
     for case in cases(run):
         (found,) = run.records.where(**case)
         theirs, ours = found["theirs"], found["ours"]
-        digits = f"{theirs:.10g}"
-        rows.append([*case.values(), digits, f"{ours:.{max(len(digits), 6)}g}", f"{ours - theirs:.1e}"])
+        text = f"{theirs:.12g}"
+        decimals = len(text.partition(".")[2])
+        rows.append([*case.values(), text, f"{ours:.{decimals}f}", f"{ours - theirs:.1e}"])
     return markdown_table(["package", "data and model", "quantity", "theirs", "ours", "difference"], rows)
 
 
