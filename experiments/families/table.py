@@ -173,8 +173,9 @@ def structure_table() -> str:
 def with_tables(page: str) -> str:
     """Returns the text of the page with new tables between their marks."""
     for name, table in {"emissions": emission_table(), "structure": structure_table()}.items():
-        marked = re.compile(rf"(<!-- {name} -->\n\n).*?(\n<!-- end of {name} -->)", re.DOTALL)
-        page = marked.sub(lambda found, table=table: found[1] + table + found[2], page)
+        before, rest = page.split(f"<!-- {name} -->\n")
+        _, after = rest.split(f"<!-- end of {name} -->\n")
+        page = f"{before}<!-- {name} -->\n\n{table}\n<!-- end of {name} -->\n{after}"
     return page
 
 
