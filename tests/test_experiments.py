@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from datamodules import MovingTargetDataModule
+from experiments.families.table import PAGE, with_tables
 from experiments.neural.guitar_sequence import cluster_sounds
 from experiments.neural.stacked_networks import Stack
 from experiments.neural.training import averages
@@ -45,6 +46,7 @@ EXPERIMENTS = [
     ["neural.settings"],
     ["neural.visitors", "museum"],
     ["neural.ranks"],
+    ["families.agreement"],
 ]
 # Command, folder of its records, documentation page, and the tables that the page contains.
 PUBLISHED = [
@@ -81,6 +83,7 @@ PUBLISHED = [
     ("neural.visitors museum", "neural/visitors/museum", "results/neural.md", ["agreement"]),
     ("neural.visitors tracks", "neural/visitors/tracks", "results/neural.md", ["agreement"]),
     ("neural.ranks", "neural/ranks", "neural.md", []),
+    ("families.agreement", "families/agreement", "agreement.md", ["table"]),
 ]
 
 
@@ -133,6 +136,12 @@ def test_published_records_make_the_published_tables(tmp_path, command, folder, 
         rows = [row for row in table_rows(text) if row not in headers]
         assert len(rows) > 2
         assert not [row for row in rows if row not in published], name
+
+
+def test_the_page_of_families_contains_the_tables_of_the_code():
+    page = PAGE.read_text()
+    assert all(f"| `{name}` |" in page for name in ("Gaussian", "ZeroInflated", "Full", "SemiMarkovHMM"))
+    assert with_tables(page) == page, "Run `python -m experiments.families.table`."
 
 
 def test_every_published_folder_of_records_is_checked():

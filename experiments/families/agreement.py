@@ -3,27 +3,31 @@
 ``python -m experiments.families.agreement``
 
 The earthquakes and the toy examples are part of this file. The other series are read from the folder `published` of
-`LIGHTNING_HMM_DATA` (fedfunds.csv, rgnp.csv, dax.csv, biofam.csv); their rows are left out if the variable is not set.
-hmmlearn is run here, on random data and with the same starting values.
+`LIGHTNING_HMM_DATA` (fedfunds.csv, rgnp.csv, dax.csv, biofam.csv). If the variable is not set, only the rows that do not
+need them are computed. hmmlearn, scikit-learn and scipy are run here. The numbers of the other packages are constants:
+published ones, or those that the named version computed for the parameters in this file.
 """
 
 from __future__ import annotations
 
 import csv
 import os
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 
+from experiments.families import peers
+from experiments.families.peers import likelihood, trained
 from experiments.records import markdown_table
 from experiments.run import Case, Experiment, Run, run
-from lightning_hmm import HMM, Categorical, Column, Gaussian, Multinomial, Poisson, Product, Sequences, fit, inference
+from lightning_hmm import HMM, Autoregressive, Categorical, Column, Gaussian, Poisson, Product, Sequences, inference
+from lightning_hmm.plotting.style import new_figure, set_title
 
 # Numbers of earthquakes of magnitude 7 and above in the world, 1900 to 2006.
 EARTHQUAKES = [
@@ -34,12 +38,8 @@ EARTHQUAKES = [
 ]  # fmt: skip
 # Decoded states of the earthquakes with rates 10, 20 and 25.
 PATHS = {
-    "viterbi": (
-        "11111333333333333331111222222222222222333333333333322222222222222222222333322222222211111111111111222222222211"
-    ),
-    "posterior": (
-        "11111333333333322221111222222222222223333333333333332222231222222222333322222222211111111122111222222222111"
-    ),
+    "viterbi": "11111333333333333331111222222222222222333333333333322222222222222222333322222222211111111111111222222222211",
+    "posterior": "11111333333333322221111222222222222223333333333333332222231222222222333322222222211111111122111222222222111",
 }
 BIOFAM: dict[str, Any] = {
     "initial": [0.9859987123130433, 0.014001287686956724, 0, 0, 0],
@@ -103,16 +103,22 @@ def column(file: str, *names: str) -> Any:
     return np.array([[float(row[name]) for name in names] for row in rows])
 
 
-def likelihood(model: HMM, sequences: Any) -> float:
-    return float(model.score(sequences).sum())
+@cache
+def fitted(num_states: int, initial: str = "Initial") -> HMM:
+    """Returns the model of the earthquakes after EM from the best of several starts."""
+    restarts = 50 if initial == "Initial" else 10
+    emission = Poisson(prior_steps=1e-12)
+    model = HMM(num_states, emission, initial=initial, restarts=restarts, iterations_per_epoch=50)
+    return trained(model, counts(), 40)
 
 
-def fitted(num_states: int, initial: str = "Initial") -> float:
-    """Returns the negative log-likelihood of the earthquakes after EM from the best of 20 starts."""
-    model = HMM(num_states, Poisson(prior_steps=1e-12), initial=initial, restarts=20, initialization="random")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the warning that training ends before convergence
-        return -likelihood(fit(model, counts(), 2000, tolerance=1e-12), counts())
+def loss(num_states: int, initial: str = "Initial") -> float:
+    return -likelihood(fitted(num_states, initial), counts())
+
+
+def criterion(name: str, num_states: int, initial: str = "Initial") -> float:
+    """Returns the AIC or the BIC of the fitted model."""
+    return float(getattr(fitted(num_states, initial), name)(counts()))
 
 
 def decoded(kind: str) -> int:
@@ -148,6 +154,49 @@ def fedfunds() -> float:
         emission={"mean": [[3.70877], [9.556793]], "variance": [[sigma**2], [sigma**2]]},
     )
     return likelihood(model, [column("fedfunds.csv", "rate")])
+
+
+def growth() -> float:
+    """Hamilton's model of the growth of the national product, at the parameters of the published fit."""
+    model = HMM(2, Autoregressive(4, around_mean=True), initial="Stationary", num_features=1)
+    lags = [[[value]] for value in (0.013486, -0.057521, -0.246983, -0.212923)]
+    model.set_parameters(
+        transition=[[0.754673, 1 - 0.754673], [0.095915, 1 - 0.095915]],
+        emission={
+            "mean": [[-0.358811], [1.163516]],
+            "coefficients": [lags] * 2,
+            "variance": [[np.exp(-0.262658) ** 2]] * 2,
+        },
+    )
+    return likelihood(model, [column("rgnp.csv", "growth")])
+
+
+def lagged_columns() -> float:
+    """fedfunds with a regression on the two rates before, for which statsmodels is given two lagged columns."""
+    model = HMM(2, Autoregressive(2), initial="Stationary", num_features=1)
+    emission = {
+        "intercept": [[0.2], [0.5]],
+        "coefficients": [[[[1.2]], [[-0.25]]], [[[0.9]], [[0.05]]]],
+        "variance": [[0.2], [3.0]],
+    }
+    model.set_parameters(transition=[[0.97, 0.03], [0.1, 0.9]], emission=emission)
+    return likelihood(model, [column("fedfunds.csv", "rate")])
+
+
+def waves(before: Literal["missing", "zeros"]) -> float:
+    """Two columns with two lags and full covariances; dynamax sets the lags before the first step to zero."""
+    t = np.arange(60.0)
+    values = np.column_stack([np.sin(t / 3) + 0.1 * np.cos(7 * t), np.cos(t / 5) + 0.2 * np.sin(3 * t)])
+    first = [[[0.7, 0.1], [0.0, 0.5]], [[-0.2, 0.0], [0.1, -0.1]]]
+    second = [[[-0.3, 0.2], [0.2, 0.9]], [[0.1, 0.1], [0.0, -0.3]]]
+    emission = {
+        "coefficients": [first, second],
+        "intercept": [[0.1, -0.2], [0.3, 0.0]],
+        "covariance": [[[0.5, 0.1], [0.1, 0.4]], [[0.3, -0.05], [-0.05, 0.6]]],
+    }
+    model = HMM(2, Autoregressive(2, "full", before=before), num_features=2)
+    initial = [0.6, 0.4] if before == "zeros" else [2 / 3, 1 / 3]  # the stationary one, which is that of the third step
+    return likelihood(model.set_parameters(initial, [[0.9, 0.1], [0.2, 0.8]], emission), [values])
 
 
 def dax() -> float:
@@ -194,67 +243,23 @@ def weather() -> float:
     return float(inference.viterbi(*model.problem(model.as_sequences([[0, 1, 2]]))).log_probability.exp())
 
 
-def hmmlearn_model(kind: str, seed: int = 0) -> tuple[Any, HMM, np.ndarray]:
-    """Returns a model of hmmlearn, ours with the same parameters, and data."""
-    from hmmlearn import hmm
-
-    rng = np.random.default_rng(seed)
-    states, size = 3, 4
-    initial, transition = rng.dirichlet(np.ones(states)), rng.dirichlet(np.ones(states), states)
-    options: dict[str, Any] = {"init_params": "", "n_iter": 20, "tol": -np.inf}
-    if kind == "Poisson":
-        rates = rng.uniform(1, 9, (states, size))
-        theirs = hmm.PoissonHMM(states, lambdas_prior=0, lambdas_weight=0, **options)
-        theirs.lambdas_, emission, values = rates, {"rate": rates}, rng.poisson(rates[rng.integers(states, size=600)])
-        ours: Any = Poisson(prior_steps=1e-12)
-    elif kind == "Multinomial":
-        probs = rng.dirichlet(np.ones(size), states)
-        theirs = hmm.MultinomialHMM(states, n_trials=8, **options)
-        theirs.emissionprob_, emission = probs, {"probs": probs}
-        values = np.array([rng.multinomial(8, probs[state]) for state in rng.integers(states, size=600)])
-        ours = Multinomial(prior_steps=1e-12)
-    else:
-        means, factors = 2 * rng.normal(size=(states, size)), rng.normal(size=(states, size, 9))
-        covariance = factors @ factors.transpose(0, 2, 1) / 9
-        theirs = hmm.GaussianHMM(states, kind, min_covar=0, covars_prior=0, covars_weight=0, **options)
-        ours = Gaussian({"diag": "diagonal"}.get(kind, kind), variance_prior=0.0)
-        covariance = covariance[:1].repeat(states, 0) if kind == "tied" else covariance
-        variances = covariance.diagonal(axis1=1, axis2=2)
-        variances = np.repeat(variances[:, :1], size, 1) if kind == "spherical" else variances
-        theirs.means_ = means
-        theirs.covars_ = {"full": covariance, "tied": covariance[0], "diag": variances, "spherical": variances[:, 0]}[
-            kind
-        ]
-        spread = {"covariance": covariance} if kind in ("full", "tied") else {"variance": variances}
-        emission, values = (
-            {"mean": means, **spread},
-            means[rng.integers(states, size=600)] + rng.normal(size=(600, size)),
-        )
-    theirs.startprob_, theirs.transmat_, theirs.n_features = initial, transition, size
-    model = HMM(states, ours, num_features=size).set_parameters(initial, transition, emission)
-    return theirs, model, values
-
-
-def after_20_iterations(kind: str, ours: bool) -> float:
-    """Returns the log-likelihood after 20 iterations of EM from the same parameters, ours or that of hmmlearn."""
-    theirs, model, values = hmmlearn_model(kind)
-    lengths = [200, 300, 100]
-    if not ours:
-        return float(theirs.fit(values, lengths).score(values, lengths))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        fit(model, values, lengths=lengths, max_epochs=20, tolerance=0)
-    return likelihood(model, Sequences.from_lengths(values.astype(float), lengths))
-
-
 BOOK = "Zucchini and MacDonald (R)"
 QUAKES = "earthquakes, Poisson"
+HAMILTON = "growth of the GNP, AR(4) around a switching mean"
+WAVES = "two columns of waves, two lags, full covariances"
 FEDFUNDS = "fedfunds, two normals, common variance, stationary start"
-COVARIANCES = ("diag", "spherical", "full", "tied")
+# States, start, name of the start in the table, AIC and BIC.
+CRITERIA = [
+    (2, "Stationary", "stationary", (692.6365, 703.3278)),
+    (2, "Initial", "free", (693.7574, 707.1216)),
+    (3, "Stationary", "stationary", (676.9206, 700.976)),
+    (3, "Initial", "free", (679.055, 708.4561)),
+    (4, "Stationary", "stationary", (687.6632, 730.4284)),
+]
 COMPARISONS = [
-    Comparison(BOOK, f"{QUAKES}, 1 state", "fitted -log L", 391.9189, partial(fitted, 1)),
+    Comparison(BOOK, f"{QUAKES}, 1 state", "fitted -log L", 391.9189, partial(loss, 1)),
     *(
-        Comparison(BOOK, f"{QUAKES}, {states} states, free start", "fitted -log L", value, partial(fitted, states))
+        Comparison(BOOK, f"{QUAKES}, {states} states, free start", "fitted -log L", value, partial(loss, states))
         for states, value in ((2, 341.8787), (3, 328.5275), (4, 326.6749))
     ),
     *(
@@ -263,19 +268,52 @@ COMPARISONS = [
             f"{QUAKES}, {states} states, stationary start",
             "fitted -log L",
             value,
-            partial(fitted, states, "Stationary"),
+            partial(loss, states, "Stationary"),
         )
         for states, value in ((2, 342.3183), (3, 329.4603), (4, 327.8316))
+    ),
+    *(
+        Comparison(
+            BOOK,
+            f"{QUAKES}, {states} states, {start} start",
+            name.upper(),
+            value,
+            partial(criterion, name, states, initial),
+        )
+        for states, initial, start, values in CRITERIA
+        for name, value in zip(("aic", "bic"), values, strict=True)
     ),
     *(
         Comparison(BOOK, f"{QUAKES}, 3 states, known", f"years decoded otherwise ({kind})", 0.0, partial(decoded, kind))
         for kind in PATHS
     ),
     *(
-        Comparison(BOOK, f"{QUAKES}, 3 states, known", f"P(state 1), {years} years ahead", value, partial(ahead, years))
+        Comparison(
+            BOOK, f"{QUAKES}, 3 states, known", f"P(state 1), years ahead: {years}", value, partial(ahead, years)
+        )
         for years, value in ((1, 0.7733048), (5, 0.4389705))
     ),
-    Comparison("statsmodels, Stata", FEDFUNDS, "log L", -508.63592, fedfunds, "fedfunds.csv"),
+    Comparison("Stata", FEDFUNDS, "log L", -508.63592, fedfunds, "fedfunds.csv"),
+    Comparison("statsmodels 0.15.0", FEDFUNDS, "log L", -508.63591763762855, fedfunds, "fedfunds.csv"),
+    Comparison("Stata", HAMILTON, "log L", -181.26339, growth, "rgnp.csv"),
+    Comparison("statsmodels 0.15.0", HAMILTON, "log L", -181.26339426301064, growth, "rgnp.csv"),
+    Comparison(
+        "statsmodels 0.15.0",
+        "fedfunds, regressions on two lagged columns",
+        "log L",
+        -209.17636659834443,
+        lagged_columns,
+        "fedfunds.csv",
+    ),
+    Comparison("dynamax 1.0.3", WAVES, "log L, zeros before", -93.6688195923053, partial(waves, "zeros")),
+    Comparison("dynamax 1.0.3", WAVES, "log L given two steps", -90.23337899586906, partial(waves, "missing")),
+    Comparison(
+        "pomegranate 1.1.2",
+        f"{QUAKES}, 3 states, known",
+        "log L",
+        -347.0352944754959,
+        lambda: likelihood(poisson_with_known_parameters(), counts()),
+    ),
     Comparison("fHMM (R)", "DAX, two normals, stationary start", "log L", 17403.605268, dax, "dax.csv"),
     Comparison(
         "seqHMM (R)",
@@ -295,23 +333,15 @@ COMPARISONS = [
         lambda: float(umbrella().posterior(UMBRELLA).smoothed.values[2, 0]),
     ),
     Comparison("Wikipedia (Viterbi)", "weather", "probability of the best path", 0.01344, weather),
-    *(
-        Comparison(
-            "hmmlearn",
-            f"random vectors, {kind}" if kind in ("Poisson", "Multinomial") else f"random vectors, Gaussian {kind}",
-            "log L after 20 iterations",
-            partial(after_20_iterations, kind, False),
-            partial(after_20_iterations, kind, True),
-        )
-        for kind in (*COVARIANCES, "Poisson", "Multinomial")
-    ),
+    *(Comparison(*row) for row in peers.COMPARISONS),
 ]
 
 
 def cases(run: Run) -> Iterator[Case]:
-    for comparison in COMPARISONS[:: 4 if run.quick else 1]:
-        if comparison.file is None or FOLDER is not None:
-            yield {"package": comparison.package, "model": comparison.model, "quantity": comparison.quantity}
+    for comparison in COMPARISONS[:: 9 if run.quick else 1]:
+        case = {"package": comparison.package, "model": comparison.model, "quantity": comparison.quantity}
+        if comparison.file is None or FOLDER is not None or run.records.has(**case):
+            yield case
 
 
 def compute(run: Run, case: Case) -> dict[str, Any]:
@@ -325,9 +355,23 @@ def table(run: Run) -> str:
     for case in cases(run):
         (found,) = run.records.where(**case)
         theirs, ours = found["theirs"], found["ours"]
-        digits = f"{theirs:.10g}"
-        rows.append([*case.values(), digits, f"{ours:.{max(len(digits), 6)}g}", f"{ours - theirs:.1e}"])
+        text = f"{theirs:.12g}"
+        decimals = len(text.partition(".")[2])
+        rows.append([*case.values(), text, f"{ours:.{decimals}f}", f"{ours - theirs:.1e}"])
     return markdown_table(["package", "data and model", "quantity", "theirs", "ours", "difference"], rows)
+
+
+def figure(run: Run) -> Figure:
+    """Draws the absolute differences, by package. Differences below 1e-13 are drawn at this value."""
+    image, (axes,) = new_figure()
+    records = [run.records.where(**case)[0] for case in cases(run)]
+    packages = list(dict.fromkeys(record["package"] for record in records))[::-1]
+    differences = [max(abs(record["ours"] - record["theirs"]), 1e-13) for record in records]
+    axes.plot(differences, [packages.index(record["package"]) for record in records], "o", alpha=0.6)
+    axes.set_yticks(range(len(packages)), packages)
+    axes.set(xscale="log", xlabel="absolute difference")
+    set_title(axes, "Differences from the numbers of other packages")
+    return image
 
 
 EXPERIMENT = Experiment(
@@ -336,7 +380,7 @@ EXPERIMENT = Experiment(
     cases=cases,
     compute=compute,
     table=table,
-    figure=None,
+    figure=figure,
 )
 
 if __name__ == "__main__":

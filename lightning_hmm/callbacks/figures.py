@@ -251,7 +251,7 @@ class Figures(Callback):
         points = None if excerpt is None else excerpt.values if place is None else excerpt.values[:, place]
         names = [column.name for column in columns] if columns is not None and are_named(columns) else None
         if not isinstance(emission, Gaussian) and means.shape[1] <= _MAX_PANELS and points is not None:
-            densities = _column_densities(emission, points, [column.name for column in columns])
+            densities = column_densities(emission, points, [column.name for column in columns])
             return plotting.column_emissions(densities, occupancy()[0])
         return plotting.gaussian_emissions(
             means,
@@ -291,7 +291,7 @@ def _writers(trainer: Trainer) -> list[Any]:
     )
 
 
-def _column_densities(emission: Any, points: Tensor, names: list[str]) -> list[plotting.ColumnDensities]:
+def column_densities(emission: Any, points: Tensor, names: list[str]) -> list[plotting.ColumnDensities]:
     """Evaluates the densities of each column on the range of the data, with all other columns missing."""
     natural, found = emission.natural(emission.restart), []
     for number, name in enumerate(names):

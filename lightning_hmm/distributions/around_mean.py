@@ -21,7 +21,8 @@ class AroundMean(Autoregressive):
 
     .. math:: y_t - \mu_{z_t} = \sum_{l=1}^L \phi_l \, (y_{t-l} - \mu_{z_{t-l}}) + e_t, \qquad e_t \sim N(0, \sigma^2)
 
-    This is the emission ``Autoregressive(order, around_mean=True)``; see there for the arguments. An observation depends
+    Use it for time series that return to a level that depends on the state, such as the growth of an economy. This is
+    the emission ``Autoregressive(order, around_mean=True)``; see there for the arguments. An observation depends
     on the last L + 1 states, so inference uses K^(L + 1) states; the states that the model returns are the K ones. The
     transitions must be `Histories`, the default. Only one column is supported. By default, all states share the
     coefficients and the variance. With ``tied=[]``, those of the present state are used.
@@ -39,6 +40,7 @@ class AroundMean(Autoregressive):
     """
 
     is_around_mean = True
+    m_step = "least squares for the means and the coefficients in turn"
     partner = "Histories"
     default_tied = ("coefficients", "variance")
     names_of_lines = ("mean", "coefficients")

@@ -72,6 +72,7 @@ class Autoregressive(Emission):
     data_variance: Tensor
 
     depends_on_past = True
+    m_step = "least squares"
     is_around_mean = False
     default_tied: tuple[str, ...] = ()
     names_of_lines: tuple[str, ...] = ("coefficients", "intercept")  # names of the parameters without the covariance

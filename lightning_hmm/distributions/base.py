@@ -191,6 +191,10 @@ class Emission(Distribution):
     starts_from_data: bool = True
     # Whether the distribution of an observation depends on earlier ones, so that `forecast` predicts from sequences.
     depends_on_past: ClassVar[bool] = False
+    # The values that the emission can have, and what to do with others, for error messages and the table of families.
+    support: ClassVar[tuple[str, str]] = ("real numbers", "Mark other values as missing.")
+    # How the M-step is computed, for the table of families.
+    m_step: ClassVar[str] = "closed form"
     # Names of the parameters, which are properties, arguments of `set`, and values of the options `tied` and `frozen`.
     names: tuple[str, ...] = ()
     # Number of temporary values per step of the data that `evidence` creates, if it is larger than that of states.

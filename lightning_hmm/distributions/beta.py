@@ -41,6 +41,7 @@ class Beta(ExponentialFamily):
 
     products = ((0, None), (1, None))
     support = ("numbers between 0 and 1, exclusive", "Rescale the column, or mark 0 and 1 as missing.")
+    m_step = "Newton's method"
     typical = (-1.0, -1.0)  # the uniform distribution
     is_exact = False
     concentration1 = NamedParameter(POSITIVE, "(K, D) exponents of y, plus one, of the best restart.")

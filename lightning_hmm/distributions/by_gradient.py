@@ -20,6 +20,7 @@ class ByGradient(Distribution):
     decrease the objective, the parameters are left unchanged.
     """
 
+    m_step = "L-BFGS"
     m_steps: int  # number of L-BFGS iterations in each M-step
 
     @abstractmethod

@@ -36,6 +36,7 @@ class Categorical(CategoricalRows, Emission):
     """
 
     option = "emission"
+    support = ("symbols, whole numbers from 0 to V - 1", "Increase `num_symbols`, or mark the symbol as missing.")
     names = ("probs",)
     reads_symbols = True
     starts_from_data = False

@@ -269,7 +269,8 @@ class EmbeddedGaussian(Embedded, Gaussian):
     r"""Gaussians with diagonal covariances whose means are scalar products of embeddings.
 
     The mean of state i in column d is :math:`c_d + \sigma_d \, w_i \cdot v_d`, where c is the mean and :math:`\sigma`
-    the standard deviation of the data. There is one free variance for each state and column.
+    the standard deviation of the data. Use it for many columns, or to visualize columns by their embeddings. There is
+    one free variance for each state and column.
 
     Args:
         embedding_dim: Length L of the embeddings.

@@ -93,8 +93,6 @@ class ExponentialFamily(Emission):
     weights: nn.Parameter  # (restarts, K, T + 1, D)
     # Each statistic as the product of two blocks of columns, given by their numbers; ``None`` stands for a constant 1.
     products: ClassVar[tuple[tuple[int, int | None], ...]]
-    # Names of the values that the family emits, and what to do with others, for error messages.
-    support: ClassVar[tuple[str, str]]
     # Averages of the T statistics in widely spread data, the default of `reference`.
     typical: tuple[float, ...]
     # Whether `estimate` returns the maximum. Otherwise its result is improved by Newton's method.

@@ -42,6 +42,7 @@ class Gamma(ExponentialFamily):
 
     products = ((0, None), (1, None))
     support = ("positive numbers", "Mark the value as missing, or use an emission that has zeros.")
+    m_step = "Newton's method"
     typical = (-_EULER, 1.0)
     is_exact = False
     concentration = NamedParameter(POSITIVE, "(K, D) concentrations a of the best restart.")

@@ -51,6 +51,8 @@ class Mixture(Compound):
         tensor([[2.]], dtype=torch.float64)
     """
 
+    support = ("values of its component", "Mark other values as missing.")
+    m_step = "closed form for the weights; that of the component"
     names = ("weights", "components")
 
     def __init__(
@@ -202,6 +204,9 @@ class GaussianMixture(Mixture):
         >>> sorted(round(mean) for mean in model.emission.mean.flatten().tolist())
         [-1, 1, 9, 11]
     """
+
+    support = Gaussian.support
+    m_step = "closed form"
 
     def __init__(
         self,

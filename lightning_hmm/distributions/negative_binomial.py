@@ -63,6 +63,7 @@ class NegativeBinomial(AugmentedFamily):
     typical = (math.log(2.0), *[0.0] * (_NUM_ANCHORS - 1), 1.0)
     anchors: Tensor  # (A, D), increasing from 0
     support = ("counts, whole numbers from 0", "Use another emission, or mark the value as missing.")
+    m_step = "Newton's method on a lower bound"
     reads_counts = True
     total_count = NamedParameter(POSITIVE, "(K, D) numbers of failures r of the best restart.")
     probs = NamedParameter(PROBABILITY, "(K, D) probabilities p of the best restart.")

@@ -32,6 +32,8 @@ class OneSymbol(Emission):
     starts_from_data = False
     reads_symbols = True
     partner = "Clones"
+    support = ("symbols, whole numbers from 0 to V - 1", "Increase `num_symbols`, or mark the symbol as missing.")
+    m_step = "none"
 
     def allocate(self, restarts: int, num_states: int, columns: Sequence[Column]) -> None:
         if len(columns) != 1 or columns[0].num_categories is None:

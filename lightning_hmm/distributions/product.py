@@ -34,6 +34,9 @@ class Product(Emission):
         torch.Size([2, 3])
     """
 
+    support = ("values of its parts", "Mark other values as missing.")
+    m_step = "that of each part"
+
     def __init__(self, parts: list[Emission] | dict[str, Emission]) -> None:
         super().__init__()
         if not isinstance(parts, (list, tuple, Mapping)):

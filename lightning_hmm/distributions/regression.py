@@ -84,6 +84,8 @@ class Regression(Newton, Emission):
     input_center: Tensor
     data_variance: Tensor
     needs_inputs = True
+    support = ("real numbers, zeros and ones, counts or symbols", "Use another family, or mark the value as missing.")
+    m_step = 'least squares; Newton\'s method for other families than "gaussian"'
 
     def __init__(
         self,

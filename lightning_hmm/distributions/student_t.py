@@ -59,7 +59,7 @@ class StudentT(AugmentedFamily):
     """
 
     typical = (1 - 0.5772156649015329 - math.log(2), -1.0, 0.0, -1.0)  # the first is digamma(df / 2) - log(df / 2)
-    support = ("real numbers", "Mark other values as missing.")
+    m_step = "closed form given a latent scale; Newton's method for `df`"
     center: Tensor
     df = NamedParameter(POSITIVE, "(K, D) degrees of freedom of the best restart.")
     loc = NamedParameter(REAL, "(K, D) locations of the best restart.")

@@ -52,6 +52,9 @@ class TorchEmission(Iterative, Emission):
         6
     """
 
+    support = ("values for which the module returns log-densities", "Mark other values as missing.")
+    m_step = "L-BFGS on stored posteriors"
+
     def __init__(
         self,
         module: str | type,

@@ -40,6 +40,8 @@ class VonMises(ExponentialFamily):
                 [3.]], dtype=torch.float64)
     """
 
+    support = ("angles in radians, any real numbers", "Mark other values as missing.")
+    m_step = "Newton's method"
     products = ((0, None), (1, None))
     typical = (0.0, 0.0)  # the uniform distribution
     is_exact = False

@@ -44,6 +44,8 @@ class ZeroInflated(Compound):
         tensor([2., 1.], dtype=torch.float64)
     """
 
+    support = ("counts, whole numbers from 0", "Use another emission, or mark the value as missing.")
+    m_step = "closed form for the gate; that of the component"
     names = ("gate",)
 
     def __init__(

@@ -118,33 +118,34 @@ def column_emissions(columns: Sequence[ColumnDensities], share: Array | None = N
     weights = np.full(num_states, 1 / num_states) if share is None else to_numpy(share)
     figure, panels = new_figure(len(columns))
     figure.set_size_inches(7, max(5.0, 2.6 * len(columns)))
-    colors, few = state_colors(num_states)
+    names = [
+        f"state {state}" if share is None else f"state {state} ({weights[state]:.0%})" for state in range(num_states)
+    ]
     for axes, column in zip(panels, columns, strict=True):
-        _draw_histogram(axes, column)
-        mark = "o" if column.is_count and len(column.values) <= 60 else None
-        line: dict[str, Any] = {"linewidth": 1.8 if few else 1, "marker": mark, "markersize": 3}
-        weighted = column.densities * weights
-        for state in range(num_states):
-            name = f"state {state}" if share is None else f"state {state} ({weights[state]:.0%})"
-            axes.plot(column.values, weighted[:, state], color=colors(state), label=name if few else None, **line)
-        if num_states > 1:
-            total: dict[str, Any] = {
-                "color": INK,
-                "linewidth": 1,
-                "linestyle": (0, (4, 2)),
-                "zorder": 1.5,
-                "label": "all states",
-            }
-            axes.plot(column.values, weighted.sum(1), **total)
-        axes.set_ylim(0, _highest(weighted))
-        axes.set_xlabel(visible_name(column.name), parse_math=False)
-        if column.is_count:
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        draw_densities(axes, column, weights, names)
     quantity = "probability" if all(column.is_count for column in columns) else "density"
     panels[0].set_ylabel(f"{quantity}, equal weights" if share is None else f"{quantity} times share of time")
     set_title(panels[0], "Emission probabilities" if quantity == "probability" else "Emission densities")
-    name_states(figure, panels[0], num_states, few)
+    name_states(figure, panels[0], num_states, state_colors(num_states)[1])
     return figure
+
+
+def draw_densities(axes: Axes, column: ColumnDensities, weights: np.ndarray, names: Sequence[str]) -> None:
+    """Draws the densities of one column, multiplied by the (K,) weights of the states, with their sum and the data."""
+    _draw_histogram(axes, column)
+    colors, few = state_colors(len(weights))
+    mark = "o" if column.is_count and len(column.values) <= 60 else None
+    line: dict[str, Any] = {"linewidth": 1.8 if few else 1, "marker": mark, "markersize": 3}
+    weighted = column.densities * weights
+    for state, name in enumerate(names):
+        axes.plot(column.values, weighted[:, state], color=colors(state), label=name if few else None, **line)
+    if len(names) > 1:
+        total: dict[str, Any] = {"color": INK, "linewidth": 1, "linestyle": (0, (4, 2)), "zorder": 1.5}
+        axes.plot(column.values, weighted.sum(1), label="all states", **total)
+    axes.set_ylim(0, _highest(weighted))
+    axes.set_xlabel(visible_name(column.name), parse_math=False)
+    if column.is_count:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def _draw_histogram(axes: Axes, column: ColumnDensities) -> None:

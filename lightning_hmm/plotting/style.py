@@ -42,13 +42,13 @@ def to_numpy(array: Array) -> np.ndarray:
 
 
 def new_figure(
-    rows: int = 1, heights: Sequence[float] | None = None, share_x: bool = False
+    rows: int = 1, heights: Sequence[float] | None = None, share_x: bool = False, columns: int = 1
 ) -> tuple[Figure, list[Axes]]:
-    """Returns a figure and its panels, from top to bottom."""
+    """Returns a figure and its panels, row by row from top to bottom."""
     figure = Figure(figsize=(7, 5), dpi=110, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1), facecolor="white")
     panels = figure.subplots(
-        rows, squeeze=False, sharex=share_x, gridspec_kw=None if heights is None else {"height_ratios": heights}
-    )[:, 0]
+        rows, columns, squeeze=False, sharex=share_x, gridspec_kw={"height_ratios": heights} if heights else None
+    ).ravel()
     for axes in panels:
         axes.set_axisbelow(True)
         axes.grid(color="#E6E6E6", linewidth=0.6)
