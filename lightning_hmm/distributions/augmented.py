@@ -52,6 +52,10 @@ class AugmentedFamily(ExponentialFamily):
     def log_density(self, weights: Tensor, values: Tensor) -> Tensor:
         """Returns the log-densities (steps, K, D) of values (steps, D), whose gradients are expected statistics."""
 
+    def location_and_variance(self, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        """Returns the (D,) arguments of `reference_parameters`, by default the mean and the variance of the data."""
+        return weighted_mean_var(sequences, self.column_names)
+
     @abstractmethod
     def reference_parameters(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, ...]:
         """Returns parameters (D,) for the mean and the variance of the data, which the prior favors."""
@@ -77,13 +81,13 @@ class AugmentedFamily(ExponentialFamily):
 
     @torch.no_grad()
     def set_data_stats(self, sequences: Sequences) -> None:
-        moments = [moment.to(self.weights.device) for moment in weighted_mean_var(sequences, self.column_names)]
+        moments = [moment.to(self.weights.device) for moment in self.location_and_variance(sequences)]
         self.data_statistics.copy_(self.reference_statistics(self.reference_parameters(*moments)))
 
     @torch.no_grad()
     def start(self, sequences: Sequences, responsibilities: Sequence[Tensor]) -> None:
         """Initializes the parameters by an M-step, with the latent variables of the whole data."""
-        moments = weighted_mean_var(sequences, self.column_names)
+        moments = [moment.to(self.weights.device) for moment in self.location_and_variance(sequences)]
         shape = (*self.weights.shape[:2], self.num_features)
         values = self.reference_parameters(*moments)
         found = [self.given(name, value.expand(shape)) for name, value in zip(self.names, values, strict=True)]

@@ -213,6 +213,12 @@ class Autoregressive(Emission):
     @torch.no_grad()
     def set_data_stats(self, sequences: Sequences) -> None:
         """Stores the mean and the variances of the data. The parameters do not change."""
+        longest = int(sequences.lengths.max()) if len(sequences) else 0
+        if self.before == "missing" and longest <= self.order:
+            raise ValueError(
+                f"`order` must be less than the length of the longest sequence ({longest}), but is {self.order}. "
+                "Lower it, or use longer sequences."
+            )
         center, variance = (value.to(self.center.device) for value in weighted_mean_var(sequences, self.column_names))
         self.data_variance.copy_(variance)
         if not torch.equal(center, self.center):  # no rounding if training continues on the same data
@@ -330,20 +336,29 @@ class Autoregressive(Emission):
         return mixture_moments(state_probs, *self.moments())
 
     def forecast(
-        self, sequences: Sequences, state_probs: Tensor, move: Callable[[Tensor], Tensor], steps: int
+        self,
+        sequences: Sequences,
+        state_probs: Tensor,
+        move: Callable[[Tensor, int], Tensor],
+        steps: int,
+        classes: Tensor | None = None,
     ) -> Moments:
         """Returns the exact moments of the observation `steps` steps after the end of each sequence.
 
         Args:
             sequences: The N sequences. Missing values among their last L steps are replaced by the mean of the data.
             state_probs: (N, S) probabilities of the state of the first step after the end.
-            move: Linear function of (M, S) messages, which performs a transition.
+            move: Linear function of (M, S) messages and of the number n of steps after the first one, which performs the
+                transition into that step. M is a multiple of N.
             steps: Number of steps.
+            classes: (S,) model state of each state of the transitions, if these differ.
         """
         starts, ends = (part.to(self.center.device) for part in (sequences.offsets[:-1], sequences.offsets[1:]))
         values = sequences.values.to(self.center.dtype) - self.center
         padded = torch.cat([values, torch.zeros_like(self.center)[None]])  # not empty if all sequences are
         lags = lags_of(padded, ends, starts, self.order, self._outside).nan_to_num()
         lines = self.lines_of(self.weights[self.restart])
+        if classes is not None and len(lines[0]) != len(classes):
+            lines = lines[0][classes], lines[1][classes]
         mean, variance = forecast_moments(with_ones(lags), *lines, state_probs, move, steps)
         return Moments(mean + self.center, variance)

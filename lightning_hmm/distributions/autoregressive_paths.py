@@ -56,7 +56,7 @@ def forecast_moments(
     coefficients: Tensor,
     covariance: Tensor,
     state_probs: Tensor,
-    move: Callable[[Tensor], Tensor],
+    move: Callable[[Tensor, int], Tensor],
     steps: int,
 ) -> tuple[Tensor, Tensor]:
     """Computes the exact means and variances (N, D) of the observation `steps` steps after the end of N sequences.
@@ -66,7 +66,8 @@ def forecast_moments(
         coefficients: (S, D, F) coefficients.
         covariance: (S, D, D) covariances of the noise.
         state_probs: (N, S) probabilities of the state of the first step after the end.
-        move: Linear function of (M, S) messages, which performs a transition.
+        move: Linear function of (M, S) messages and of the number of steps after the first one, which performs the
+            transition into that step.
         steps: Number of steps.
     """
     size, width = coefficients.shape[1:]
@@ -82,7 +83,7 @@ def forecast_moments(
     for step in range(steps):
         if step:
             flat = moments.permute(0, 2, 3, 1)
-            moments = move(flat.reshape(-1, flat.shape[-1])).reshape(flat.shape).permute(0, 3, 1, 2)
+            moments = move(flat.reshape(-1, flat.shape[-1]), step).reshape(flat.shape).permute(0, 3, 1, 2)
         moments = matrix @ moments @ matrix.mT + moments[..., -1:, -1:] * noise
     total = moments.sum(1)
     mean = total[:, :size, -1]

@@ -190,7 +190,7 @@ class Emission(Distribution):
     # Whether initial values or statistics such as a center are computed from the training data.
     starts_from_data: bool = True
     # Whether the distribution of an observation depends on earlier ones, so that `forecast` predicts from sequences.
-    depends_on_past: ClassVar[bool] = False
+    depends_on_past: bool = False
     # The values that the emission can have, and what to do with others, for error messages and the table of families.
     support: ClassVar[tuple[str, str]] = ("real numbers", "Mark other values as missing.")
     # How the M-step is computed, for the table of families.
@@ -263,6 +263,13 @@ class Emission(Distribution):
         Override it if an observation depends on earlier observations or on other columns of the sequences.
         """
         return states.with_values(self.sample(states.values, generator))
+
+    def forecast(self, sequences: Sequences, state_probs: Tensor, move: Any, steps: int, classes: Any = None) -> Any:
+        """Predicts the observation some steps after the end of each sequence, if `depends_on_past`."""
+        raise ValueError(
+            f"A {type(self).__name__} emission with a part that depends on earlier observations cannot predict. "
+            "Use the part as the emission of a model of its own."
+        )
 
     @abstractmethod
     def predict(self, state_probs: Tensor) -> Any:

@@ -72,6 +72,10 @@ class Compound(Emission):
                 f"`component` must be an emission with {rule}, but {type(component).__name__} is not. "
                 "Use it as the emission of the model."
             )
+        if isinstance(component, Compound):
+            raise ValueError(
+                f"`component` must not be composed of other emissions itself, but is a {type(component).__name__}."
+            )
         option = self.names[0]
         self.latent = LatentProbs(option, pseudocount, option in self.tied, option in self.frozen)
         self.part = component
@@ -91,6 +95,10 @@ class Compound(Emission):
         if name in self.__dict__.get("names", ())[1:]:
             return getattr(self.component, name)
         return super().__getattr__(name)
+
+    @property
+    def depends_on_past(self) -> bool:  # type: ignore[override]
+        return bool(self.part.depends_on_past)
 
     @property
     def reads_counts(self) -> bool:  # type: ignore[override]

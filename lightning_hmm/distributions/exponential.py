@@ -70,7 +70,8 @@ class ExponentialFamily(Emission):
 
     .. math:: \log p(w) = s \sum_k \sum_d \Big( \sum_{j < T} w_{kjd} \, m_{jd} + w_{kTd} \Big)
 
-    If all parameters are tied, the sum over the states is divided by K, so that the prior counts once.
+    These averages include half a step with typical values of the family, so that the prior is proper even if a column
+    does not vary. If all parameters are tied, the sum over the states is divided by K, so that the prior counts once.
 
     To define a family, set `products`, `support` and `typical`, declare the parameters as `NamedParameter`, and
     implement `blocks`, from which the statistics are computed, `weights_of` and `parameters_of`, which convert

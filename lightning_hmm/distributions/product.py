@@ -78,6 +78,10 @@ class Product(Emission):
     def starts_from_data(self) -> bool:  # type: ignore[override]
         return any(part.starts_from_data for part in self.parts)
 
+    @property
+    def depends_on_past(self) -> bool:  # type: ignore[override]
+        return any(part.depends_on_past for part in self.parts)
+
     def belong_to(self, model: Any) -> None:
         super().belong_to(model)
         for part in self.parts:

@@ -16,6 +16,7 @@ from lightning_hmm.distributions.gaussian import weighted_mean_var
 from lightning_hmm.distributions.parameters import POSITIVE, REAL, NamedParameter
 from lightning_hmm.sequences import Sequences
 
+_QUARTILES_OF_A_GAUSSIAN = 1.3489795003921634  # distance between the quartiles, in standard deviations
 _TYPICAL_DF = 4.0  # degrees of freedom that the prior favors, and from which training starts
 
 
@@ -94,6 +95,22 @@ class StudentT(AugmentedFamily):
         changes = (rate - fixed[:, 1], linear - fixed[:, 2], square - fixed[:, 3])
         return found - u * changes[0] - u * x * changes[1] - u * x * x * changes[2]
 
+    def location_and_variance(self, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        """Returns the medians, and the variances of Gaussians with the interquartile ranges of the data.
+
+        Unlike means and variances, they do not depend on outliers. The variance is used if the range is zero.
+        """
+        variance = weighted_mean_var(sequences, self.column_names)[1]
+        weights, found = sequences.step_weights(), []
+        for values in sequences.values.double().T:
+            order = values.argsort()
+            counted = torch.where(values[order].isnan(), 0.0, weights[order]).cumsum(0)
+            levels = counted[-1] * torch.tensor([0.25, 0.5, 0.75], dtype=counted.dtype, device=counted.device)
+            found.append(values[order[torch.searchsorted(counted, levels)]])
+        low, median, high = torch.stack(found, 1)
+        spread = ((high - low) / _QUARTILES_OF_A_GAUSSIAN) ** 2
+        return median, torch.where(spread > 0, spread, variance.to(spread.device))
+
     def reference_parameters(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, ...]:
         return torch.full_like(mean, _TYPICAL_DF), mean, variance.sqrt()
 
@@ -105,8 +122,8 @@ class StudentT(AugmentedFamily):
 
     @torch.no_grad()
     def set_data_stats(self, sequences: Sequences) -> None:
-        """Moves the center to the mean of the data. The distribution does not change."""
-        center = weighted_mean_var(sequences, self.column_names)[0].to(self.center.device)
+        """Moves the center to the median of the data. The distribution does not change."""
+        center = self.location_and_variance(sequences)[0].to(self.center.device)
         if not torch.equal(center, self.center):
             parameters = self.parameters_of(self.weights.detach())
             self.center.copy_(center)

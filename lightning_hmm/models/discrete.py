@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -306,33 +306,45 @@ class DiscreteHMM(SequenceModel):
         after the end of each sequence.
         """
         sequences = self.as_sequences(sequences)
-        if self.needs_inputs:
-            return self._predict_with_inputs(sequences, steps, inputs)
-        problem = self.problem(sequences)
-        states = inference.predict(*problem, steps=steps)
-        self._warn_where_impossible(sequences, states.isnan().any(1))
-        return self.predict_emission(_sum_over_classes(states, problem[1]))
+        if not self.needs_inputs:
+            problem = self.problem(sequences)
+            states = inference.predict(*problem, steps=steps)
+            self._warn_where_impossible(sequences, states.isnan().any(1))
+            return self.predict_emission(_sum_over_classes(states, problem[1]))
+        states, operator, move = self._first_states_after(sequences, steps, inputs)
+        for step in range(1, steps):
+            states = move(states, step)
+        last_inputs = _inputs_to_predict(sequences, steps, inputs)[:, -1]
+        return self.predict_emission(_sum_over_classes(states, operator), last_inputs)
 
-    def _predict_with_inputs(self, sequences: Sequences, steps: int, inputs: Any) -> Any:
-        """Predicts the last of some steps without observations, which are appended to each sequence."""
-        if inputs is None:
-            raise ValueError(
-                "The model depends on inputs, so a prediction requires those of the predicted steps. "
-                "Give `inputs`, an array of shape (sequences, steps, inputs)."
-            )
-        rows = torch.as_tensor(inputs, dtype=torch.float64, device=sequences.device)
-        if rows.dim() != 3 or rows.shape[:2] != (len(sequences), steps):
-            raise ValueError(
-                f"`inputs` must have shape ({len(sequences)}, {steps}, M), one row for each predicted step of each "
-                f"sequence, but has {tuple(rows.shape)} instead."
-            )
-        longer = _lengthened(sequences, rows)
-        found = inference.e_step(*self.problem(longer), dtype=self.message_dtype, smooth=False)
-        states = found.last.double()
-        impossible = found.impossible_step >= 0
-        states = torch.where(impossible[:, None], torch.nan, states)
-        self._warn_where_impossible(longer, impossible)
-        return self.predict_emission(states, rows[:, -1])
+    def _first_states_after(
+        self, sequences: Sequences, steps: int, inputs: Any
+    ) -> tuple[Tensor, Operator, Callable[[Tensor, int], Tensor]]:
+        """Returns what is required to predict some steps after the end of each sequence.
+
+        Returns:
+            The (N, S) probabilities of the state of the first step after the end, the transition operator, and a
+            function of (M, S) messages and of the number n >= 1 of steps after that one, which performs the transition
+            into it. M is a multiple of N, with consecutive messages for each sequence.
+        """
+        if self.needs_inputs:
+            rows = _inputs_to_predict(sequences, steps, inputs)
+            first = _lengthened(sequences, rows[:, :1])
+            found = inference.e_step(*self.problem(first), dtype=self.message_dtype, smooth=False)
+            states = torch.where((found.impossible_step >= 0)[:, None], torch.nan, found.last.double())
+            longer = _lengthened(sequences, rows)
+            operator, starts = self.chain(int(self.best_restart), longer)[1], longer.offsets[1:] - steps
+        else:
+            initial, operator, evidence, offsets = self.problem(sequences)
+            states = inference.predict(initial, operator, evidence, offsets)
+            starts = (offsets[1:] - 1).clamp(min=0)
+        self._warn_where_impossible(sequences, states.isnan().any(1))
+
+        def move(messages: Tensor, step: int) -> Tensor:
+            at = (starts + step if self.needs_inputs else starts).to(messages.device)
+            return operator.predict(messages, at.repeat_interleave(len(messages) // max(len(at), 1)))
+
+        return states, operator, move
 
     def aic(self, sequences: Any) -> float:
         """Returns Akaike's information criterion, 2 k - 2 log L with the weighted likelihood L. Lower is better."""
@@ -532,18 +544,48 @@ def _sum_over_classes(rows: Tensor, operator: Operator) -> Tensor:
     return rows.new_zeros(len(rows), operator.num_classes).index_add(1, operator.classes.to(rows.device), rows)
 
 
+def _inputs_to_predict(sequences: Sequences, steps: int, inputs: Any) -> Tensor:
+    """Returns the (N, steps, M) inputs of the steps after the end of each sequence."""
+    if inputs is None:
+        raise ValueError(
+            "The model depends on inputs, so a prediction requires those of the predicted steps. "
+            "Give `inputs`, an array of shape (sequences, steps, inputs)."
+        )
+    rows = torch.as_tensor(inputs, dtype=torch.float64, device=sequences.device)
+    if rows.dim() != 3 or rows.shape[:2] != (len(sequences), steps):
+        raise ValueError(
+            f"`inputs` must have shape ({len(sequences)}, {steps}, M), one row for each predicted step of each "
+            f"sequence, but has {tuple(rows.shape)} instead."
+        )
+    return rows
+
+
 def _lengthened(sequences: Sequences, inputs: Tensor) -> Sequences:
-    """Appends steps without observations to each sequence, with inputs (N, steps, M)."""
+    """Appends steps without observations and labels to each sequence, with inputs (N, steps, M).
+
+    The times of the appended steps continue with the last gap of the sequence.
+    """
     number, added = inputs.shape[:2]
     offsets = sequences.offsets + added * torch.arange(number + 1)
-    sizes = sequences.lengths
-    old = torch.arange(sequences.num_steps) + (added * torch.arange(number)).repeat_interleave(sizes)
+    old = torch.arange(sequences.num_steps) + (added * torch.arange(number)).repeat_interleave(sequences.lengths)
     new = (offsets[1:, None] - added + torch.arange(added)).flatten()
-    missing = MISSING if sequences.is_discrete else torch.nan
-    values = sequences.values.new_full((int(offsets[-1]), *sequences.values.shape[1:]), missing)
-    values[old] = sequences.values
-    known = inputs.new_zeros(len(values), inputs.shape[2])
-    known[new] = inputs.flatten(0, 1)
-    if sequences.inputs is not None and sequences.num_steps:
-        known[old] = sequences.inputs.to(known)
-    return Sequences(values, offsets, sequences.weights, inputs=known)
+
+    def extended(column: Tensor, value: Any) -> Tensor:
+        longer = column.new_zeros(int(offsets[-1]), *column.shape[1:])
+        longer[old], longer[new] = column, value
+        return longer
+
+    known = inputs.new_zeros(sequences.num_steps, inputs.shape[2]) if sequences.inputs is None else sequences.inputs
+    columns = {"inputs": extended(known.to(inputs), inputs.flatten(0, 1))}
+    if sequences.labels is not None:
+        columns["labels"] = extended(sequences.labels, -1)
+    if sequences.state_weights is not None:
+        columns["state_weights"] = extended(sequences.state_weights, 1)
+    if sequences.times is not None:
+        padded = torch.cat([sequences.times, sequences.times.new_zeros(1)])  # not empty if all sequences are
+        last, before = (padded[(sequences.offsets[1:] - n).clamp(min=0)] for n in (1, 2))
+        gaps = torch.where(sequences.lengths.to(last.device) >= 2, last - before, 0)
+        later = last[:, None] + gaps[:, None] * torch.arange(1, added + 1, device=last.device)
+        columns["times"] = extended(sequences.times, later.flatten())
+    values = extended(sequences.values, MISSING if sequences.is_discrete else torch.nan)
+    return Sequences(values, offsets, sequences.weights, **columns)

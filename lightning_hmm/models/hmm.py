@@ -379,14 +379,8 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         if self.emission is None or not self.emission.depends_on_past:
             return super().predict_next(sequences, steps, inputs)
         sequences = self.as_sequences(sequences)
-        initial, operator, evidence, offsets = self.problem(sequences)
-        states = inference.predict(initial, operator, evidence, offsets)
-        self._warn_where_impossible(sequences, states.isnan().any(1))
-
-        def move(messages: Tensor) -> Tensor:
-            return operator.predict(messages, offsets.new_zeros(len(messages)))
-
-        return self.emission.forecast(sequences, states, move, steps)
+        states, operator, move = self._first_states_after(sequences, steps, inputs)
+        return self.emission.forecast(sequences, states, move, steps, operator.classes)
 
     # Initialization
 
@@ -627,7 +621,7 @@ def _check_partners(transition: Transition, emission: Emission) -> None:
         )
     if emission.partner is not None and emission.partner not in names["transition"]:
         raise ValueError(
-            f"A {type(emission).__name__} emission must be combined with {emission.partner} transitions, "
+            f"The emission {type(emission).__name__} must be combined with {emission.partner} transitions, "
             f"but the transitions are {type(transition).__name__}."
         )
 
