@@ -165,7 +165,7 @@ def structure_table() -> str:
         kind = "transition" if issubclass(part, Transition) else "start" if issubclass(part, Initial) else "model"
         options = [option for option in inspect.signature(part).parameters if option not in COMMON]
         summary = " ".join((inspect.getdoc(part) or "").split("\n\n")[0].split())
-        summary = re.sub(r", :math:`.*?`", "", summary).rstrip(".")
+        summary = re.sub(r", :math:`.*?`", "", summary).split(". ")[0].rstrip(".")
         rows.append([f"`{name}`", kind, ", ".join(f"`{option}`" for option in options), summary, link(stem)])
     return markdown_table(["class", "kind", "options", "description", "configuration"], rows).replace("---:", "---")
 

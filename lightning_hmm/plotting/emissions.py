@@ -108,6 +108,7 @@ def column_emissions(columns: Sequence[ColumnDensities], share: Array | None = N
             weights.
 
     Example:
+        >>> from scipy import stats
         >>> values = np.arange(10.0)
         >>> probabilities = stats.poisson.pmf(values[:, None], [1.0, 6.0])
         >>> visits = ColumnDensities(values, probabilities, np.empty(0), "visits", is_count=True)
