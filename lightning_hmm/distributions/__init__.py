@@ -7,8 +7,8 @@ from lightning_hmm.distributions.beta import Beta
 from lightning_hmm.distributions.binomial import Bernoulli, Binomial
 from lightning_hmm.distributions.categorical import Categorical
 from lightning_hmm.distributions.embedded import EmbeddedCategorical, EmbeddedGaussian, EmbeddedTransition
-from lightning_hmm.distributions.exponential import ExponentialFamily, Moments
-from lightning_hmm.distributions.exponential_distribution import Exponential
+from lightning_hmm.distributions.exponential import Exponential
+from lightning_hmm.distributions.exponential_family import ExponentialFamily
 from lightning_hmm.distributions.gamma import Gamma
 from lightning_hmm.distributions.gaussian import Gaussian
 from lightning_hmm.distributions.geometric import Geometric
@@ -16,6 +16,7 @@ from lightning_hmm.distributions.iterative import Iterative, Newton
 from lightning_hmm.distributions.linear_gaussian import GaussianState, LinearGaussianEmission, LinearGaussianTransition
 from lightning_hmm.distributions.log_normal import LogNormal
 from lightning_hmm.distributions.mixture import GaussianMixture, Mixture
+from lightning_hmm.distributions.moments import Moments
 from lightning_hmm.distributions.multinomial import Multinomial
 from lightning_hmm.distributions.negative_binomial import NegativeBinomial
 from lightning_hmm.distributions.one_symbol import OneSymbol

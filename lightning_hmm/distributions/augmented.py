@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_hmm.columns import Column
 from lightning_hmm.distributions.base import pull_back
-from lightning_hmm.distributions.exponential import ExponentialFamily
+from lightning_hmm.distributions.exponential_family import ExponentialFamily
 from lightning_hmm.distributions.gaussian import weighted_mean_var
 from lightning_hmm.inference.evidence import Evidence, Rows
 from lightning_hmm.sequences import Sequences

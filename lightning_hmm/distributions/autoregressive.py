@@ -19,9 +19,9 @@ from lightning_hmm.distributions.checks import (
     require_positive_definite,
     require_real,
 )
-from lightning_hmm.distributions.exponential import Moments, mixture_moments
 from lightning_hmm.distributions.gaussian import check_covariance_kind, weighted_mean_var
 from lightning_hmm.distributions.inputs import with_ones
+from lightning_hmm.distributions.moments import Moments, mixture_moments
 from lightning_hmm.distributions.quadratic_forms import regression_of, regression_weights, symmetric
 from lightning_hmm.inference.evidence import Evidence, Quadratic
 from lightning_hmm.sequences import Sequences

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_hmm.columns import Column
-from lightning_hmm.distributions.exponential import ExponentialFamily
+from lightning_hmm.distributions.exponential_family import ExponentialFamily
 from lightning_hmm.distributions.parameters import PROBABILITY, NamedParameter, below_one
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_hmm.distributions.exponential import ExponentialFamily
+from lightning_hmm.distributions.exponential_family import ExponentialFamily
 from lightning_hmm.distributions.parameters import POSITIVE, NamedParameter
 
 _EULER = 0.5772156649015329  # minus the mean logarithm of an exponential distribution with mean 1

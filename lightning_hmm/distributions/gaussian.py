@@ -14,7 +14,7 @@ from lightning_hmm.columns import Column, feature_columns
 from lightning_hmm.distributions.base import Emission, as_numbers, check_not_negative, pull_back
 from lightning_hmm.distributions.checks import count_free, refuse_where, require_observed, require_positive_definite
 from lightning_hmm.distributions.compiled import update_diagonal_gaussian
-from lightning_hmm.distributions.exponential import ExponentialFamily
+from lightning_hmm.distributions.exponential_family import ExponentialFamily
 from lightning_hmm.distributions.parameters import POSITIVE, REAL
 from lightning_hmm.distributions.quadratic_forms import form_matrix, form_weights, symmetric
 from lightning_hmm.inference.evidence import Evidence, Quadratic, Rows

@@ -11,8 +11,8 @@ from torch import Tensor
 from lightning_hmm.columns import Column
 from lightning_hmm.distributions.base import Emission, as_numbers
 from lightning_hmm.distributions.compound import Compound, log_sum_exp
-from lightning_hmm.distributions.exponential import Moments
 from lightning_hmm.distributions.gaussian import Gaussian
+from lightning_hmm.distributions.moments import Moments
 from lightning_hmm.distributions.starting import guess_clusters
 from lightning_hmm.inference.evidence import Rows
 from lightning_hmm.inference.sampling import draw_rows

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_hmm.distributions.checks import refuse_value
-from lightning_hmm.distributions.exponential import ExponentialFamily
+from lightning_hmm.distributions.exponential_family import ExponentialFamily
 from lightning_hmm.distributions.parameters import POSITIVE, NamedParameter
 from lightning_hmm.sequences import Sequences
 

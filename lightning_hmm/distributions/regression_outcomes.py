@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_hmm.distributions.exponential import Moments
 from lightning_hmm.distributions.linear_predictors import softmax_curvature, weighted_products
+from lightning_hmm.distributions.moments import Moments
 from lightning_hmm.distributions.newton import Curvature
 from lightning_hmm.inference.sampling import draw_rows
 

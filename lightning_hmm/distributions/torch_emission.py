@@ -13,6 +13,7 @@ from lightning_hmm.columns import Column
 from lightning_hmm.distributions.base import Emission
 from lightning_hmm.distributions.by_gradient import decrease
 from lightning_hmm.distributions.iterative import MOST_HELD, Iterative
+from lightning_hmm.distributions.moments import mixture_moments
 from lightning_hmm.inference.evidence import Evidence, Rows
 from lightning_hmm.sequences import Sequences
 
@@ -186,8 +187,6 @@ class TorchEmission(Iterative, Emission):
         return drawn
 
     def predict(self, state_probs: Tensor) -> Any:
-        from lightning_hmm.distributions.exponential import mixture_moments
-
         return mixture_moments(state_probs, *self._method("moments")())
 
 

@@ -18,9 +18,9 @@ from lightning_hmm.distributions.checks import (
     require_observed,
     require_real,
 )
-from lightning_hmm.distributions.exponential import Moments, mixture_moments
 from lightning_hmm.distributions.free_entries import number_free
 from lightning_hmm.distributions.iterative import MOST_HELD, Newton
+from lightning_hmm.distributions.moments import Moments, mixture_moments
 from lightning_hmm.distributions.newton import Curvature
 from lightning_hmm.inference.evidence import Evidence, Rows
 from lightning_hmm.sequences import Sequences

@@ -12,7 +12,7 @@ from lightning_hmm.columns import Column
 from lightning_hmm.distributions.base import Emission, as_numbers
 from lightning_hmm.distributions.checks import refuse_where
 from lightning_hmm.distributions.compound import Compound, log_sum_exp
-from lightning_hmm.distributions.exponential import Moments, mixture_moments
+from lightning_hmm.distributions.moments import Moments, mixture_moments
 from lightning_hmm.inference.evidence import Rows
 from lightning_hmm.sequences import Sequences
 

@@ -12,7 +12,7 @@ from scipy.linalg import expm
 
 import lightning_hmm
 from lightning_hmm import HMM, ContinuousTime, Sequences, fit
-from lightning_hmm.distributions.transitions.continuous_time import generator_exponential
+from lightning_hmm.distributions.transitions.generator_exponential import generator_exponential
 
 RATES = np.array([[-1.3, 1.0, 0.3], [0.2, -0.7, 0.5], [0.0, 0.001, -0.001]])
 START = np.array([0.5, 0.3, 0.2])

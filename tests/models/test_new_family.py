@@ -19,7 +19,7 @@ import lightning_hmm
 from lightning_hmm import HMM, BaumWelch, Sequences, fit, inference
 from lightning_hmm.callbacks import Figures
 from lightning_hmm.distributions import Categorical, Transition
-from lightning_hmm.distributions.exponential import ExponentialFamily
+from lightning_hmm.distributions.exponential_family import ExponentialFamily
 from lightning_hmm.distributions.parameters import POSITIVE, NamedParameter
 from lightning_hmm.inference.operators import Operator
 from tests.helpers import assert_identical_parameters

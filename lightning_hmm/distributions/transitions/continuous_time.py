@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hmm.distributions.base import Transition, as_numbers, check_not_negative
+from lightning_hmm.distributions.transitions.generator_exponential import TERMS, generator_exponential
 from lightning_hmm.inference.operators import TimeVarying
 from lightning_hmm.sequences import Sequences
 
@@ -18,7 +18,6 @@ _NO_TIMES = (
     "ContinuousTime transitions depend on the times of the steps, but the sequences have none. Give `times`, as in "
     "`Sequences.from_list(values, times=...)` or `model.sample(times=[[0.0, 1.5, 2.0]])`."
 )
-_TERMS = 18  # of the exponential series of a matrix with row sums of at most 1, for 16 digits
 
 
 class ContinuousTime(Transition):
@@ -90,7 +89,7 @@ class ContinuousTime(Transition):
                 )
             possible &= allowed > 0
         self._begin_allocation()
-        self.numbers_per_step = 2 * _TERMS * num_states**2
+        self.numbers_per_step = 2 * TERMS * num_states**2
         self.log_rates = nn.Parameter(torch.where(possible, 0.0, -torch.inf).double().repeat(restarts, 1, 1))
         self.exit_rates = nn.Parameter(possible.sum(1).double().repeat(restarts, 1))
         self.register_buffer("possible", possible.repeat(restarts, 1, 1))
@@ -234,48 +233,3 @@ class ContinuousTime(Transition):
 
     def num_free_parameters(self, restart: int) -> int:
         return int(self.possible[restart].sum())
-
-
-def generator_exponential(generator: Tensor, times: Tensor) -> Tensor:
-    r"""Computes exp(Q t) for a rate matrix, differentiable with respect to all entries of Q.
-
-    .. math:: \exp(Q t) = \left(e^{-\lambda s} \exp((Q + \lambda I) s)\right)^{2^n}, \qquad s = t / 2^n
-
-    With :math:`\lambda = \max_i(-Q_{ii})` no term of the series is negative, so even the smallest entries have a small
-    relative error, which `torch.matrix_exp` does not guarantee. The rows of every square are normalized, which removes
-    rounding errors only.
-
-    Args:
-        generator: (K, K) matrix Q with rows that sum to zero.
-        times: (M,) times t, which are not negative.
-
-    Returns:
-        (M, K, K) transition probabilities.
-
-    Example:
-        >>> import torch
-        >>> rates = torch.tensor([[-2.0, 2.0], [0.0, 0.0]], dtype=torch.float64)
-        >>> generator_exponential(rates, torch.tensor([0.0, 0.5], dtype=torch.float64))
-        tensor([[[1.0000, 0.0000],
-                 [0.0000, 1.0000]],
-        <BLANKLINE>
-                [[0.3679, 0.6321],
-                 [0.0000, 1.0000]]], dtype=torch.float64)
-    """
-    unit = torch.eye(len(generator), dtype=generator.dtype, device=generator.device)
-    fastest = (-generator.detach().diagonal()).max().clamp(min=0)
-    largest = float(fastest * times.max())
-    squares = max(0, math.ceil(math.log2(largest))) if largest > 0 else 0
-    short = times[:, None, None] / 2**squares
-    step = (generator + fastest * unit) * short  # Its row sums are at most 1.
-    total = unit + step / _TERMS
-    for n in range(_TERMS - 1, 0, -1):
-        total = unit + step @ total / n
-    probs = _normalized(total * torch.exp(-fastest * short))
-    for _ in range(squares):
-        probs = _normalized(probs @ probs)
-    return probs
-
-
-def _normalized(probs: Tensor) -> Tensor:
-    return probs / probs.detach().sum(-1, keepdim=True)
