@@ -61,7 +61,8 @@ class Sequences:
         actions: (steps,) whole numbers from 0, the action at each step.
         state_weights: (steps, K) non-negative weights of the K states of a model, such as probabilities given by an
             annotator or a classifier. They are factors of p(y_t | k), in training, `decode` and `posterior`. A weight
-            of 0 excludes a state, and equal weights leave it open. For log-weights w, pass ``(w - w.amax(1, True)).exp()``.
+            of 0 excludes a state, and equal weights leave it open. For log-weights w, pass ``(w - w.amax(1,
+            True)).exp()``.
 
     Attributes:
         columns: Names and kinds of the columns of `values` if they come from DataFrames, otherwise ``None``.

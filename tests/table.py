@@ -115,7 +115,8 @@ class Row:
         with warnings.catch_warnings():
             warnings.filterwarnings(
                 "ignore",
-                message=".*(rows of .* got no counts|is a single gradient step|has probability zero|likelihood of these data is zero)",
+                message=".*(rows of .* got no counts|is a single gradient step|has probability zero|"
+                "likelihood of these data is zero)",
             )
             warnings.filterwarnings("ignore", message=".*callbacks used to create the checkpoint.*")
             return fit(self.make(), sequences, callbacks=[*self.callbacks(), *callbacks], **options)

@@ -199,11 +199,13 @@ class TestWaysIn:
             ),
             (
                 {"state_weights": [[[1, 2], [3, -1]], [], WEIGHTS[2]]},
-                "`state_weights` must be finite and not negative, but that of state 1 at position 1 of sequence 0 is -1",
+                "`state_weights` must be finite and not negative, but that of state 1 at position 1 of sequence 0 "
+                "is -1",
             ),
             (
                 {"state_weights": [[[1, 2], [3, NAN]], [], WEIGHTS[2]]},
-                "`state_weights` must be finite and not negative, but that of state 1 at position 1 of sequence 0 is nan",
+                "`state_weights` must be finite and not negative, but that of state 1 at position 1 of sequence 0 "
+                "is nan",
             ),
             (
                 {"state_weights": [WEIGHTS[0], [], [[1, 0], [0, 0], [1, 1]]]},

@@ -3,9 +3,9 @@
 ``python -m experiments.families.agreement``
 
 The earthquakes and the toy examples are part of this file. The other series are read from the folder `published` of
-`LIGHTNING_HMM_DATA` (fedfunds.csv, rgnp.csv, dax.csv, biofam.csv). If the variable is not set, only the rows that do not
-need them are computed. hmmlearn, scikit-learn and scipy are run here. The numbers of the other packages are constants:
-published ones, or those that the named version computed for the parameters in this file.
+`LIGHTNING_HMM_DATA` (fedfunds.csv, rgnp.csv, dax.csv, biofam.csv). If the variable is not set, only the rows that do
+not need them are computed. hmmlearn, scikit-learn and scipy are run here. The numbers of the other packages are
+constants: published ones, or those that the named version computed for the parameters in this file.
 """
 
 from __future__ import annotations
@@ -31,15 +31,19 @@ from lightning_hmm.plotting.style import new_figure, set_title
 
 # Numbers of earthquakes of magnitude 7 and above in the world, 1900 to 2006.
 EARTHQUAKES = [
-    13, 14, 8, 10, 16, 26, 32, 27, 18, 32, 36, 24, 22, 23, 22, 18, 25, 21, 21, 14, 8, 11, 14, 23, 18, 17, 19, 20, 22, 19, 13,
-    26, 13, 14, 22, 24, 21, 22, 26, 21, 23, 24, 27, 41, 31, 27, 35, 26, 28, 36, 39, 21, 17, 22, 17, 19, 15, 34, 10, 15, 22,
-    18, 15, 20, 15, 22, 19, 16, 30, 27, 29, 23, 20, 16, 21, 21, 25, 16, 18, 15, 18, 14, 10, 15, 8, 15, 6, 11, 8, 7, 18, 16,
-    13, 12, 13, 20, 15, 16, 12, 18, 15, 16, 13, 15, 16, 11, 11,
+    13, 14, 8, 10, 16, 26, 32, 27, 18, 32, 36, 24, 22, 23, 22, 18, 25, 21, 21, 14, 8, 11, 14, 23, 18, 17, 19,
+    20, 22, 19, 13, 26, 13, 14, 22, 24, 21, 22, 26, 21, 23, 24, 27, 41, 31, 27, 35, 26, 28, 36, 39, 21, 17, 22,
+    17, 19, 15, 34, 10, 15, 22, 18, 15, 20, 15, 22, 19, 16, 30, 27, 29, 23, 20, 16, 21, 21, 25, 16, 18, 15, 18,
+    14, 10, 15, 8, 15, 6, 11, 8, 7, 18, 16, 13, 12, 13, 20, 15, 16, 12, 18, 15, 16, 13, 15, 16, 11, 11,
 ]  # fmt: skip
 # Decoded states of the earthquakes with rates 10, 20 and 25.
 PATHS = {
-    "viterbi": "11111333333333333331111222222222222222333333333333322222222222222222333322222222211111111111111222222222211",
-    "posterior": "11111333333333322221111222222222222223333333333333332222231222222222333322222222211111111122111222222222111",
+    "viterbi": (
+        "11111333333333333331111222222222222222333333333333322222222222222222333322222222211111111111111222222222211"
+    ),
+    "posterior": (
+        "11111333333333322221111222222222222223333333333333332222231222222222333322222222211111111122111222222222111"
+    ),
 }
 BIOFAM: dict[str, Any] = {
     "initial": [0.9859987123130433, 0.014001287686956724, 0, 0, 0],

@@ -1,8 +1,8 @@
 """Simulates the tracks of five animals, the data of the configurations in `configs/families`.
 
 Each animal is in one of three states, foraging, resting and travelling, and each column of the table has another
-distribution given the state. The observation times are irregular, the state is recorded for a tenth of the rows, and one
-entry in fifty is missing. `python -m experiments.families.animals` writes `configs/families/animals.csv`.
+distribution given the state. The observation times are irregular, the state is recorded for a tenth of the rows, and
+one entry in fifty is missing. `python -m experiments.families.animals` writes `configs/families/animals.csv`.
 """
 
 from __future__ import annotations

@@ -50,7 +50,8 @@ class AroundMean(Autoregressive):
         if self.names[-1] != "variance" or self.before != "missing" or len(columns) != 1:
             raise ValueError(
                 "An Autoregressive emission around the mean must have one column, a diagonal covariance and "
-                f"`before` missing, but has {len(columns)} columns, covariance {self.kind!r} and before {self.before!r}."
+                f"`before` missing, but has {len(columns)} columns, covariance {self.kind!r} and before "
+                f"{self.before!r}."
             )
         if self._owner and self._owner[0].emission is not self:
             raise ValueError(
@@ -75,7 +76,7 @@ class AroundMean(Autoregressive):
     # Conversion between weights and parameters. The intercept of a row is linear in the means.
 
     def _design(self, coefficients: Tensor) -> Tensor:
-        """Returns the (..., H, K) factors of the means in the intercepts, for coefficients (..., K, L) of the states."""
+        """Returns the (..., H, K) factors of the means in the intercepts, for coefficients (..., K, L)."""
         members = torch.nn.functional.one_hot(self.path, self.num_states).to(coefficients)  # (H, L + 1, K)
         lags = coefficients[..., self.path[:, 0], :, None] * members[:, 1:]
         return members[:, 0] - lags.sum(-2)

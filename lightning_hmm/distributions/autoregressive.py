@@ -59,7 +59,8 @@ class Autoregressive(Emission):
     Example:
         >>> from lightning_hmm import HMM, Autoregressive
         >>> model = HMM(num_states=2, emission=Autoregressive(order=1), num_features=1)
-        >>> parameters = {"coefficients": [[[[0.9]]], [[[-0.5]]]], "intercept": [[0.0], [1.0]], "variance": [[1.0], [2.0]]}
+        >>> parameters = {"coefficients": [[[[0.9]]], [[[-0.5]]]], "intercept": [[0.0], [1.0]]}
+        >>> parameters["variance"] = [[1.0], [2.0]]
         >>> model = model.set_parameters(transition=[[0.5, 0.5], [0.5, 0.5]], emission=parameters)
         >>> model.emission.coefficients.shape  # states, lags, columns, columns
         torch.Size([2, 1, 1, 1])
@@ -137,7 +138,7 @@ class Autoregressive(Emission):
         return regression_of(weights.detach(), self.num_features, self.num_regressors)
 
     def _shift(self) -> Tensor:
-        """Returns the matrix T that maps centered regressors to those that are not centered, apart from the response."""
+        """Returns the matrix T that maps centered regressors to regressors that are not centered."""
         shift = torch.eye(self.num_regressors).to(self.center)
         shift[:-1, -1] = self.center.repeat(self.order)
         return shift
@@ -320,7 +321,10 @@ class Autoregressive(Emission):
         return self.emit(Sequences(states, torch.tensor([0, len(states)])), generator).values
 
     def emit(self, states: Sequences, generator: torch.Generator) -> Sequences:
-        """Draws the steps of each sequence in turn. Before the first step, values are zeros, or the mean of the data."""
+        """Draws the steps of each sequence in turn.
+
+        Before the first step, values are zeros, or the mean of the data.
+        """
         path = states.padded().clamp(min=0)
         past = [self._outside.nan_to_num().expand(len(path), -1)] * self.order
         values = simulate(path, *self.lines_of(self.weights[self.restart]), past, generator)
@@ -348,7 +352,8 @@ class Autoregressive(Emission):
         Args:
             sequences: The N sequences. Missing values among their last L steps are replaced by the mean of the data.
             state_probs: (N, S) probabilities of the state of the first step after the end.
-            move: Linear function of (M, S) messages and of the number n of steps after the first one, which performs the
+            move: Linear function of (M, S) messages and of the number n of steps after the first one, which performs
+            the
                 transition into that step. M is a multiple of N.
             steps: Number of steps.
             classes: (S,) model state of each state of the transitions, if these differ.

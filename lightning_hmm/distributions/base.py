@@ -328,7 +328,7 @@ class Transition(Distribution):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the compiled passes of online EM, which know the class and one pseudocount, can perform the M-step."""
+        """Whether the M-step normalizes counts plus one pseudocount, as the compiled passes of online EM do."""
         return True
 
     def couple(self, initial: Distribution) -> None:

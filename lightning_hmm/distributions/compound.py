@@ -192,6 +192,9 @@ class _LogSumExp(torch.autograd.Function):
 
 
 def log_sum_exp(terms: Tensor) -> Tensor:
-    """Computes log(sum(exp(terms))) over the last axis. Unlike in torch, the gradient is finite if all terms are -inf."""
+    """Computes log(sum(exp(terms))) over the last axis.
+
+    Unlike in torch, the gradient is finite if all terms are -inf.
+    """
     found: Tensor = _LogSumExp.apply(terms)
     return found

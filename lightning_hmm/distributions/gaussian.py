@@ -310,7 +310,7 @@ class Gaussian(ExponentialFamily):
     # EM
 
     def _sums(self, statistics: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the numbers of visits (R, K, D or 1), the sums of the offsets, and those of their squares or products."""
+        """Returns the numbers of visits (R, K, D or 1), the sums of the offsets, and of their squares or products."""
         if not self.has_matrices:
             return statistics[:, :, 2], statistics[:, :, 0], statistics[:, :, 1]
         size = self.num_features

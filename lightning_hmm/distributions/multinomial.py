@@ -18,8 +18,8 @@ from lightning_hmm.sequences import Sequences
 class Multinomial(ExponentialFamily):
     r"""Vectors of D counts with a multinomial distribution given their sum. The probabilities have shape (K, D).
 
-    Use it for counts of categories, such as the words of a document. The sum n of the counts may vary from step to step.
-    Its distribution is not part of the model: the likelihood is that of the counts given their sums.
+    Use it for counts of categories, such as the words of a document. The sum n of the counts may vary from step to
+    step. Its distribution is not part of the model: the likelihood is that of the counts given their sums.
 
     .. math:: \log p(y) = \sum_d y_d \log p_d + \log \frac{n!}{\prod_d y_d!}, \qquad
               \hat p_d = \frac{\sum y_d + s m_d}{\sum_e (\sum y_e + s m_e)}

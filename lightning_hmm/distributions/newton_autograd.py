@@ -18,9 +18,9 @@ _CLOSE = 1e-8  # the same, below which a full step is taken without comparing va
 class NewtonProblem:
     """Maximization of a sum of terms, one for each restart, state and column, over parameters that may be tied.
 
-    Each term depends only on the parameters of its own restart, state and column. Without tied parameters, every term is
-    a problem of its own; otherwise the states of a restart and column form one problem, in which a tied parameter has
-    one value. The derivatives are computed by autograd.
+    Each term depends only on the parameters of its own restart, state and column. Without tied parameters, every term
+    is a problem of its own; otherwise the states of a restart and column form one problem, in which a tied parameter
+    has one value. The derivatives are computed by autograd.
 
     Args:
         objective: Function of the parameters (R, K, D) that returns the terms (R, K, D). They should have the scale of
@@ -136,7 +136,7 @@ class NewtonProblem:
 
 
 def _ascent(gradient: Tensor, curvature: Tensor) -> Tensor:
-    """Returns the Newton step, or a gradient step whose length the curvature bounds where the curvature is not positive."""
+    """Returns the Newton step, or a short gradient step where the curvature is not positive."""
     diagonal = curvature.diagonal(dim1=-2, dim2=-1)
     # A coordinate that the value does not depend on would make the matrix singular.
     curvature = curvature + (diagonal == 0).to(diagonal).diag_embed()

@@ -29,7 +29,8 @@ def form_matrix(weights: Tensor, size: int) -> Tensor:
     return -symmetric(weights * torch.where(i == j, 2.0, 1.0).to(weights), size)
 
 
-# With v = (y, z), of D responses and Q regressors, the last of which is 1, the log-density of a Gaussian regression of y
+# With v = (y, z), of D responses and Q regressors, the last of which is 1, the log-density of a Gaussian regression of
+# y
 # on z is such a form.
 
 

@@ -47,9 +47,9 @@ class Regression(Newton, Emission):
     :math:`P(y = v) = e^{\eta_v} / \sum_u e^{\eta_u}`. All symbols are treated alike: there is no reference symbol, and
     the prior identifies the coefficients, whose sum over the symbols is zero at the optimum.
 
-    The M-step of "gaussian" is weighted least squares on expected statistics of fixed size. The other families store the
-    posterior probabilities of an epoch, and Newton's method runs until it has converged; see `Iterative` for online EM
-    and for large data. The log prior is, with ridge strength s and the variance :math:`V_d` of the data,
+    The M-step of "gaussian" is weighted least squares on expected statistics of fixed size. The other families store
+    the posterior probabilities of an epoch, and Newton's method runs until it has converged; see `Iterative` for online
+    EM and for large data. The log prior is, with ridge strength s and the variance :math:`V_d` of the data,
 
     .. math::
         -\sum_{kd} \frac{s \lVert \beta_{kd} \rVert^2 + s_v V_d}{2 v_{kd}} \quad \text{(gaussian)}, \qquad

@@ -20,8 +20,8 @@ class Stationary(Initial):
     r"""The first state has the stationary distribution of the transition matrix, :math:`\pi A = \pi`.
 
     Use it for sequences that begin at an arbitrary time of a process that has run for long. The start has no parameters
-    of its own. With the expected counts :math:`n_{ij}` of transitions and :math:`c_k` of first states, the M-step of the
-    transitions maximizes
+    of its own. With the expected counts :math:`n_{ij}` of transitions and :math:`c_k` of first states, the M-step of
+    the transitions maximizes
 
     .. math:: Q(A) = \sum_{ij} n_{ij} \log A_{ij} + \sum_k c_k \log \pi_k(A)
 

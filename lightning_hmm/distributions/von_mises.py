@@ -23,9 +23,9 @@ class VonMises(ExponentialFamily):
 
     .. math:: \log p(y) = \kappa \cos(y - \mu) - \log 2 \pi I_0(\kappa)
 
-    The location :math:`\mu` is returned between :math:`-\pi` and :math:`\pi`. The M-step is a Newton method on the ratio
-    of Bessel functions. The prior has the effect of s additional steps in each state, at which the averages of cos y
-    and sin y in the data are observed; see `ExponentialFamily`.
+    The location :math:`\mu` is returned between :math:`-\pi` and :math:`\pi`. The M-step is a Newton method on the
+    ratio of Bessel functions. The prior has the effect of s additional steps in each state, at which the averages of
+    cos y and sin y in the data are observed; see `ExponentialFamily`.
 
     Args:
         prior_steps: Strength s of the prior, in steps.

@@ -54,7 +54,7 @@ class ZeroInflated(Compound):
         super().__init__(component, pseudocount, tied, frozen)
         if not self.part.reads_counts:
             raise ValueError(
-                f"`component` must be an emission of counts, such as Poisson, but is {type(self.part).__name__} instead."
+                f"`component` must be an emission of counts, such as Poisson, but is {type(self.part).__name__}."
             )
 
     def allocate(self, restarts: int, num_states: int, columns: Sequence[Column]) -> None:

@@ -246,12 +246,14 @@ def with_known_states(
         evidence: Evidence without labels.
         labels: (steps,) known states, -1 where unknown.
         state_weights: (steps, K) non-negative weights of the states, which are factors of p(y_t | k).
-        classes: (S,) state to which labels and weights refer, for each of the S states of the evidence, if these differ.
+        classes: (S,) state to which labels and weights refer, for each of the S states of the evidence, if these
+        differ.
 
     Example:
         >>> import torch
         >>> from lightning_hmm.inference.evidence import Rows, with_known_states
-        >>> with_known_states(Rows(torch.zeros(2, 2)), torch.tensor([1, -1]), torch.tensor([[1, 2], [1, 1]])).rows().exp()
+        >>> labels, weights = torch.tensor([1, -1]), torch.tensor([[1, 2], [1, 1]])
+        >>> with_known_states(Rows(torch.zeros(2, 2)), labels, weights).rows().exp()
         tensor([[0., 2.],
                 [1., 1.]])
     """

@@ -49,7 +49,7 @@ class BatchIterations:
     @staticmethod
     @torch.no_grad()
     def apply_to(optimizer: Optimizer, chunks: Sequence[Sequences]) -> bool:
-        """Whether there is a compiled E-step for the distributions, and its results are the statistics of the M-step."""
+        """Whether there is a compiled E-step whose results are the statistics of the M-step."""
         if not isinstance(optimizer, BaumWelch):
             return False
         parts = optimizer.distributions

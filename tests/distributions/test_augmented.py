@@ -1,4 +1,4 @@
-"""Student t and negative-binomial emissions against scipy: densities, EM with ties and frozen parameters, samples and bad input."""
+"""Student t and negative-binomial emissions, compared with scipy."""
 
 from __future__ import annotations
 
@@ -175,9 +175,12 @@ def test_moments_that_do_not_exist():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: model_of("StudentT").set_parameters(emission={"df": [[1.0, 0.0], [1.0, 1.0]]}), "`df` must be positive, but that of state 0, column 1 is 0"),
-        (lambda: model_of("NegativeBinomial").set_parameters(emission={"probs": [[0.1, 0.2], [0.5, 1.0]]}), "`probs` must be between 0 and 1"),
-        (lambda: model_of("NegativeBinomial").score([[[1.0, 2.0], [3.0, 2.5]]]), "must have counts, .*column 1 at position 1 of sequence 0 is 2.5"),
+        (lambda: model_of("StudentT").set_parameters(emission={"df": [[1.0, 0.0], [1.0, 1.0]]}),
+         "`df` must be positive, but that of state 0, column 1 is 0"),
+        (lambda: model_of("NegativeBinomial").set_parameters(emission={"probs": [[0.1, 0.2], [0.5, 1.0]]}),
+         "`probs` must be between 0 and 1"),
+        (lambda: model_of("NegativeBinomial").score([[[1.0, 2.0], [3.0, 2.5]]]),
+         "must have counts, .*column 1 at position 1 of sequence 0 is 2.5"),
         (lambda: StudentT(tied=["mean"]), r"must name parameters of a StudentT emission \(df, loc, scale\)"),
         (lambda: NegativeBinomial(0), "`prior_steps` must be positive"),
     ],

@@ -1,4 +1,4 @@
-"""Exponential families whose columns are independent: densities, M-steps and samples against scipy, ties, frozen parameters and bad input."""
+"""Exponential families whose columns are independent, compared with scipy."""
 
 from __future__ import annotations
 
@@ -52,14 +52,18 @@ class Family:
 
 
 FAMILIES = {
-    "Bernoulli": Family(Bernoulli, lambda probs: stats.bernoulli(probs), {"probs": [[0.2, 0.7], [0.9, 0.5]]}, ("unit",)),
+    "Bernoulli": Family(
+        Bernoulli, lambda probs: stats.bernoulli(probs), {"probs": [[0.2, 0.7], [0.9, 0.5]]}, ("unit",)
+    ),
     "Binomial": Family(
         lambda *a, **o: Binomial([5, 9], *a, **o),
         lambda probs: stats.binom(np.array([5, 9]), probs),
         {"probs": [[0.2, 0.7], [0.9, 0.5]]},
         ("unit",),
     ),
-    "Geometric": Family(Geometric, lambda probs: stats.geom(probs, loc=-1), {"probs": [[0.2, 0.7], [0.9, 0.5]]}, ("unit",)),
+    "Geometric": Family(
+        Geometric, lambda probs: stats.geom(probs, loc=-1), {"probs": [[0.2, 0.7], [0.9, 0.5]]}, ("unit",)
+    ),
     "Poisson": Family(Poisson, lambda rate: stats.poisson(rate), {"rate": [[0.5, 3.0], [7.0, 20.0]]}, ("positive",)),
     "Exponential": Family(
         Exponential, lambda rate: stats.expon(scale=1 / rate), {"rate": [[0.5, 3.0], [7.0, 0.01]]}, ("positive",)
@@ -134,7 +138,7 @@ FROM_REAL = {"real": lambda x: x, "positive": np.exp, "unit": special.expit}
 
 @pytest.mark.parametrize(("name", "tied", "frozen"), CASES)
 def test_an_m_step_is_the_optimum_of_scipy(rng, name, tied, frozen):
-    """With posterior probabilities and weights of any size, missing values, a prior, and any parameters tied or frozen."""
+    """With weighted posterior probabilities, missing values, a prior, and any parameters tied or frozen."""
     family = FAMILIES[name]
     values, states = drawn(name, rng)
     values[rng.random(values.shape) < 0.1] = np.nan
@@ -157,7 +161,10 @@ def test_an_m_step_is_the_optimum_of_scipy(rng, name, tied, frozen):
             assert torch.equal(found[key][0], found[key][1])
 
     def objective(column: int, given: dict[str, np.ndarray]) -> float:
-        """Of one column, while the other has its first values. Another test compares `log_prior` with its definition."""
+        """Of one column, while the other has its first values.
+
+        Another test compares `log_prior` with its definition.
+        """
         elsewhere = {key: np.where(np.arange(2) == column, value, start[key]) for key, value in given.items()}
         peer = HMM(2, family.make(0.7, tied=tied), num_features=2).set_parameters(emission=elsewhere)
         peer.emission.data_statistics.copy_(emission.data_statistics)
@@ -369,24 +376,34 @@ def one(emission: Any, **values: Any) -> HMM:
     ("make", "message"),
     [
         (lambda: Gamma(0.0), r"`prior_steps` must be positive, but is 0\.0"),
-        (lambda: Gamma(tied=["scale"]), r"`tied` must name parameters of a Gamma emission \(concentration, rate\), but names 'scale'"),
-        (lambda: one(Gamma(), concentration=[[1.0]], rate=[[0.0]]), "`rate` must be positive, but that of state 0, column 0 is 0"),
+        (lambda: Gamma(tied=["scale"]),
+         r"`tied` must name parameters of a Gamma emission \(concentration, rate\), but names 'scale'"),
+        (lambda: one(Gamma(), concentration=[[1.0]], rate=[[0.0]]),
+         "`rate` must be positive, but that of state 0, column 0 is 0"),
         (lambda: one(Gamma(), rate=[[1.0]]), "`concentration` must be given, too"),
         (lambda: one(LogNormal(), loc=[[np.inf]], scale=[[1.0]]), "`loc` must be finite"),
-        (lambda: one(Bernoulli(), probs=[[1.0]]), "`probs` must be between 0 and 1, exclusive, but that of state 0, column 0 is 1"),
+        (lambda: one(Bernoulli(), probs=[[1.0]]),
+         "`probs` must be between 0 and 1, exclusive, but that of state 0, column 0 is 1"),
         (lambda: Binomial(0), "`total_count` must be a whole number from 1, but is 0"),
-        (lambda: HMM(1, Binomial([2, 3]), num_features=1), "`total_count` must have one number for each of the 1 columns, but has 2"),
+        (lambda: HMM(1, Binomial([2, 3]), num_features=1),
+         "`total_count` must have one number for each of the 1 columns, but has 2"),
         (lambda: one(Multinomial(), probs=[[0.5]]), "`probs` rows must sum to 1, but row 0 sums to 0.5"),
         (lambda: Multinomial(total_count=0), "`total_count` must be a whole number from 1"),
         (lambda: one(Multinomial(), probs=[[1.0]]).sample(1, 2), "`total_count` must be given to sample or predict"),
-        (lambda: fit(HMM(1, Gamma()), [[[1.0], [0.0]]]), "A Gamma emission must have positive numbers, but column 0 at position 1 of sequence 0 is 0. Mark"),
+        (lambda: fit(HMM(1, Gamma()), [[[1.0], [0.0]]]),
+         "A Gamma emission must have positive numbers, but column 0 at position 1 of sequence 0 is 0. Mark"),
         (lambda: fit(HMM(1, LogNormal()), [[[-1.0]]]), "A LogNormal emission must have positive numbers, but .* is -1"),
-        (lambda: fit(HMM(1, Exponential()), [[[-1.0]]]), "An Exponential emission must have numbers from 0, but .* is -1"),
-        (lambda: fit(HMM(1, Beta()), [[[0.5], [1.0]]]), "A Beta emission must have numbers between 0 and 1, exclusive, but .* is 1. Rescale"),
-        (lambda: fit(HMM(1, Bernoulli()), [[[2.0]]]), "A Bernoulli emission must have zeros and ones, but .* is 2. Use a Binomial"),
+        (lambda: fit(HMM(1, Exponential()), [[[-1.0]]]),
+         "An Exponential emission must have numbers from 0, but .* is -1"),
+        (lambda: fit(HMM(1, Beta()), [[[0.5], [1.0]]]),
+         "A Beta emission must have numbers between 0 and 1, exclusive, but .* is 1. Rescale"),
+        (lambda: fit(HMM(1, Bernoulli()), [[[2.0]]]),
+         "A Bernoulli emission must have zeros and ones, but .* is 2. Use a Binomial"),
         (lambda: fit(HMM(1, Binomial(3)), [[[4.0]]]), "from 0 to its total count, but .* is 4. Increase `total_count`"),
-        (lambda: fit(HMM(1, Geometric()), [[[0.5]]]), "A Geometric emission must have counts, whole numbers from 0, but .* is 0.5"),
-        (lambda: fit(HMM(1, Multinomial()), [[[1.0, np.nan]]]), "all counts of a step or none, but column 1 at position 0 of sequence 0 is nan"),
+        (lambda: fit(HMM(1, Geometric()), [[[0.5]]]),
+         "A Geometric emission must have counts, whole numbers from 0, but .* is 0.5"),
+        (lambda: fit(HMM(1, Multinomial()), [[[1.0, np.nan]]]),
+         "all counts of a step or none, but column 1 at position 0 of sequence 0 is nan"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_named(make, message):

@@ -71,7 +71,7 @@ def test_gaussians(rng, kind, theirs, strength):
 
 @pytest.mark.parametrize(("rates", "strength"), [([[1.0, 5.0], [4.0, 3.0]], 1e-300), ([[2.0, 2.0]], 2.0)])
 def test_counts(rng, rates, strength):
-    """hmmlearn weighs the prior against the visits of all states together, so that it is the same for one state only."""
+    """hmmlearn compares the prior with the visits of all states, so that it is the same for one state only."""
     values = rng.poisson(np.array([[1, 8], [6, 2]])[rng.integers(0, 2, sum(LENGTHS))])
     mean = (values.sum(0) + 0.5) / (len(values) + 0.5)
     peer = PoissonHMM(len(rates), lambdas_prior=strength * mean, lambdas_weight=strength, **COMMON)

@@ -164,11 +164,13 @@ def test_it_learns_what_the_inputs_do(rng):
          "The distribution of `initial` depends on inputs, but none are given"),
         (lambda: HMM(2, transition=InputDriven(1), num_symbols=2).set_parameters(transition={"rate": 1}),
          "have the parameters probs, coefficients, intercept, but 'rate' was given"),
-        (lambda: HMM(2, transition=InputDriven(1), num_symbols=2).set_parameters(transition={"intercept": [0.0, 1.0, 2.0]}),
+        (lambda: HMM(2, transition=InputDriven(1), num_symbols=2).set_parameters(
+            transition={"intercept": [0.0, 1.0, 2.0]}),
          r"`intercept` must have shape \(2, 2\), but has \(3,\) instead"),
         (lambda: HMM(2, transition=InputDriven(1), num_symbols=2).set_parameters(transition=[[0.5, 0.6], [0, 1]]),
          "`transition` must hold probabilities, and its rows must sum to 1"),
-        (lambda: HMM(2, initial=InputDrivenInitial(1), num_symbols=2).predict_next(Sequences.from_list([[0]], inputs=[[[0.0]]]), inputs=[[0.0]]),
+        (lambda: HMM(2, initial=InputDrivenInitial(1), num_symbols=2).predict_next(
+            Sequences.from_list([[0]], inputs=[[[0.0]]]), inputs=[[0.0]]),
          r"`inputs` must have shape \(1, 1, M\), .* but has \(1, 1\) instead"),
     ],
 )  # fmt: skip

@@ -187,7 +187,10 @@ def test_rates_that_overflow_at_impossible_steps_do_not_disturb_the_m_step(rng):
 
 
 def test_a_glm_hmm_recovers_its_weights():
-    """The model of Ashwood et al. (2022): Bernoulli choices, three states that differ in bias and in stimulus weight."""
+    """The model of Ashwood et al.
+
+    (2022): Bernoulli choices, three states that differ in bias and in stimulus weight.
+    """
     rng = np.random.default_rng(4)
     inputs = [np.c_[rng.choice([-1, -0.5, -0.25, 0.25, 0.5, 1], 400), rng.choice([-1, 1], 400)] for _ in range(15)]
     truth = HMM(3, Regression("bernoulli", P), num_features=1)
@@ -312,14 +315,16 @@ def binary(inputs):
          "`inputs` must be finite, but input 0 at position 1 of sequence 0 is nan instead"),
         (lambda: fit(bernoulli(), Sequences.from_list([[[0.0], [2.0]]], inputs=[[[0.0, 1.0]] * 2])),
          "the numbers 0 and 1, but column 0 at position 1 of sequence 0 is 2"),
-        (lambda: fit(HMM(1, Regression("gaussian", P, 0.0)), Sequences.from_list([[[0.0], [2.0], [1.0]]], inputs=[[[0.0, 1.0], [1.0, 3.0], [2.0, 5.0]]])),
+        (lambda: fit(HMM(1, Regression("gaussian", P, 0.0)), Sequences.from_list(
+            [[[0.0], [2.0], [1.0]]], inputs=[[[0.0, 1.0], [1.0, 3.0], [2.0, 5.0]]])),
          "but input 1 is a linear combination of those before it. Leave it out, or set `coefficient_prior`"),
         (lambda: bernoulli(tied=["intercept"]).set_parameters(emission={"intercept": [[0.0], [1.0]]}),
          "`intercept` must be the same for all states because it is tied"),
         (lambda: bernoulli().predict_next([[[0.0]]]), "requires those of the predicted steps. Give `inputs`"),
         (lambda: bernoulli().sample(2, 3), "The emission depends on inputs, but none are given"),
         (lambda: new_model("gaussian").set_parameters(
-            emission={"coefficients": np.zeros((2, 2, P)), "intercept": np.zeros((2, 2)), "variance": [[1, 1], [1, -1]]}),
+            emission={"coefficients": np.zeros((2, 2, P)), "intercept": np.zeros((2, 2)),
+                      "variance": [[1, 1], [1, -1]]}),
          "`variance` must be positive and finite, but that of state 1, column 1 is -1"),
     ],
 )  # fmt: skip

@@ -31,7 +31,8 @@ def test_the_density_is_that_of_scipy(rng):
 
 @pytest.mark.parametrize(
     ("tied", "frozen"),
-    [((), ()), (("concentration",), ()), (("scale",), ()), (("concentration", "scale"), ()), ((), ("scale",)), (("scale",), ("concentration",))],
+    [((), ()), (("concentration",), ()), (("scale",), ()), (("concentration", "scale"), ()), ((), ("scale",)),
+     (("scale",), ("concentration",))],
 )  # fmt: skip
 def test_the_m_step_is_the_optimum_of_scipy(rng, tied, frozen):
     values, gamma = rng.weibull(0.8, (50, 1)) * [[2.0]], rng.dirichlet(np.ones(2), 50)
@@ -97,9 +98,11 @@ def test_it_learns_and_samples():
         (lambda: weibull().set_parameters(emission={"scale": [[1.0], [2.0]]}), "`concentration` must be given, too"),
         (lambda: weibull().set_parameters(emission={"scale": [[1.0], [2.0]], "concentration": [[1.0], [-2.0]]}),
          "`concentration` must be positive and finite, but that of state 1, column 0 is -2"),
-        (lambda: weibull(tied="scale").set_parameters(emission={"scale": [[1.0], [2.0]], "concentration": [[1.0], [2.0]]}),
+        (lambda: weibull(tied="scale").set_parameters(
+            emission={"scale": [[1.0], [2.0]], "concentration": [[1.0], [2.0]]}),
          "`scale` must be the same for all states because it is tied"),
-        (lambda: weibull().set_parameters(emission={"rate": [[1.0], [2.0]], "concentration": [[1.0], [2.0]], "scale": [[1.0], [1.0]]}),
+        (lambda: weibull().set_parameters(
+            emission={"rate": [[1.0], [2.0]], "concentration": [[1.0], [2.0]], "scale": [[1.0], [1.0]]}),
          "has the parameters concentration, scale, but 'rate' was given"),
     ],
 )  # fmt: skip

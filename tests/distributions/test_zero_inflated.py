@@ -99,9 +99,12 @@ def test_samples_have_the_moments_that_are_predicted():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ZeroInflated(Gaussian()), "`component` must be an emission of counts, such as Poisson, but is Gaussian"),
-        (lambda: model_of().set_parameters(emission={"gate": [[0.5, 1.5], [0.0, 0.0]]}), "`gate` must be between 0 and 1, .*state 0, column 1 is 1.5"),
-        (lambda: model_of().set_parameters(emission={"gate": [0.5]}), r"`gate` must have shape \(2, 2\), but has \(1,\)"),
+        (lambda: ZeroInflated(Gaussian()),
+         "`component` must be an emission of counts, such as Poisson, but is Gaussian"),
+        (lambda: model_of().set_parameters(emission={"gate": [[0.5, 1.5], [0.0, 0.0]]}),
+         "`gate` must be between 0 and 1, .*state 0, column 1 is 1.5"),
+        (lambda: model_of().set_parameters(emission={"gate": [0.5]}),
+         r"`gate` must have shape \(2, 2\), but has \(1,\)"),
         (lambda: model_of().score([[[1.0, -1.0]]]), "must have counts, .*column 1 at position 0 of sequence 0 is -1"),
     ],
 )  # fmt: skip

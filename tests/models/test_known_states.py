@@ -1,4 +1,4 @@
-"""Known states: labels and state weights in training, decoding and posteriors, compared with the enumeration of all paths."""
+"""Labels and state weights in training, decoding and posteriors, compared with the enumeration of all paths."""
 
 from __future__ import annotations
 

@@ -39,7 +39,10 @@ class Histories(Full):
         return ShiftRegister.of(natural[0], self.order)
 
     def first_states(self, log_initial: Tensor, natural: Sequence[Tensor]) -> Tensor:
-        """Returns the log-probabilities of the first state. States before the first step, which have no effect, are 0."""
+        """Returns the log-probabilities of the first state.
+
+        States before the first step, which have no effect, are 0.
+        """
         size = len(log_initial)
         earlier = size**self.order
         rest = log_initial.new_full((size, earlier - 1), -torch.inf)

@@ -25,10 +25,10 @@ class InputDriven(LogisticRows, Transition):
         P(z_t = j \mid z_{t-1} = i, x_t) =
         \frac{e^{b_{ij} + \beta_{ij} \cdot x_t}}{\sum_l e^{b_{il} + \beta_{il} \cdot x_t}}
 
-    The coefficients :math:`\beta` have shape (K, K, P), the intercepts b have shape (K, K). The inputs of the first step
-    of a sequence are not used. To make transitions depend on the previous step, shift the inputs by one step. All next
-    states are treated alike, and the prior :math:`-\frac{s}{2} \sum (\lVert \beta_{ij} \rVert^2 + b_{ij}^2)` identifies
-    the coefficients, whose sum over j is zero at the optimum. Standardize the inputs.
+    The coefficients :math:`\beta` have shape (K, K, P), the intercepts b have shape (K, K). The inputs of the first
+    step of a sequence are not used. To make transitions depend on the previous step, shift the inputs by one step. All
+    next states are treated alike, and the prior :math:`-\frac{s}{2} \sum (\lVert \beta_{ij} \rVert^2 + b_{ij}^2)`
+    identifies the coefficients, whose sum over j is zero at the optimum. Standardize the inputs.
 
     The M-step stores the expected transitions of an epoch and runs Newton's method until it has converged; see
     `Iterative` for online EM and for large data. Steps with the same inputs share one matrix, so inputs with few
@@ -87,7 +87,8 @@ class InputDriven(LogisticRows, Transition):
         """Sets parameters, to the same values in all restarts.
 
         Args:
-            probs: A matrix of probabilities (K, K) for all inputs. It sets the coefficients to zero, and its zeros become
+            probs: A matrix of probabilities (K, K) for all inputs. It sets the coefficients to zero, and its zeros
+            become
                 structural zeros.
             coefficients: (K, K, P) coefficients.
             intercept: (K, K) intercepts.

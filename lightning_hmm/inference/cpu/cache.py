@@ -100,7 +100,7 @@ def inner(function: Callable[..., Any]) -> Any:
 
 
 def inlined(function: Callable[..., Any]) -> Any:
-    """Makes a function part of the one compiled function that calls it, which compiles faster than a function of its own."""
+    """Makes a function part of the one compiled function that calls it, which compiles faster."""
     return njit(nogil=True, inline="always", **OPTIONS)(function)
 
 

@@ -1,8 +1,8 @@
 """The E-step on a CPU: plans the work, prepares arrays, and hands both to the compiled driver.
 
-Sequences are sorted by length and cut into tiles of at most 32. Sequences that leave the range of float32 run again in float64, and those that leave the
-range of float64 in log space, so that neither a point a thousand standard deviations away nor a state that fits better but cannot be reached
-gives a wrong number.
+Sequences are sorted by length and cut into tiles of at most 32. Sequences that leave the range of float32 run again in
+float64, and those that leave the range of float64 in log space, so that neither a point a thousand standard deviations
+away nor a state that fits better but cannot be reached gives a wrong number.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from lightning_hmm.inference.results import EStep, refuse_nan
 class Range(NamedTuple):
     """What a precision can hold.
 
-    flush: entries of messages below this are zero. Every quotient of the backward pass then stays inside the range, with room for weights.
-    tiny: the smallest normal number, rounded up; stands for an emission probability that is smaller but not zero.
+    flush: entries of messages below this are zero. Every quotient of the backward pass then stays inside the range,
+        with room for weights.
+    tiny: the smallest normal number, rounded up. It replaces an emission probability that is smaller but not zero.
     collapse: a step that keeps less than this leaves the range.
     product: a transition this probable, times `flush`, is a normal number.
-    negligible: how much a log-likelihood may be off.
+    negligible: the largest error of a log-likelihood.
     """
 
     flush: float
@@ -60,7 +61,8 @@ def supports(operator: Operator, evidence: Evidence) -> str | None:
     if not is_prepared(operator):
         return f"The compiled CPU backend has no kernels for the operator {type(operator).__name__}."
     if isinstance(evidence, Table) and evidence.symbols.dtype not in _SYMBOL_TYPES:
-        return f"The compiled CPU backend takes symbols of uint8, int16, int32 or int64, but they are {evidence.symbols.dtype}."
+        kinds = "uint8, int16, int32 or int64"
+        return f"The compiled CPU backend takes symbols of {kinds}, but they are {evidence.symbols.dtype}."
     tensors = [*operator._values(), *(value for value in evidence if value is not None)]
     if any(value.device.type != "cpu" for value in tensors):
         return "The compiled CPU backend takes tensors on the CPU."
@@ -72,7 +74,10 @@ def supports(operator: Operator, evidence: Evidence) -> str | None:
 
 @strict_kernel
 def fill_table(log_probs, table, shifts, tiny):
-    """Emission rows of the symbols, divided by their largest entry, whose logarithm goes to `shifts`; the last is a missing symbol's."""
+    """Returns the emission probabilities of the symbols, divided by their maximum over the states.
+
+    The logarithms of the maxima are written to `shifts`. The last row is that of a missing symbol.
+    """
     num_states, num_symbols = log_probs.shape
     for v in range(num_symbols):
         largest = -np.inf
@@ -167,9 +172,13 @@ def with_parameters(seen: Seen, evidence: Evidence, dtype: np.dtype) -> Seen:
 
 @inner
 def limits_of(bounds, facts, first, num_states, longest):
-    """The limits of a pass, in float64, from the range of its precision and facts of the chain; `first` is the largest initial probability."""
+    """Computes the limits of a pass in float64, from the range of its precision and facts of the chain.
+
+    `first` is the largest initial probability.
+    """
     largest = max(1.0, facts.largest, first)
-    # A step loses entries below `flush`, and those whose emission is below `tiny`. If every state gets at least `facts.least` from what is kept at the
+    # A step loses entries below `flush`, and those whose emission is below `tiny`. If every state gets at least
+    # `facts.least` from what is kept at the
     # step before, the ratio of what is lost to what is kept is the same at all later steps.
     lost = num_states * max(bounds.flush, bounds.tiny / bounds.collapse) * largest**2
     fed = longest * lost <= bounds.negligible * facts.least
@@ -202,7 +211,8 @@ def refuse_problem(problem: np.ndarray, evidence: Evidence, num_states: int) -> 
         if isinstance(evidence, Table):
             largest = evidence.log_probs.shape[1]
             raise ValueError(
-                f"`symbols` must be from 0 to {largest} ({largest} for a missing one), but that of step {step} is {int(evidence.symbols[step])}."
+                f"`symbols` must be from 0 to {largest} ({largest} for a missing one), "
+                f"but that of step {step} is {int(evidence.symbols[step])}."
             )
         raise ValueError(f"`log_likelihoods` must be numbers below infinity, but those of step {step} are not.")
     if problem[1] >= 0:
@@ -221,10 +231,9 @@ def most_steps(row_bytes: int) -> int:
 def plan(
     offsets: np.ndarray, which: np.ndarray | None, num_states: int, row_bytes: int, at_least: int = 1
 ) -> list[tuple[np.ndarray, int]]:
-    """The non-empty sequences, longest first, with the size of the tiles they go in, if there are many at least `at_least`; from shapes alone, never from
-    threads.
+    """Returns the non-empty sequences, longest first, with the size of the tiles that they are divided into.
 
-    Very long sequences are a group of their own, one to a tile: a tile has as many steps as its longest sequence.
+    If there are many sequences, the size is at least `at_least`. It depends on shapes and not on the number of threads.
     """
     lengths = offsets[1:] - offsets[:-1]
     if which is None:
@@ -293,7 +302,8 @@ class _Pass:
     """
 
     def __init__(
-        self, which: np.ndarray | None, dtype: np.dtype, operator: Operator, evidence: Evidence, offsets: np.ndarray, weights: np.ndarray,
+        self, which: np.ndarray | None, dtype: np.dtype, operator: Operator, evidence: Evidence, offsets: np.ndarray,
+        weights: np.ndarray,
         smooth: bool, rows_returned: bool,
     ) -> None:  # fmt: skip
         self.which, self.dtype, self.offsets, self.smooth = which, dtype, offsets, smooth
@@ -323,7 +333,8 @@ class _Pass:
         # Messages are multiplied by the weights in the working precision.
         self.scale = _power_of_two(weights) if smooth else 1.0
         self.weights = weights if self.scale == 1 else weights / self.scale
-        self.groups = []  # sequences, size of a tile, steps whose counts are added at once, and rows of a step that are kept beside messages
+        # Sequences, size of a tile, steps whose counts are added at once, and rows of a step that are kept.
+        self.groups = []
         for order, tile in groups:
             window = max(1, self.operator.rows_counted // tile, BLOCK // tile if by_rows else 1)
             self.groups.append((order, tile, window, 2 * window if by_rows else window))
@@ -480,7 +491,8 @@ class RepeatedEStep:
     Args:
         offsets: (N + 1,) where the sequences begin.
         weights: (N,) of the sequences.
-        dtype: of the messages, float64 if not given. Sums are float64 in any case. Sequences, and parameters, that leave the range of float32
+        dtype: of the messages, float64 if not given. Sums are float64 in any case. Sequences, and parameters, that
+        leave the range of float32
             are worked on in float64.
         smooth: whether to run the backward pass too.
         per_step: whether to return smoothed and filtered rows of all steps.
