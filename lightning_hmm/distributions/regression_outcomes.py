@@ -88,16 +88,17 @@ class Canonical(Columns):
         """Returns the logarithms of the probabilities of observed values."""
 
     def log_rows(self, scores: Tensor, values: Tensor) -> Tensor:
-        observed = ~values.isnan().unsqueeze(1)
-        logs = self.log_probs(scores, values.double().nan_to_num().unsqueeze(1))
-        return torch.where(observed, logs, 0.0).sum(2)
+        observed = ~values.isnan()
+        logs = self.log_probs(scores, torch.where(observed, values.double(), 0.0).unsqueeze(1))
+        return torch.where(observed.unsqueeze(1), logs, 0.0).sum(2)
 
     def curvature(self, coefficients: Tensor, design: Tensor, values: Tensor, posteriors: Tensor) -> Curvature:
         shape = coefficients.shape[:2]
-        weights = posteriors.unsqueeze(2) * ~values.isnan().unsqueeze(1)  # (N, K, D)
+        observed = ~values.isnan()
+        weights = posteriors.unsqueeze(2) * observed.unsqueeze(1)  # (N, K, D)
         # Where the weight is zero, the mean may be infinite.
         scores = torch.where(weights > 0, linear_predictors(coefficients, design), 0.0)
-        values = values.double().nan_to_num().unsqueeze(1)
+        values = torch.where(observed, values.double(), 0.0).unsqueeze(1)
         mean, variance = self.moments(scores, None)
         return Curvature(
             (weights * self.log_probs(scores, values)).sum(0),
