@@ -240,6 +240,9 @@ class Figures(Callback):
             return plotting.emission_matrix(
                 probs, _symbol_names(model) if place is None else columns[0].category_names, self.max_labels
             )
+        coefficients = getattr(emission, "coefficients", None)
+        if isinstance(coefficients, Tensor):  # The densities depend on earlier observations or on inputs.
+            return plotting.coefficient_matrix(coefficients.flatten(1), max_labels=self.max_labels)
         if hasattr(emission, "moments"):
             means, variances = (moment.numpy(force=True) for moment in emission.moments())
             variances = getattr(emission, "covariance", variances)

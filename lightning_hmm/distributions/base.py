@@ -73,8 +73,12 @@ class Distribution(nn.Module, ABC):
     def config(self) -> dict[str, Any]:
         """Class path and constructor arguments as plain values, in the format of a configuration file."""
         args, kwargs = self._given
-        given = inspect.signature(type(self).__init__).bind(self, *args, **kwargs).arguments
-        options = {name: _plain(value) for name, value in list(given.items())[1:]}
+        signature = inspect.signature(type(self).__init__)
+        given = signature.bind(self, *args, **kwargs).arguments
+        options: dict[str, Any] = {}
+        for name, value in list(given.items())[1:]:
+            is_further = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+            options |= _plain(value) if is_further else {name: _plain(value)}
         return {"class_path": _path(type(self)), "init_args": options}
 
     # Sizes and values
@@ -490,8 +494,10 @@ def make_part(given: Any, kind: Any, option: str) -> Any:
         family = known.get(name) or lower.get(name.lower()) or known.get(name.rsplit(".", 1)[-1])
         if family is not None:
             options = {key: _make_nested(value, option) for key, value in dict(given.get("init_args") or {}).items()}
-            known_options = list(inspect.signature(family).parameters)
-            strange = next((key for key in options if key not in known_options), None)
+            parameters = inspect.signature(family).parameters
+            known_options = [key for key, given_as in parameters.items() if given_as.kind is not given_as.VAR_KEYWORD]
+            takes_more = len(known_options) < len(parameters)
+            strange = next((key for key in options if key not in known_options and not takes_more), None)
             if strange is not None:
                 names = ", ".join(known_options)
                 raise ValueError(f"`{option}`: {family.__name__} has the options {names}, but {strange!r} was given.")

@@ -118,11 +118,16 @@ class CategoricalRows(Distribution):
         if self.has_frozen_rows:
             return (counts.sum(-1) == 0).sum()
         values = self.log_probs.detach()
-        is_small = values.is_cpu and values.dtype == counts.dtype == torch.float64 and values.numel() <= _FEW
+        is_small = (
+            isinstance(weight, float)
+            and values.is_cpu
+            and values.dtype == counts.dtype == torch.float64
+            and values.numel() <= _FEW
+        )
         if is_small and not self.has_tied_rows:
             row_first = np.arange(0, values.numel() + 1, values.shape[-1])
             rows, counted = values.view(-1).numpy(), counts.detach().reshape(-1).numpy()
-            added = float(self.prior["pseudocount"] * weight)
+            added = self.prior["pseudocount"] * weight
             return torch.tensor(normalize_rows(0, len(row_first) - 1, row_first, rows, counted, 1.0, added, True))
         if self.has_tied_rows:
             counts = counts.sum(1, keepdim=True).expand_as(counts)

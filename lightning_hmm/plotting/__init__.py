@@ -5,7 +5,7 @@ In the shapes, K is the number of states, V of symbols, D of features, R of rest
 
 from lightning_hmm.plotting.curves import convergence
 from lightning_hmm.plotting.embeddings import composition
-from lightning_hmm.plotting.emissions import ColumnDensities, column_emissions, gaussian_emissions
+from lightning_hmm.plotting.emissions import ColumnDensities, coefficient_matrix, column_emissions, gaussian_emissions
 from lightning_hmm.plotting.latent_states import effective_size, latents, predictions
 from lightning_hmm.plotting.matrices import (
     clone_matrix,
@@ -22,6 +22,7 @@ __all__ = [
     "COLORS",
     "ColumnDensities",
     "clone_matrix",
+    "coefficient_matrix",
     "column_emissions",
     "composition",
     "convergence",

@@ -252,14 +252,41 @@ def _principal_axes(covariance: np.ndarray) -> tuple[np.ndarray, float]:
     return spread, float(np.degrees(np.arctan2(directions[1, first], directions[0, first])))
 
 
+def coefficient_matrix(coefficients: Array, names: Sequence[str] | None = None, max_labels: int = 40) -> Figure:
+    """Heat map of the coefficients of regressions or autoregressions.
+
+    Args:
+        coefficients: (K, P) coefficients of the states.
+        names: Names of the P regressors. They are shown by number if there are none.
+        max_labels: Largest number of labels of states and regressors.
+
+    Example:
+        >>> coefficient_matrix([[0.5, -1.0], [2.0, 0.0]], ["tide", "wind"]).axes[0].get_xlabel()
+        'regressor'
+    """
+    figure, axes = _signed_matrix(to_numpy(coefficients), "Coefficients", "coefficient", names, max_labels)
+    axes.set_xlabel("regressor")
+    return figure
+
+
 def _means(means: np.ndarray, max_labels: int, known_units: bool, names: Sequence[str] | None) -> Figure:
     """Heat map of the means for three or more features."""
-    figure, (axes,) = new_figure()
-    limit = max(float(np.abs(means).max()), 1e-12)
-    image, blocks = heat_map(axes, means, SIGNED_COLORS, Normalize(-limit, limit))
-    label_ticks(axes.xaxis, means.shape[1], names, max_labels=max_labels)
-    label_ticks(axes.yaxis, means.shape[0], max_labels=max_labels)
-    axes.set(xlabel="feature", ylabel="state")
-    set_title(axes, f"Emission means{blocks}")
-    color_bar(figure, axes, image, "standard deviations of the data from its mean" if known_units else "mean")
+    unit = "standard deviations of the data from its mean" if known_units else "mean"
+    figure, axes = _signed_matrix(means, "Emission means", unit, names, max_labels)
+    axes.set_xlabel("feature")
     return figure
+
+
+def _signed_matrix(
+    values: np.ndarray, title: str, unit: str, names: Sequence[str] | None, max_labels: int
+) -> tuple[Figure, Axes]:
+    """Heat map of numbers of either sign, with one row for each state."""
+    figure, (axes,) = new_figure()
+    limit = max(float(np.abs(values).max()), 1e-12)
+    image, blocks = heat_map(axes, values, SIGNED_COLORS, Normalize(-limit, limit))
+    label_ticks(axes.xaxis, values.shape[1], names, max_labels=max_labels)
+    label_ticks(axes.yaxis, values.shape[0], max_labels=max_labels)
+    axes.set_ylabel("state")
+    set_title(axes, f"{title}{blocks}")
+    color_bar(figure, axes, image, unit)
+    return figure, axes

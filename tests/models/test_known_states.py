@@ -246,7 +246,7 @@ def test_compiled_passes_do_not_ignore_labels(monkeypatch, options):
     """`fit` runs iterations of batch EM and many updates of online EM in compiled passes, if it can."""
     sequences = observed("symbols", "labels")
     model = fit(StandardHMM(K, V, **options), sequences, max_epochs=10, tolerance=0)
-    monkeypatch.setattr(BaumWelchTraining, "_can_compile", lambda self, batch: False)
+    monkeypatch.setattr(BaumWelchTraining, "_is_plain", lambda self, batch: False)
     wanted = fit(StandardHMM(K, V, **options), sequences, max_epochs=10, tolerance=0)
     assert torch.equal(model.transition_probs, wanted.transition_probs)
     assert (
