@@ -54,8 +54,8 @@ class Sequences:
             two or more features are vectors as well.
         offsets: (N + 1,) nondecreasing whole numbers from 0 to the number of steps. They are kept on the CPU.
         weights: (N,) weight of each sequence in training. The default is 1.
-        labels: (steps,) whole numbers, the known state of each step; -1 if it is unknown. Training, `decode` and
-            `posterior` take them as given.
+        labels: (steps,) whole numbers, the known state of each step; -1 if it is unknown. Training and all
+            inference methods except `score`, `aic` and `bic` condition on the labels.
         inputs: (steps, M) finite numbers that emissions or transitions may depend on.
         times: (steps,) finite numbers that do not decrease within a sequence. They are kept in float64.
         actions: (steps,) whole numbers from 0, the action at each step.

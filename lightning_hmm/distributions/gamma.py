@@ -22,9 +22,9 @@ class Gamma(ExponentialFamily):
 
     .. math:: \log p(y) = a \log y - b y - \log y + a \log b - \log \Gamma(a)
 
-    The mean is a / b, and the variance is :math:`a / b^2`. The M-step is a Newton method. The prior has the effect of s
-    additional steps in each state, at which the mean and the mean logarithm of the data are observed; see
-    `ExponentialFamily`.
+    The parameters are the concentration a and the rate b. The mean is a / b, and the variance is :math:`a / b^2`. The
+    M-step is a Newton method. The prior is equivalent to s additional steps in each state whose statistics are the
+    averages of y and log y over the data; see `ExponentialFamily`. Values must be positive.
 
     Args:
         prior_steps: Strength s of the prior, in steps.

@@ -35,7 +35,8 @@ class Mixture(Compound):
     the component.
 
     Args:
-        component: Emission of a component: any emission of vectors with a closed M-step.
+        component: Emission of a component: any emission of vectors whose M-step uses expected statistics of fixed size,
+            such as `Gaussian`, `Gamma` or `Poisson`.
         num_components: Number of components C of each state.
         pseudocount: Pseudocount of the Dirichlet prior on the weights, in counts of the whole data set.
         tied: "weights" and "components" can be shared by all states.

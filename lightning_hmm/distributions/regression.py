@@ -44,8 +44,8 @@ class Regression(Newton, Emission):
         \text{poisson:}\; y \sim \text{Poisson}(e^{\eta}).
 
     For "categorical", the observations are symbols, each of the V symbols has its own predictor, and
-    :math:`P(y = v) = e^{\eta_v} / \sum_u e^{\eta_u}`. All symbols are treated alike: there is no reference symbol, and
-    the prior identifies the coefficients, whose sum over the symbols is zero at the optimum.
+    :math:`P(y = v) = e^{\eta_v} / \sum_u e^{\eta_u}`. There is no reference symbol. The ridge
+    prior makes the coefficients identifiable; they sum to zero over the symbols.
 
     The M-step of "gaussian" is weighted least squares on expected statistics of fixed size. The other families store
     the posterior probabilities of an epoch, and Newton's method runs until it has converged; see `Iterative` for online
@@ -60,7 +60,7 @@ class Regression(Newton, Emission):
 
     Args:
         family: "gaussian", "bernoulli" (columns of 0 and 1), "poisson" (columns of counts) or "categorical" (symbols).
-        inputs: Number of inputs P of each step, or the list of the numbers of the inputs to use.
+        inputs: Number of inputs P of each step, or the indices, from 0, of the inputs to use.
         coefficient_prior: Strength s of the ridge prior. It must be positive for "categorical".
         variance_prior: Strength :math:`s_v` of the prior of the variances, in steps, for "gaussian".
         tied: Names of the parameters that all states share: "coefficients", "intercept" or "variance".

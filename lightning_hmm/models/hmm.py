@@ -56,7 +56,8 @@ class HMM(BaumWelchTraining, DiscreteHMM):
         emission: Distribution of the observations. By default `Categorical` for symbols and a diagonal `Gaussian` for
             real vectors.
         transition: Distribution of the next state. By default `Full`.
-        initial: Distribution of the first state: by default `Initial`, whose probabilities are free, or `Stationary`.
+        initial: Distribution of the first state: `Initial` (free probabilities, the default), `Stationary` (the
+            stationary distribution of the transitions) or `InputDrivenInitial`.
         num_symbols: Number of symbols, for sequences of symbols.
         num_features: Number of columns, for sequences of real vectors.
         columns: Descriptions of the observed columns, instead of `num_symbols` or `num_features`. If none of the three
@@ -66,8 +67,9 @@ class HMM(BaumWelchTraining, DiscreteHMM):
             at the end (training likelihood if there is no validation set) is used for inference.
         initialization: Initialization of emissions that depend on the data: from the clusters of k-means ("kmeans"), or
             from the points nearest to random points ("random").
-        discount: Discount factor (lambda) of online EM, which updates the parameters after every batch. If not given,
-            batch EM updates them after every epoch.
+        discount: Discount factor of online EM, at least 0 and below 1. Online EM updates the parameters after every
+            batch, from statistics in which those of earlier batches are multiplied by this factor. If not given, batch
+            EM updates the parameters after every epoch.
         sequences_per_update: Number of sequences per update of online EM, for several updates inside each batch.
         iterations_per_epoch: Number of batch-EM iterations in each epoch of the Trainer, for small data in one batch.
         frozen: Parts whose parameters are not updated: any of "initial", "transition" and "emission".

@@ -17,10 +17,11 @@ class SemiMarkovHMM(HMM):
     .. math:: z_1 \sim \pi, \quad d \mid z = k \sim p_k(d), \quad z' \mid z = k \sim J_k, \quad y_t \mid z_t = k \sim
         p(\cdot \mid \theta_k)
 
-    The chain stays in each state for a number of steps d with a distribution of its own, and then jumps to another
-    state. Use it instead of `StandardHMM` if stays have a typical length. An EM iteration takes O(steps (K^2 + K D))
-    time and O(longest sequence x K D) memory. States in `decode`, `posterior`, `sample` and `predict_next` are the K
-    states of the model.
+    Each state k has a distribution :math:`p_k(d)` of the number of steps d = 1, ..., D for which it lasts. After d
+    steps the chain moves to another state with the jump probabilities. The last stay of a sequence is right-censored.
+    Use it instead of `StandardHMM` if stays have a typical length. An EM iteration takes O(steps (K^2 + K D)) time and
+    O(longest sequence x K D) memory. States in `decode`, `posterior`, `sample` and `predict_next` are the K states of
+    the model.
 
     Args:
         num_states: Number of states K, at least 2.

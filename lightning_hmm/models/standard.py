@@ -17,8 +17,8 @@ class StandardHMM(HMM):
         y_t \mid z_t = k \sim B_k \text{ or } N(\mu_k, \operatorname{diag} v_k)
 
     Use it for up to a few hundred states. `DMCHMM` is faster for more, and `ClonedHMM` is better suited to symbol
-    sequences with long-range dependencies. An EM iteration takes O(steps K^2) time and, in addition to the data,
-    O(32 x longest sequence x K) memory.
+    sequences with long-range dependencies. An EM iteration takes O(steps K^2) time. In addition to the data, it needs
+    memory for the messages of 32 sequences at a time, O(longest sequence x K).
 
     Args:
         num_states: Number of states K.
@@ -35,8 +35,8 @@ class StandardHMM(HMM):
         sequences_per_update: Number of sequences per update of online EM, for several updates inside each batch.
         initial_pseudocount, transition_pseudocount, emission_pseudocount: Pseudocounts of Dirichlet priors, added to
             each count of the whole training set.
-        variance_prior: Scatter added to each state of a Gaussian emission, in units of the variance of the data. A
-            positive value keeps the variances above zero.
+        variance_prior: Strength s of the prior of a Gaussian emission. It adds s times the variance of each column to
+            the scatter of each state, which keeps the variances positive.
         iterations_per_epoch: Number of batch-EM iterations in each epoch of the Trainer, for small data in one batch.
         frozen: Parts whose parameters are not updated: any of "initial", "transition" and "emission".
         arithmetic: Floating-point type of the messages. "float32" is faster; "float64" has 15 digits.
