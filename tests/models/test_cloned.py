@@ -623,7 +623,7 @@ def test_the_parts_by_name_are_the_same_model(rng, tmp_path):
         ),
         (
             {"transition": "Full", "emission": OneSymbol(), "num_symbols": 3},
-            "A OneSymbol emission must be .* Clones transitions, but .* are Full",
+            "emission OneSymbol must be .* Clones transitions, but .* are Full",
         ),
         (
             {"transition": Clones(), "num_features": 2},
